@@ -78,7 +78,7 @@ class AgentflowError(Exception):
     """The name of the invalid argument, request field, file or key of a model; None without one."""
 
     def __init__(self, *args: object, param: str | None = None) -> None:
-        super().__init__(*(shortened(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(*(shorten_message(arg) if isinstance(arg, str) else arg for arg in args))
         if param is not None:
             self.param = param
 
@@ -457,7 +457,7 @@ class EngineDown(EngineFailed):
 
 
 @contextmanager
-def faults_of(param: str) -> Iterator[None]:
+def error_param(param: str) -> Iterator[None]:
     """Sets ``param`` on errors that leave the block without one."""
     try:
         yield
@@ -501,7 +501,7 @@ def from_code(code: str, message: str, param: str | None = None) -> AgentflowErr
     return _BY_CODE.get(code, AgentflowError)(message, param=param)
 
 
-def shortened(message: str) -> str:
+def shorten_message(message: str) -> str:
     """``message`` without its middle if it exceeds ``MAX_MESSAGE_CHARS``: errors quote texts, and each
     other."""
     if len(message) <= MAX_MESSAGE_CHARS:
@@ -558,10 +558,10 @@ MAX_REPR = 120
 
 def short_repr(item: object) -> str:
     """A repr of any object, shortened to ``MAX_REPR`` characters."""
-    shortened = reprlib.Repr()
-    shortened.maxstring = shortened.maxother = 60
+    shorten_message = reprlib.Repr()
+    shorten_message.maxstring = shorten_message.maxother = 60
     try:
-        text = " ".join(shortened.repr(item).split())
+        text = " ".join(shorten_message.repr(item).split())
     except Exception:  # an error message must not fail because of the object it describes
         text = f"a {type(item).__name__} without a repr"
     return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 1]}…"

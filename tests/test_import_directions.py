@@ -66,7 +66,7 @@ ROOMS = {
         "limits",
         "programs",
         "generator",
-        "turns",
+        "loop_turns",
         "task_group",
         "interpreter",
         "locked_file",

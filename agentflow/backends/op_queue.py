@@ -10,7 +10,7 @@ import msgspec
 
 from agentflow.errors import BadArgument, FrameTooLarge, ProtocolError
 from agentflow.protocol import ops
-from agentflow.protocol.op_table import kind_of
+from agentflow.protocol.op_table import op_kind
 from agentflow.protocol.wire import Ops, encode
 
 # The size of an ``Ops`` frame without its ops, in either encoding: field names and two numbers.
@@ -53,7 +53,7 @@ class OpQueue:
     def encoded(self, op: ops.Op) -> bytes:
         """The encoded op. ``FrameTooLarge`` if it does not fit into a frame, ``BadArgument`` if its text is
         not Unicode."""
-        name = kind_of(op)
+        name = op_kind(op)
         try:
             data = self._encoder.encode(op)
         except (UnicodeEncodeError, OverflowError) as error:

@@ -32,7 +32,7 @@ from agentflow.backends.apis.prices import Price
 from agentflow.errors import AgentflowError, BadArgument, ProgramError, short_repr
 from agentflow.language.batch.inputs import Inputs, ItemT, ManyOf, Table
 from agentflow.language.batch.map import MapOptions
-from agentflow.language.failures.frames import without_internals
+from agentflow.language.failures.stack_frames import without_internals
 from agentflow.language.host import OpenSession, SessionHost
 from agentflow.language.program import check_program
 from agentflow.language.session import Session

@@ -59,10 +59,10 @@ from agentflow.protocol.events import (
     Watched,
 )
 from agentflow.protocol.images import Image
-from agentflow.protocol.op_table import GRAPH_TICKET, declared, spec_of
+from agentflow.protocol.op_table import GRAPH_TICKET, declared, op_spec
 from agentflow.recording.file import Recording, read_recording
 from agentflow.recording.images import read_image
-from agentflow.recording.places import Content, ForkTree, Path, StateInTree, describe, difference
+from agentflow.recording.places import ForkTree, OpContent, StateInTree, StatePath, describe, difference
 from agentflow.recording.runs import (
     CONTROL,
     RecordedEvent,
@@ -161,7 +161,7 @@ class _ReplayConnection:
         )
         self._schedule_loss()
 
-    def file_of(self, source: str) -> Image | None:
+    def find_file(self, source: str) -> Image | None:
         """The image, or the file of a video, in the folder of the recording; None if it is not there."""
         return read_image(self._recording.path, source)
 
@@ -190,7 +190,7 @@ class _ReplayConnection:
 
     def _handle(self, op: ops.Op) -> ErrorInfo | None:
         """Answers one op. Returns the error with which the recorded op was rejected, if it was."""
-        is_content = spec_of(op).is_content
+        is_content = op_spec(op).is_content
         match op:
             case ops.Open() | ops.SubmitGraph():
                 state = self._tree.open(op)
@@ -255,7 +255,7 @@ class _ReplayConnection:
     def _identify(
         self,
         state: _LiveState,
-        latest: Sequence[tuple[Path, Content]] = (),
+        latest: Sequence[tuple[StatePath, OpContent]] = (),
         is_preferred: Callable[[RecordedRun, int], bool] = lambda run, num_sent: True,
     ) -> None:
         """Identifies the run of a state, and answers the ops that were kept until now."""
@@ -271,7 +271,7 @@ class _ReplayConnection:
             self._answer(kept.state, kept.op, self._match(kept.state, kept.content), kept.children)
             self._check_group(kept.state)
 
-    def _match(self, state: _LiveState, content: Content) -> RecordedOp | None:
+    def _match(self, state: _LiveState, content: OpContent) -> RecordedOp | None:
         """The recorded op at this place; None if the recording need not have one."""
         position = state.num_ops
         state.num_ops += 1
@@ -427,12 +427,12 @@ class _LiveState(StateInTree):
 
     parent: _LiveState | None
 
-    def __init__(self, run: int, path: Path, parent: _LiveState | None) -> None:
+    def __init__(self, run: int, path: StatePath, parent: _LiveState | None) -> None:
         super().__init__(run, path, parent)
         self.recorded: RecordedState | None = None
         self.num_ops = 0  # ops that were compared
         self.num_kept = 0  # ops that were kept until its run was identified
-        self.groups: set[Content] = set()
+        self.groups: set[OpContent] = set()
         self.has_failed = False
 
     @property
@@ -455,7 +455,7 @@ class _KeptOp:
 
     state: _LiveState
     op: ops.Op
-    content: Content
+    content: OpContent
     children: list[_LiveState]
 
 
@@ -497,7 +497,7 @@ class _LiveRuns:
     def identify(
         self,
         run: _LiveRun,
-        latest: Sequence[tuple[Path, Content]],
+        latest: Sequence[tuple[StatePath, OpContent]],
         is_preferred: Callable[[RecordedRun, int], bool],
     ) -> bool:
         """Pairs ``run``, whose ops are the kept ones and then ``latest``. ``is_preferred`` chooses among the
@@ -516,9 +516,9 @@ class _LiveRuns:
         return True
 
 
-def _fits(run: RecordedRun, sent: list[tuple[Path, Content]]) -> bool:
+def _fits(run: RecordedRun, sent: list[tuple[StatePath, OpContent]]) -> bool:
     """Whether the recorded run began with these ops."""
-    num_ops: dict[Path, int] = {}
+    num_ops: dict[StatePath, int] = {}
     for path, content in sent:
         position = num_ops.get(path, 0)
         num_ops[path] = position + 1
@@ -536,7 +536,7 @@ def _fits(run: RecordedRun, sent: list[tuple[Path, Content]]) -> bool:
 _PATIENCE = 50
 """Turns of the event loop."""
 
-Call = Callable[[], None]
+ScheduledCall = Callable[[], None]
 
 _LATE = math.inf
 """After all recorded events."""
@@ -554,21 +554,21 @@ class _EventScheduler:
         self._next = 0  # in ``expected``: all before it were sent or given up
         self._sent: set[float] = set()
         self._num_missing = 0  # ops that were given up
-        self._heap: list[tuple[float, int, int, Call]] = []
+        self._heap: list[tuple[float, int, int, ScheduledCall]] = []
         self._order = itertools.count()
-        self._followers: dict[int, list[Call]] = {}
+        self._followers: dict[int, list[ScheduledCall]] = {}
         self._changed = anyio.Event()
 
-    def push(self, recorded: RecordedEvent, call: Call) -> None:
+    def push(self, recorded: RecordedEvent, call: ScheduledCall) -> None:
         """Schedules an event whose op the program has sent."""
         self.push_at(recorded.seq, call, num_ops=recorded.num_ops)
 
-    def push_at(self, seq: float, call: Call, *, num_ops: int = 0) -> None:
+    def push_at(self, seq: float, call: ScheduledCall, *, num_ops: int = 0) -> None:
         """Schedules a call right after the event with index ``seq``."""
         heapq.heappush(self._heap, (seq, next(self._order), num_ops, call))
         self._changed.set()
 
-    def after(self, seq: int | None, follow: Call) -> None:
+    def after(self, seq: int | None, follow: ScheduledCall) -> None:
         """Calls ``follow`` once the event has been sent, or now if ``seq`` is None."""
         if seq is None or seq in self._sent:
             follow()

@@ -23,16 +23,16 @@ import msgspec
 
 from agentflow.backends.local import interpreted
 from agentflow.backends.scripted_answers import (
-    Answer,
+    ScriptedAnswer,
     check_satisfied,
     for_name,
-    reply_of,
+    make_reply,
+    make_text,
     scripted_probabilities,
     stopped,
-    text_of,
 )
 from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
-from agentflow.language.typed.replies import Message, calls_of, message_of
+from agentflow.language.typed.replies import Message, make_calls, make_message
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
@@ -41,7 +41,7 @@ from agentflow.protocol.chat import (
     Arguments,
     CallBegun,
     Conversation,
-    Piece,
+    ReplyPiece,
     ReplyWriter,
     TextPiece,
     ToolChoice,
@@ -50,7 +50,7 @@ from agentflow.protocol.chat import (
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import Capabilities, Stats, Usage
-from agentflow.protocol.images import Image, Medium, Video, kind_of, placed_in
+from agentflow.protocol.images import Image, Medium, Video, medium_kind, placed_in
 from agentflow.protocol.op_table import expanded
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import (
@@ -106,7 +106,9 @@ class ScriptedCall(str):
         return f"<{self.kind} {self.name!r} after {str(self)!r}: {self.answer!r}>"
 
 
-Script = str | Callable[[ScriptedCall], Answer] | Mapping[str, Answer] | Sequence[Answer]
+Script = (
+    str | Callable[[ScriptedCall], ScriptedAnswer] | Mapping[str, ScriptedAnswer] | Sequence[ScriptedAnswer]
+)
 """See ``Scripted``."""
 
 
@@ -189,7 +191,7 @@ class ScriptedContext:
 
 
 def _mark(medium: Medium) -> str:
-    return f"<{kind_of(medium)}>"
+    return f"<{medium_kind(medium)}>"
 
 
 EMBEDDING_SIZE = 64
@@ -267,7 +269,7 @@ class ScriptedGenerator:
         nothing). A script has no reasoning."""
         call = self._call(context, "gen", params.resolved(), constraint)
         return await self._stream(
-            context, text_of(self._answer(call)), call.name, call.params, on_text, constraint
+            context, make_text(self._answer(call)), call.name, call.params, on_text, constraint
         )
 
     async def offer_tools(
@@ -288,11 +290,11 @@ class ScriptedGenerator:
                     context.show(part)
                 else:
                     context.text += part
-            for call in calls_of(message.tool_calls):
+            for call in make_calls(message.tool_calls):
                 context.call(call)
             if message.role != "assistant" or number < len(messages) - 1:
                 context.end()
-                context.messages = (*context.messages[:-1], message_of(message))
+                context.messages = (*context.messages[:-1], make_message(message))
         if not context.open_roles:
             context.begin("assistant")
 
@@ -306,11 +308,11 @@ class ScriptedGenerator:
     ) -> Generated:
         """Like ``generate``, but the script may also answer with a ``Reply`` or with tool calls."""
         call = self._call(context, "reply", params.resolved(), constraint)
-        reply = reply_of(self._answer(call))
+        reply = make_reply(self._answer(call))
         writer = ReplyWriter()
         written: list[str] = []
 
-        def write(*pieces: Piece) -> None:
+        def write(*pieces: ReplyPiece) -> None:
             written.append(writer.push(pieces))
             on_text(written[-1])
 
@@ -360,7 +362,7 @@ class ScriptedGenerator:
         """The choice that equals the script's answer. ``ScriptMismatch`` if there is none."""
         call = self._call(context, "select", choices=tuple(choices))
         await anyio.lowlevel.checkpoint()
-        answer = text_of(self._answer(call))
+        answer = make_text(self._answer(call))
         if answer not in choices:
             raise ScriptMismatch(
                 f"the script answers {answer!r}{for_name(call.name)}, which is none of the choices "
@@ -479,14 +481,14 @@ class ScriptedGenerator:
             del self.calls[next(iter(self.calls))]
         return call
 
-    def _answer(self, call: ScriptedCall) -> Answer:
+    def _answer(self, call: ScriptedCall) -> ScriptedAnswer:
         """The script's answer; an exception is raised."""
         call.answer = self._scripted(call)
         if isinstance(call.answer, Exception):
             raise call.answer
         return call.answer
 
-    def _scripted(self, call: ScriptedCall) -> Answer:
+    def _scripted(self, call: ScriptedCall) -> ScriptedAnswer:
         script, position, kept = self._script, call.sent.number, "the script"
         if isinstance(script, Mapping):
             if call.name not in script:

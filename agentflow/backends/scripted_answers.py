@@ -23,23 +23,23 @@ from agentflow.protocol.text.stop_pattern import StopPattern
 CHARS_PER_TOKEN = 4
 """About the length of a model's tokens: a ``stop_regex`` may use processor time for each token."""
 
-Answer: TypeAlias = Any
+ScriptedAnswer: TypeAlias = Any
 
 
-def reply_of(answer: Answer) -> Reply:
+def make_reply(answer: ScriptedAnswer) -> Reply:
     if isinstance(answer, Reply):
         return answer
     calls = _calls_in(answer)
-    return Reply("", calls) if calls else Reply(text_of(answer))
+    return Reply("", calls) if calls else Reply(make_text(answer))
 
 
-def _calls_in(answer: Answer) -> tuple[ToolCall, ...]:
+def _calls_in(answer: ScriptedAnswer) -> tuple[ToolCall, ...]:
     """The tool calls of which the answer consists, if any."""
     calls = answer if isinstance(answer, list | tuple) else (answer,)
     return tuple(calls) if all(isinstance(call, ToolCall) for call in calls) else ()
 
 
-def text_of(answer: object) -> str:
+def make_text(answer: object) -> str:
     if isinstance(answer, str):
         return str(answer)
     if calls := _calls_in(answer):
@@ -81,7 +81,7 @@ def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
 
 
 def scripted_probabilities(
-    questions: Sequence[Question], answers: Answer, name: str
+    questions: Sequence[Question], answers: ScriptedAnswer, name: str
 ) -> tuple[tuple[float, ...], ...]:
     """The probabilities of the possible answers to each question. ``ScriptMismatch`` for other answers."""
     if not isinstance(answers, Mapping) or set(answers) != {question.name for question in questions}:
@@ -92,7 +92,7 @@ def scripted_probabilities(
     return tuple([_probabilities(question, answers[question.name]) for question in questions])
 
 
-def _probabilities(question: Question, answer: Answer) -> tuple[float, ...]:
+def _probabilities(question: Question, answer: ScriptedAnswer) -> tuple[float, ...]:
     given = answer if isinstance(answer, Mapping) else {answer: 1.0}
     by_text = {_answer_text(one): float(probability) for one, probability in given.items()}
     if not set(by_text) <= set(question.answers):

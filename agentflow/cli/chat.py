@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from agentflow.backends.open_session import session as open_session
-from agentflow.cli.command import Command, count
+from agentflow.cli.command import Command, positive_int
 from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.cli.word_wrap import WordWrap
 from agentflow.errors import AgentflowError, Cancelled, no_chat_template
@@ -58,11 +58,11 @@ class Answered:
         return (self.usage.output_tokens - 1) / writing_s
 
 
-class Conversation:
+class TerminalConversation:
     """A conversation with a model. ``sampling``: arguments of each ``gen``. ``NotSupported`` for a model
     without a chat template.
 
-    >>> conversation = Conversation(flow, system_text="You are a guide in a zoo.", max_tokens=32)
+    >>> conversation = TerminalConversation(flow, system_text="You are a guide in a zoo.", max_tokens=32)
     >>> answered = await conversation.ask("What do elephants eat?", print)
     """
 
@@ -189,14 +189,19 @@ def run_chat(
             flow = opening.__enter__()
         with contextlib.ExitStack() as stack:
             stack.push(opening)
-            conversation = portal.call(lambda: Conversation(flow, system_text=system, **sampling))
+            conversation = portal.call(lambda: TerminalConversation(flow, system_text=system, **sampling))
             console.print(Text(f"{flow.capabilities.model}: /help lists the commands"), style="dim")
             _Terminal(portal, conversation, console, shows_reasoning=reasoning).talk(read)
 
 
 class _Terminal:
     def __init__(
-        self, portal: BlockingPortal, conversation: Conversation, console: Console, *, shows_reasoning: bool
+        self,
+        portal: BlockingPortal,
+        conversation: TerminalConversation,
+        console: Console,
+        *,
+        shows_reasoning: bool,
     ) -> None:
         self._portal = portal
         self._conversation = conversation
@@ -301,8 +306,8 @@ class _Terminal:
             self._say(f"agentflow: {error}", style="red")
             return
         self._attached[found.image.source] = found
-        count = len(self._attached)
-        self._say(f"({count} image{'s' * (count != 1)} attached to the next message)")
+        positive_int = len(self._attached)
+        self._say(f"({positive_int} image{'s' * (positive_int != 1)} attached to the next message)")
 
     def _system(self, text: str) -> None:
         if text:
@@ -401,7 +406,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sample only from the most likely tokens, up to this probability (%(default)s)",
     )
-    add("--max-tokens", type=count, default=512, metavar="N", help="limit of one answer (%(default)s)")
+    add("--max-tokens", type=positive_int, default=512, metavar="N", help="limit of one answer (%(default)s)")
     add("--no-reasoning", action="store_true", help="do not show the reasoning of a model")
     add("--seed", type=int, metavar="N", help="with the same seed, the same lines get the same answers")
 

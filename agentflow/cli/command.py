@@ -57,7 +57,7 @@ def seconds_between(least_s: float, most_s: float) -> Callable[[str], float]:
     return seconds
 
 
-def count(text: str) -> int:
+def positive_int(text: str) -> int:
     """The type of an option that is an integer of at least 1."""
     try:
         value = int(text)

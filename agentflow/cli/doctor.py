@@ -40,8 +40,8 @@ OPTIONAL = {
 # uv finds the right build for the machine; pip takes the default index's, which is CUDA's on Linux.
 INSTALL_ENGINE = f"uv pip install --torch-backend=auto '{DISTRIBUTION}[engine]'"
 
-Status = Literal["ok", "warning", "error"]
-MARKS: Mapping[Status, tuple[str, str, str]] = {
+CheckStatus = Literal["ok", "warning", "error"]
+MARKS: Mapping[CheckStatus, tuple[str, str, str]] = {
     "ok": ("✓", "ok", "green"),
     "warning": ("!", "!", "yellow"),
     "error": ("✗", "x", "red"),
@@ -53,7 +53,7 @@ class Check:
     """``found``: the result. ``advice``: how to fix it; empty if nothing is wrong."""
 
     name: str
-    status: Status
+    status: CheckStatus
     found: str
     advice: str = ""
 
@@ -264,7 +264,7 @@ def check_model(name: str, build: TorchBuild | None, *, is_nvidia: bool) -> Iter
         folder = resolve_model(name)
     except AgentflowError as error:
         # Without the engine, no model is needed here.
-        status: Status = "warning" if build is None else "error"
+        status: CheckStatus = "warning" if build is None else "error"
         advice = f"agentflow pull {name}" if name in KNOWN_MODELS else ""
         yield Check("model", status, f"{name} is not pulled" if advice else str(error), advice)
         return
@@ -310,7 +310,7 @@ def check_port(host: str, port: int) -> Check:
     return Check("port", "ok", f"{port} of {host} is free")
 
 
-def show(found: Iterable[Check], console: Console) -> None:
+def print_checks(found: Iterable[Check], console: Console) -> None:
     """Prints the checks as a table."""
     is_unicode = console.encoding.lower().startswith("utf")
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -354,7 +354,7 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         console = Console()
-        show(found, console)
+        print_checks(found, console)
         console.print(f"\n{summary(found)}", highlight=False)
     return 0 if is_ready else 1
 

@@ -175,7 +175,7 @@ def _server_row(model: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def show(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
     """Prints a table; without a terminal, lines with tabs between the cells."""
     rows = [[printable(cell) for cell in row] for row in rows]
     if not console.is_terminal:
@@ -223,11 +223,13 @@ def _run(options: argparse.Namespace) -> int:
         raise BadArgument("models: --url lists the models of a server: give it, or models of this machine")
     if options.url is not None:
         url = http_url(options.url)
-        show(SERVER_COLUMNS, server_models(query_server(url, MODELS_PATH, options.api_key), url), console)
+        print_table(
+            SERVER_COLUMNS, server_models(query_server(url, MODELS_PATH, options.api_key), url), console
+        )
         return 0
     how = options.quantize, options.kv_dtype or "auto"
     rows = models_at(options.model, *how) if options.model else local_models(*how)
-    show(LOCAL_COLUMNS, rows, console)
+    print_table(LOCAL_COLUMNS, rows, console)
     if console.is_terminal:
         text = (
             "\nmemory: weights, the KV of one whole context, and the work; fits: in free memory\n"

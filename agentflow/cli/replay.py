@@ -119,11 +119,11 @@ def _rows(run: RecordedRun) -> Iterator[_Row]:
             is_last = part is parts[-1]
             guides = (indent + ("└ " if is_last else "├ "))[-MAX_INDENT:]
             below = (indent + ("  " if is_last else "│ "))[-MAX_INDENT:]
-            inner.append((_row_of(part, guides), below))
+            inner.append((_make_row(part, guides), below))
         waiting += reversed(inner)
 
 
-def _row_of(part: RecordedState | RecordedVariable, guides: str) -> _Row:
+def _make_row(part: RecordedState | RecordedVariable, guides: str) -> _Row:
     return _Row(guides, part) if isinstance(part, RecordedState) else _Row(guides, part.state, part)
 
 

@@ -27,11 +27,11 @@ import anyio
 import msgspec
 
 from agentflow.backends.open_session import session
-from agentflow.cli.command import Command, count
+from agentflow.cli.command import Command, positive_int
 from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.errors import AgentflowError, BadArgument
-from agentflow.language.batch.inputs import Parameters, TableRow, function_of
+from agentflow.language.batch.inputs import Parameters, TableRow, program_function
 from agentflow.language.batch.map import ProgramMap
 from agentflow.language.program import Program
 from agentflow.language.typed.json_form import json_text
@@ -166,7 +166,7 @@ class InputFile:
 def _scalar_types(program: ProgramFunction) -> dict[str, type]:
     """The parameters that are numbers or booleans, which are texts in a CSV file."""
     try:
-        hints = get_type_hints(function_of(program))
+        hints = get_type_hints(program_function(program))
     except (NameError, TypeError):  # an annotation that is undefined here
         return {}
     return {name: kind for name, kind in hints.items() if kind in (int, float, bool)}
@@ -249,7 +249,7 @@ def _line(item: Any, result: Any) -> str:
         raise BadArgument(f"the program returned a value that has no form in JSON: {error}") from None
 
 
-def run_batch(options: argparse.Namespace) -> int:
+def run_inputs(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit status."""
     if options.output is None and (options.resume or options.key is not None):
         option = "--resume" if options.resume else "--key"
@@ -289,7 +289,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help=f"key (default: {API_KEY_VARIABLE}, or the vendor's variable)")
     add(
         "--concurrency",
-        type=count,
+        type=positive_int,
         metavar="N",
         help="inputs that run concurrently (default: as many as the engine runs in one batch)",
     )
@@ -310,7 +310,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(text: str) -> int:
-    return 0 if text == "0" else count(text)
+    return 0 if text == "0" else positive_int(text)
 
 
 COMMAND = Command(
@@ -337,5 +337,5 @@ agentflow run judge.py essays.jsonl --url openai:gpt-4.1-mini --batch
 echo '"On plants."' | agentflow run judge.py -
 """,
     add_options=_add_options,
-    run=run_batch,
+    run=run_inputs,
 )

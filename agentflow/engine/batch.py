@@ -252,7 +252,7 @@ class BatchOutput:
     embeddings: FloatArray | None = None  # [S, any] of a runner that makes embeddings and nothing else
     ranks: IntArray | None = None  # [S] how many tokens are at least as likely as the row's, itself included
 
-    def top_of(self, row: int, count: int) -> list[tuple[int, float]]:
+    def list_top(self, row: int, count: int) -> list[tuple[int, float]]:
         """The ``count`` likeliest tokens of one sampled row, or all if there are fewer."""
         if self.top_ids is None or self.top_logprobs is None:
             return []

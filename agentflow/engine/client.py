@@ -26,9 +26,9 @@ from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.messages import (
     Abort,
     AdapterLoaded,
-    Answer,
     CloseState,
     DropMedium,
+    EngineAnswer,
     EngineSnapshot,
     EngineStats,
     Failed,
@@ -48,7 +48,7 @@ from agentflow.engine.messages import (
 from agentflow.engine.request import Origin, Submit
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.text.reasoning import Thinking
+from agentflow.engine.text.reasoning import ReasoningFormat
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
 from agentflow.engine.watching.shared_watches import SharedWatches
@@ -62,13 +62,13 @@ from agentflow.errors import (
     listed,
 )
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.limits import part_of
+from agentflow.runtime.generator import OnText
+from agentflow.runtime.limits import tenant_part
 from agentflow.runtime.task_group import loop_caller
 
 logger = logging.getLogger(__name__)
 
 Load = Callable[[], tuple[ModelRunner, Tokenizer, SchedulerConfig]]
-OnText = Callable[[str], None]
 OnProgress = Callable[[Progress], None]
 _NOWHERE = Origin()
 # How long leaving the scope waits for the last step of an engine thread.
@@ -82,7 +82,7 @@ class EngineLink(Protocol):
 
     def send(self, message: ToEngine | KeepMedium) -> None: ...
 
-    # ``def replica_of(self, request_id: int) -> int | None`` is for links to several engines.
+    # ``def find_replica(self, request_id: int) -> int | None`` is for links to several engines.
 
 
 class RequestObserver(Protocol):
@@ -103,7 +103,7 @@ class _Call:
     def __init__(self, on_progress: OnProgress | None = None) -> None:
         self.on_progress = on_progress
         self.ended = anyio.Event()
-        self.answer: Finished | Answer | None = None
+        self.answer: Finished | EngineAnswer | None = None
         self.error: AgentflowError | None = None
         self.broken_by: Exception | None = None  # raised by ``on_progress``
 
@@ -116,7 +116,7 @@ class _Call:
             self.broken_by = error
             self.ended.set()
 
-    def end(self, answer: Finished | Answer | Failed) -> None:
+    def end(self, answer: Finished | EngineAnswer | Failed) -> None:
         if isinstance(answer, Failed):
             self.error = from_code(answer.code, answer.message, answer.param)
         else:
@@ -183,7 +183,7 @@ class EngineClient:
         constraint: CompiledConstraint | None = None,
         jump_forward: bool = True,
         on_sent: Callable[[], None] | None = None,
-        thinking: Thinking | None = None,
+        thinking: ReasoningFormat | None = None,
         calls: CallMarks | None = None,
     ) -> Finished:
         """Generates after a prompt. Cancelling the call aborts the request.
@@ -291,16 +291,16 @@ class EngineClient:
         if most is None:
             return True
         num_own = self._num_unfinished_of[tenant]
-        return 2 * len(self._unfinished) < most and 2 * num_own < part_of(most, tenant)
+        return 2 * len(self._unfinished) < most and 2 * num_own < tenant_part(most, tenant)
 
     def forget(self, request_id: int) -> None:
         """Cancels a ``compute_ahead``."""
         self.engine.send(Abort(request_id))
 
-    def replica_of(self, state: int) -> int | None:
+    def find_replica(self, state: int) -> int | None:
         """The number of the replica on which the state's last request runs; None if it has ended, or if there
         is one engine."""
-        find: Callable[[int], int | None] | None = getattr(self.engine, "replica_of", None)
+        find: Callable[[int], int | None] | None = getattr(self.engine, "find_replica", None)
         request_id = self._request_of.get(state)
         return None if find is None or request_id is None else find(request_id)
 
@@ -361,7 +361,7 @@ class EngineClient:
             raise UnknownModel(f"the adapter {adapter!r} is not loaded (there are: {known})")
         return loaded.identity
 
-    async def _query(self, make: Callable[[int], Query]) -> Answer:
+    async def _query(self, make: Callable[[int], Query]) -> EngineAnswer:
         """The answer to a query with the ticket that ``make`` gets. ``EngineDown`` as for ``stats``."""
         self._check_alive()
         call = self._queries[self._send_query(make)]
@@ -411,7 +411,7 @@ class EngineClient:
         if len(self._unfinished) >= self._max_unfinished:
             most = self._max_unfinished
             raise Overloaded(f"the engine has {most} unfinished requests, the limit: try again later")
-        most = part_of(self._max_unfinished, tenant)
+        most = tenant_part(self._max_unfinished, tenant)
         if self._num_unfinished_of[tenant] >= most:
             raise Overloaded(
                 f"the engine has {most} unfinished requests of this tenant, its limit: try again later"
@@ -438,7 +438,7 @@ class EngineClient:
         for observer in self._observers:
             observer.sent(message)
 
-    def _answer(self, call: _Call) -> Finished | Answer:
+    def _answer(self, call: _Call) -> Finished | EngineAnswer:
         if call.error is not None:
             raise call.error
         if call.answer is None:
@@ -481,7 +481,7 @@ class EngineClient:
             if not self._num_unfinished_of[tenant]:
                 del self._num_unfinished_of[tenant]
 
-    def _end(self, number: int, answer: Finished | Answer | Failed) -> None:
+    def _end(self, number: int, answer: Finished | EngineAnswer | Failed) -> None:
         call = self._queries.pop(number, None) or self._calls.get(number)
         if call is not None:
             call.end(answer)

@@ -69,7 +69,7 @@ from agentflow.protocol.events import StepRecord
 
 logger = logging.getLogger(__name__)
 
-Deliver = Callable[[list[FromEngine]], None]
+DeliverMessages = Callable[[list[FromEngine]], None]
 # After this many failed forward passes in a row the engine counts as broken.
 MAX_FAILURES_IN_A_ROW = 3
 MAX_REPORTED_BLOCKS = 1024
@@ -117,7 +117,7 @@ class Engine:
         runner: ModelRunner,
         tokenizer: Tokenizer,
         config: SchedulerConfig,
-        deliver: Deliver,
+        deliver: DeliverMessages,
         *,
         reports: bool = False,
     ) -> None:

@@ -22,7 +22,7 @@ from agentflow.engine.messages import Start
 from agentflow.engine.models.memory_need import MemoryNeed, fitting_kv_tokens, memory_need
 from agentflow.engine.models.tensor_parallel.rank_group import RankGroup
 from agentflow.engine.options import EngineOptions
-from agentflow.engine.process.child import StartChild, start_process
+from agentflow.engine.process.child import StartChild, start_child_process
 from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.supervisor import supervised_engine
@@ -53,7 +53,7 @@ ENCODER_TOKEN_BUDGET = 512
 async def open_engine(
     options: EngineOptions,
     shutdown: ShutdownBudget | None = None,
-    start_child: StartChild = start_process,
+    start_child: StartChild = start_child_process,
 ) -> AsyncIterator[EngineClient]:
     """Loads the model and runs its engine within the scope. ``shutdown``: limits the time to end its process.
     ``start_child``: starts it."""
@@ -61,9 +61,9 @@ async def open_engine(
     if options.own_process:
         opening = supervised_engine(
             engine_start(options, folder),
-            lambda: read_tokenizer(options, folder),
+            lambda: open_tokenizer(options, folder),
             max_unfinished=options.max_unfinished,
-            deadlines=deadlines_of(options, folder),
+            deadlines=make_deadlines(options, folder),
             exits_when_down=options.exit_on_engine_failure,
             shutdown=shutdown,
             start_child=start_child,
@@ -126,7 +126,7 @@ def engine_start(options: EngineOptions, folder: Path, *, reports: bool = False)
     return Start(f"{__name__}:{load_engine.__name__}", asdict(chosen), log_level, reports)
 
 
-def read_tokenizer(options: EngineOptions, folder: Path) -> Tokenizer:
+def open_tokenizer(options: EngineOptions, folder: Path) -> Tokenizer:
     """The tokenizer of the model in ``folder``. ``BadModelFolder``."""
     return _read_texts(options, folder)[0]
 
@@ -168,7 +168,7 @@ def load_with(
     return runner, tokenizer, config
 
 
-def deadlines_of(options: EngineOptions, folder: Path) -> Deadlines:
+def make_deadlines(options: EngineOptions, folder: Path) -> Deadlines:
     """Time limits of an engine process."""
     gguf = find_gguf(folder)
     names = weight_files(folder) if gguf is None else gguf_parts(gguf.name)

@@ -379,7 +379,7 @@ class Logged(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-Answer = EngineStats | EngineSnapshot | NodeTokens | AdapterLoaded
+EngineAnswer = EngineStats | EngineSnapshot | NodeTokens | AdapterLoaded
 FromEngine = (
     Started
     | StepBegins
@@ -387,7 +387,7 @@ FromEngine = (
     | NeedPayload
     | Finished
     | Failed
-    | Answer
+    | EngineAnswer
     | BlocksUpdate
     | Charges
     | Logged

@@ -31,7 +31,7 @@ from agentflow.engine.media_run import (
     rope_positions,
 )
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.text.reasoning import Thinking
+from agentflow.engine.text.reasoning import ReasoningFormat
 from agentflow.engine.text.tool_output import CallMarks
 from agentflow.engine.token_tree import TokenTree, token_tree
 from agentflow.errors import BadArgument, EngineFailed, PromptTooLong
@@ -138,7 +138,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     constraint: CompiledConstraint | None = None  # of the text; without its payload if the engine has that
     jump_forward: bool = True  # append the tokens that the grammar forces without sampling them
     embeds: bool = False  # make an embedding
-    thinking: Thinking | None = None  # the output may begin with reasoning, free of constraint and stops
+    # The output may begin with reasoning, to which neither the constraint nor a stop applies.
+    thinking: ReasoningFormat | None = None
     calls: CallMarks | None = None  # the output may have tool calls, to which no stop applies
     generated_text: str = ""
     num_redrawn: int = 0  # how often the dead engine had replaced sampled tokens
@@ -403,7 +404,7 @@ def check_request(num_prompt: int, params: SamplingParams, info: RunnerInfo) -> 
     _check_length(num_prompt, 1, min(info.max_context, info.num_slots), "its output")
 
 
-def check_size(request: Request, max_total_tokens: int, total_slots: int) -> None:
+def check_total_tokens(request: Request, max_total_tokens: int, total_slots: int) -> None:
     """Raises ``PromptTooLong`` for a request that could never run.
 
     Args:

@@ -81,9 +81,9 @@ def token_tree(
         head_of: The head of each choice, if there are heads.
 
     Raises:
-        BadArgument: As of ``check_choices``.
+        BadArgument: As of ``check_choice_tokens``.
     """
-    check_choices(choices, heads)
+    check_choice_tokens(choices, heads)
     growth = _Growth(choices)
     if heads:
         growth.add_heads(heads, head_of)
@@ -105,7 +105,7 @@ def token_tree(
     )
 
 
-def check_choices(choices: Sequence[Sequence[int]], heads: Sequence[Sequence[int]] = ()) -> None:
+def check_choice_tokens(choices: Sequence[Sequence[int]], heads: Sequence[Sequence[int]] = ()) -> None:
     """``BadArgument`` if a choice has no token, or if all have more than ``MAX_CHOICE_TOKENS`` together."""
     if not choices or not all(choices):
         raise BadArgument("a choice needs at least one token to be scored", param="choices")

@@ -19,11 +19,11 @@ from agentflow.integrations.client import (
 from agentflow.integrations.wiring import WiredProgram
 from agentflow.language.expressions import Appendable, conversation_with
 from agentflow.language.typed.replies import read_reply
-from agentflow.language.typed.tools import spec_of
+from agentflow.language.typed.tools import describe_tool
 from agentflow.protocol.chat import (
     Arguments,
     CallBegun,
-    Piece,
+    ReplyPiece,
     TextPiece,
     ToolChoice,
     ToolSpec,
@@ -46,7 +46,7 @@ __all__ = [
     "ModelCall",
     "ModelConnection",
     "Objective",
-    "Piece",
+    "ReplyPiece",
     "TextPiece",
     "ToolChoice",
     "ToolSpec",
@@ -55,9 +55,9 @@ __all__ = [
     "connection_through",
     "connection_to",
     "conversation_with",
+    "describe_tool",
     "embedding_connection_to",
     "hoisted",
     "open_task_group",
     "read_reply",
-    "spec_of",
 ]

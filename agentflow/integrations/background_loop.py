@@ -31,13 +31,13 @@ from anyio.abc import TaskGroup
 
 from agentflow.errors import Cancelled, ProgramError
 from agentflow.language.failures.user_code import UserCode
-from agentflow.runtime.task_group import first_of, loop_caller
+from agentflow.runtime.task_group import first_error, loop_caller
 from agentflow.runtime.telemetry import attached, current_context
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
-Function = Callable[[], Awaitable[ResultT]]
-Source = Callable[[], AsyncGenerator[ResultT, None]]
+LoopFunction = Callable[[], Awaitable[ResultT]]
+OpenStream = Callable[[], AsyncGenerator[ResultT, None]]
 # How long the interpreter's exit waits for the thread.
 _EXIT_TIMEOUT_S: Final = 5.0
 MAX_THREADS: Final = 16
@@ -62,18 +62,18 @@ class BackgroundLoop:
         thread = self._thread
         return thread is not None and thread.is_running
 
-    def run(self, function: Function[ResultT]) -> ResultT:
+    def run(self, function: LoopFunction[ResultT]) -> ResultT:
         """Runs the function in the loop, blocks until it returns, and returns its result."""
         [result] = self.stream(lambda: _single(function))
         return result
 
-    async def arun(self, function: Function[ResultT]) -> ResultT:
+    async def arun(self, function: LoopFunction[ResultT]) -> ResultT:
         """Like ``run``, without blocking the caller's event loop."""
         async with aclosing(self.astream(lambda: _single(function))) as results:
             [result] = [result async for result in results]
         return result
 
-    def stream(self, source: Source[ResultT]) -> Generator[ResultT, None, None]:
+    def stream(self, source: OpenStream[ResultT]) -> Generator[ResultT, None, None]:
         """Yields the items of an asynchronous generator that runs in the loop; blocks between them.
 
         Raises the generator's error, ``Cancelled`` if the loop is closed meanwhile, or ``ProgramError`` in
@@ -95,7 +95,7 @@ class BackgroundLoop:
         finally:
             call.cancel()
 
-    async def astream(self, source: Source[ResultT]) -> AsyncGenerator[ResultT, None]:
+    async def astream(self, source: OpenStream[ResultT]) -> AsyncGenerator[ResultT, None]:
         """Like ``stream``, without blocking the caller's event loop."""
         call_in_reader = loop_caller()
         ready = anyio.Event()
@@ -155,7 +155,7 @@ class BackgroundLoop:
             atexit.unregister(self.close)
             thread.after_fork()
 
-    def _start(self, source: Source[ResultT], wake: Callable[[], object]) -> _Call[ResultT]:
+    def _start(self, source: OpenStream[ResultT], wake: Callable[[], object]) -> _Call[ResultT]:
         self.last_use = next(_uses)
         with self._lock:
             is_new = self._thread is None or not self._thread.is_running
@@ -284,7 +284,7 @@ class _LoopThread:
 class _Call(Generic[ResultT]):
     """One task in the loop; the items of its generator go into ``mailbox``."""
 
-    def __init__(self, thread: _LoopThread, source: Source[ResultT], wake: Callable[[], object]) -> None:
+    def __init__(self, thread: _LoopThread, source: OpenStream[ResultT], wake: Callable[[], object]) -> None:
         self.mailbox: Mailbox[ResultT] = Mailbox(wake)
         self._thread = thread
         self._source = source
@@ -304,7 +304,7 @@ class _Call(Generic[ResultT]):
                             self.mailbox.put(item)
                 error = None
         except Exception as failure:
-            error = first_of(failure)
+            error = first_error(failure)
         finally:
             self.mailbox.end(error)
 
@@ -372,5 +372,5 @@ def _cancelled() -> Cancelled:
     return Cancelled("the call was cancelled, or its connection was closed")
 
 
-async def _single(function: Function[ResultT]) -> AsyncGenerator[ResultT, None]:
+async def _single(function: LoopFunction[ResultT]) -> AsyncGenerator[ResultT, None]:
     yield await function()

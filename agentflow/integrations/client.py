@@ -38,13 +38,13 @@ from agentflow.language.session import Session
 from agentflow.language.states.event_stream import TextDelta
 from agentflow.language.states.run import VariableNode
 from agentflow.language.states.state import RootState, State, state_node
-from agentflow.language.states.variable import target_of
+from agentflow.language.states.variable import find_target
 from agentflow.protocol.backend import Backend
-from agentflow.protocol.chat import Piece, ReplyReader, TextPiece
+from agentflow.protocol.chat import ReplyPiece, ReplyReader, TextPiece
 from agentflow.protocol.events import TopLogprobs, Usage
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.wire import DEFAULT_MODEL
-from agentflow.runtime.task_group import first_of
+from agentflow.runtime.task_group import first_error
 from agentflow.runtime.telemetry import attached
 
 # The number of a program's latest calls whose cached prefixes are evicted last.
@@ -57,7 +57,7 @@ MAX_CONNECTIONS: Final = 1000
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-Function = Callable[[Session], Awaitable[ResultT]]
+SessionFunction = Callable[[Session], Awaitable[ResultT]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Delta:
     """The next piece of answer ``index``."""
 
     index: int
-    piece: Piece
+    piece: ReplyPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class ModelConnection:
                 return
             except Exception as error:
                 num_failed += 1
-                after_s = _pause_s(first_of(error), num_failed, max_retries)
+                after_s = _pause_s(first_error(error), num_failed, max_retries)
             await anyio.sleep(after_s)  # noqa: TID251  # the back-off before the next attempt
 
     async def _attempt(
@@ -232,7 +232,7 @@ async def _retried(attempt: Callable[[], Awaitable[ResultT]], max_retries: int) 
             return await attempt()
         except Exception as error:
             num_failed += 1
-            after_s = _pause_s(first_of(error), num_failed, max_retries)
+            after_s = _pause_s(first_error(error), num_failed, max_retries)
         await anyio.sleep(after_s)  # noqa: TID251  # the back-off before the next attempt
 
 
@@ -290,7 +290,7 @@ async def _events(root: State, call: ModelCall, model: str) -> AsyncGenerator[De
         root.limit(deadline_s=call.deadline_s)
     root.add(call.prompt)
     states = [root] if call.n == 1 else list(root.fork(call.n))
-    nodes = [target_of(state.add(call.output)[call.output]).node for state in states]
+    nodes = [find_target(state.add(call.output)[call.output]).node for state in states]
     async with aclosing(watched(root, nodes, model)) as events:
         async for event in events:
             yield event
@@ -349,11 +349,11 @@ class SharedSession:
         self._opening = anyio.Lock()
         self._replaced = anyio.Event()
 
-    def run(self, function: Function[ResultT]) -> ResultT:
+    def run(self, function: SessionFunction[ResultT]) -> ResultT:
         """Calls the function with the session and returns its result; blocks until then."""
         return self.loop.run(lambda: self._call(function))
 
-    async def arun(self, function: Function[ResultT]) -> ResultT:
+    async def arun(self, function: SessionFunction[ResultT]) -> ResultT:
         """Like ``run``, without blocking the caller's event loop. Cancelling it cancels the function."""
         return await self.loop.arun(lambda: self._call(function))
 
@@ -371,7 +371,7 @@ class SharedSession:
         """Closes the session and cancels its runs. The next call opens another one."""
         self.loop.close()
 
-    async def _call(self, function: Function[ResultT]) -> ResultT:
+    async def _call(self, function: SessionFunction[ResultT]) -> ResultT:
         return await function(await self.opened())
 
     async def _serve(self, *, task_status: TaskStatus[Session]) -> None:

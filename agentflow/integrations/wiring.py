@@ -16,7 +16,7 @@ from agentflow.language.expressions import Appendable
 from agentflow.language.gen import GenExpression
 from agentflow.language.session import Session
 from agentflow.language.states.state import RootState
-from agentflow.language.states.variable import Reference, Variable, target_of, text_of
+from agentflow.language.states.variable import Reference, Variable, complete_text, find_target
 from agentflow.protocol.ops import Objective
 
 
@@ -69,7 +69,7 @@ class WiredProgram:
         """Yields the answer piece by piece, from its start, and then complete. Raises the failure of the call
         that failed first."""
         assert self._flow is not None
-        root, node = self._roots[variable], target_of(variable).node
+        root, node = self._roots[variable], find_target(variable).node
         try:
             async with aclosing(watched(root, [node], self._flow.capabilities.model)) as events:
                 async for event in events:
@@ -85,7 +85,7 @@ class WiredProgram:
 
     async def text(self, reference: Reference[Any]) -> str:
         """Returns the text that a prompt with the reference contains. Errors as for an awaited reference."""
-        return await text_of(reference)
+        return await complete_text(reference)
 
     def close(self) -> None:
         """Ends the calls; those without an answer are cancelled."""

@@ -101,7 +101,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """The part of a model that one rank has (tensor parallel): some of the heads, of the inner dimensions of
     each MLP, and of the vocabulary."""
 
@@ -138,7 +138,7 @@ class DecoderWeights:
     # The attention and the MLP of a layer read the same residual, and both are added to it. Otherwise the MLP
     # reads the sum of residual and attention.
     is_parallel: bool = False
-    part: Part | None = None  # that the other fields describe; None: the whole model
+    part: RankPart | None = None  # that the other fields describe; None: the whole model
 
     @property
     def nbytes(self) -> int:

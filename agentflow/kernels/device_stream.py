@@ -12,7 +12,7 @@ from torch import Tensor
 from agentflow.kernels.uploads import upload
 
 
-class Mark(Protocol):
+class StreamMark(Protocol):
     """A place in the queue."""
 
     def synchronize(self) -> None:
@@ -38,7 +38,7 @@ class DeviceStream:
         """Puts work at the end of the queue. ``work`` launches kernels and copies."""
         work()
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """Returns a mark behind all work so far."""
         if not self._is_gpu:
             return _Passed()

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from agentflow.errors import BadArgument, StateClosed, faults_of
+from agentflow.errors import BadArgument, StateClosed, error_param
 from agentflow.language.markers import MARKERS
 from agentflow.language.typed.replies import Message, read_message
-from agentflow.language.typed.tools import Tool, ToolCall, spec_of
+from agentflow.language.typed.tools import Tool, ToolCall, describe_tool
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.images import Image, Medium, Video, known_file
 from agentflow.protocol.op_table import check_types
@@ -221,7 +221,7 @@ def not_appendable(item: object) -> BadArgument:
     )
 
 
-def tuple_of(values: Iterable[ItemT], where: str, param: str, wanted: str) -> tuple[ItemT, ...]:
+def make_tuple(values: Iterable[ItemT], where: str, param: str, wanted: str) -> tuple[ItemT, ...]:
     """The values as a tuple; ``BadArgument`` for ``param`` if they cannot be iterated."""
     try:
         return tuple(values)
@@ -264,7 +264,7 @@ def conversation_with(
         choice: As in ``reply``.
     """
     checked = tuple(
-        [read_message(message) for message in tuple_of(messages, "conversation", "messages", "messages")]
+        [read_message(message) for message in make_tuple(messages, "conversation", "messages", "messages")]
     )
     offered = offer(tools, choice, parallel=True, where="conversation")
     whole = Conversation(checked, offered.tools, offered.choice)
@@ -274,9 +274,9 @@ def conversation_with(
 
 def offer(tools: Sequence[Tool | ToolSpec], choice: str | ToolChoice, *, parallel: bool, where: str) -> Offer:
     """The tools and the choice among them. ``BadArgument``, which begins with ``where``."""
-    given = tuple_of(tools, where, "tools", "functions or schemas")
-    with faults_of("tools"):
-        specs = tuple([tool if isinstance(tool, ToolSpec) else spec_of(tool) for tool in given])
+    given = make_tuple(tools, where, "tools", "functions or schemas")
+    with error_param("tools"):
+        specs = tuple([tool if isinstance(tool, ToolSpec) else describe_tool(tool) for tool in given])
     if not isinstance(choice, ToolChoice):
         choice = ToolChoice(choice) if choice in _MODES else ToolChoice("required", choice)  # type: ignore[arg-type]
         choice = msgspec.structs.replace(choice, parallel=parallel)

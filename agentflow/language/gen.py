@@ -18,8 +18,8 @@ from typing import (
     overload,
 )
 
-from agentflow.errors import BadArgument, faults_of
-from agentflow.language.expressions import Expression, Offer, offer, tuple_of
+from agentflow.errors import BadArgument, error_param
+from agentflow.language.expressions import Expression, Offer, make_tuple, offer
 from agentflow.language.typed.finite import finite_texts
 from agentflow.language.typed.replies import Reply, reader_of_replies
 from agentflow.language.typed.tags import Tag, Tagged, tagged_type
@@ -263,7 +263,7 @@ def gen(
     8
     >>> s += af.assistant(af.gen("idea", temperature=1.0, min_tokens=8, presence_penalty=0.5))
     """
-    check_name(name, "gen")
+    check_variable_name(name, "gen")
     if on_invalid not in get_args(OnInvalid):
         raise BadArgument(
             f'gen: on_invalid must be "raise", "retry" or "reask", not {on_invalid!r}', param="on_invalid"
@@ -312,7 +312,7 @@ def gen(
     return GenExpression(name, params.check(), wanted, num_retries, asks_again=on_invalid == "reask")
 
 
-def check_name(name: str, what: str) -> None:
+def check_variable_name(name: str, what: str) -> None:
     """``BadArgument`` if ``name`` is not a name for the variable of ``what``."""
     if not isinstance(name, str) or not name:
         raise BadArgument(
@@ -331,7 +331,7 @@ def _find_type(kinds: Mapping[str, Any]) -> ValueType:
 
 
 def _tuple(values: Sequence[ItemT], param: str, wanted: str) -> tuple[ItemT, ...]:
-    return values if isinstance(values, tuple) else tuple_of(values, "gen", param, wanted)
+    return values if isinstance(values, tuple) else make_tuple(values, "gen", param, wanted)
 
 
 def _bias_pairs(biases: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
@@ -389,7 +389,7 @@ def reply(
     ...         print(reply.text, reply.tool_calls)
     ...     reply = await s[answer]
     """
-    check_name(name, "reply")
+    check_variable_name(name, "reply")
     arguments: dict[str, Any] = {
         "regex": regex,
         "schema": schema,
@@ -400,10 +400,10 @@ def reply(
         if option in arguments:
             raise BadArgument(f"reply: {option} is for gen: a reply has no type", param=option)
     generation = gen(name, **arguments)
-    with faults_of("tools"):
+    with error_param("tools"):
         given = [
             tool if isinstance(tool, ToolSpec) else described_tool(tool)
-            for tool in tuple_of(tools or (), "reply", "tools", "functions or schemas")
+            for tool in make_tuple(tools or (), "reply", "tools", "functions or schemas")
         ]
     read = reader_of_replies([tool for tool in given if isinstance(tool, DescribedTool)])
     kind = replace(generation.value_type, shown="reply", read=read, comes_in_parts=False, is_reply=True)
@@ -436,9 +436,9 @@ def select(
     >>> await s["verdict"]
     'yes'
     """
-    check_name(name, "select")
+    check_variable_name(name, "select")
     where = f"select({name!r})"
-    texts = tuple_of(choices, where, "choices", "strings")
+    texts = make_tuple(choices, where, "choices", "strings")
     if isinstance(choices, str) or not all(isinstance(choice, str) for choice in texts):
         raise BadArgument(f"{where}: choices must be a list of strings, not {choices!r}", param="choices")
     check_choices(name, texts)

@@ -17,7 +17,7 @@ from typing import Any
 
 import anyio
 
-from agentflow.language.failures.frames import ProgramLine, calling_line
+from agentflow.language.failures.stack_frames import ProgramLine, calling_line
 from agentflow.language.session import Session
 from agentflow.runtime.task_group import loop_caller
 

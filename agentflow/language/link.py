@@ -30,7 +30,7 @@ from agentflow.errors import (
     StateClosed,
     shown_error,
 )
-from agentflow.language.failures.frames import ProgramLine
+from agentflow.language.failures.stack_frames import ProgramLine
 from agentflow.language.observing.blocking import LoopWatch, threshold_s
 from agentflow.language.observing.graph_watch import GraphWatch
 from agentflow.language.observing.runs import Runs
@@ -58,8 +58,8 @@ from agentflow.protocol.events import (
 from agentflow.protocol.images import Image, known_file
 from agentflow.protocol.op_table import StateModels
 from agentflow.runtime.limits import limit_op
+from agentflow.runtime.loop_turns import Starts
 from agentflow.runtime.task_group import loop_getter, open_task_group, running_loop
-from agentflow.runtime.turns import Starts
 
 _STATS_S = 1.0
 """How long the end of a link may wait for its counters."""
@@ -77,10 +77,10 @@ class StateEvents(Protocol):
     def fail(self, error: ErrorInfo) -> None:
         """No further op of the state will run."""
 
-    def line_of(self, number: int) -> ProgramLine | None:
+    def find_line(self, number: int) -> ProgramLine | None:
         """The line of the program that appended op ``number``."""
 
-    def origin_of(self, number: int) -> Exception | None:
+    def find_origin(self, number: int) -> Exception | None:
         """The error that a function of the program raised instead of providing op ``number``."""
 
 
@@ -325,9 +325,9 @@ class Link:
     def recorded_file(self, source: str) -> Image:
         """The image, or the file of a video, that a recording has by its source."""
         found = known_file(source)
-        file_of = getattr(self._connection, "file_of", None)
-        if found is None and file_of is not None:
-            found = file_of(source)
+        find_file = getattr(self._connection, "find_file", None)
+        if found is None and find_file is not None:
+            found = find_file(source)
         return Image(source) if found is None else found
 
     def next_id(self) -> int:

@@ -1,6 +1,6 @@
 """Images and videos of a program: their accepted forms, and the files that reach the backend.
 
-``image`` and ``video`` make expressions. ``content_of`` finds images in the result of a tool.
+``image`` and ``video`` make expressions. ``split_result`` finds images in the result of a tool.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentflow.protocol.images import (
     check_frames,
     image_at,
     image_file,
-    most_bytes_of,
+    max_file_bytes,
 )
 from agentflow.protocol.sampling import is_whole
 
@@ -119,7 +119,7 @@ def is_picture(value: object) -> bool:
     return callable(getattr(value, "save", None)) and hasattr(value, "mode") and hasattr(value, "size")
 
 
-def content_of(result: Any, text_of: Callable[[Any], str]) -> list[str | MediumExpression] | None:
+def split_result(result: Any, text_of: Callable[[Any], str]) -> list[str | MediumExpression] | None:
     """The parts of a tool's result that has images or videos; None if it has none.
 
     Args:
@@ -147,7 +147,7 @@ def _read(path: str | os.PathLike[str], kind: MediumKind) -> bytes:
     """The bytes of a file, of which one more than allowed is enough."""
     try:
         with open(Path(path), "rb") as file:
-            return file.read(most_bytes_of(kind) + 1)
+            return file.read(max_file_bytes(kind) + 1)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise BadArgument(f"{kind}: {os.fspath(path)!r:.200} cannot be read: {why}") from None

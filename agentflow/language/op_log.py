@@ -22,7 +22,7 @@ import anyio
 
 from agentflow.errors import BacklogFull, BadArgument, ConcurrentAppend, NotSupported
 from agentflow.language.expressions import Expression, MediumExpression, Offer
-from agentflow.language.failures.frames import ProgramLine
+from agentflow.language.failures.stack_frames import ProgramLine
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol.ops import Role
 
@@ -169,7 +169,7 @@ class LineTable:
         """The line of the last append."""
         return self._lines[-1] if self._lines else None
 
-    def line_of(self, number: int) -> ProgramLine | None:
+    def find_line(self, number: int) -> ProgramLine | None:
         """The line that appended op ``number``, counted from 1."""
         index = bisect_left(self._ends, number)
         return self._lines[index] if index < len(self._lines) else None
@@ -194,7 +194,7 @@ class ToolCalls(NamedTuple):
 
 
 Content = str | Expression
-Entry = Content | TurnBegins | TurnEnds | ToolCalls
+TranscriptEntry = Content | TurnBegins | TurnEnds | ToolCalls
 
 
 class TurnContent(NamedTuple):
@@ -248,11 +248,11 @@ class Transcript:
     def __init__(self, parent: Transcript | None = None) -> None:
         self._parent = parent
         self.num_inherited = len(parent._entries) if parent is not None else 0
-        self._entries: list[Entry] = []
+        self._entries: list[TranscriptEntry] = []
         self.place: TurnPlace = parent.place if parent is not None else TurnPlace()
         self.offer: Offer | None = parent.offer if parent is not None else None
 
-    def extend(self, entries: Sequence[Entry], place: TurnPlace, offer: Offer | None) -> None:
+    def extend(self, entries: Sequence[TranscriptEntry], place: TurnPlace, offer: Offer | None) -> None:
         """Appends the entries, after which the state is at ``place``."""
         self._entries += entries
         self.place, self.offer = place, offer
@@ -269,7 +269,7 @@ class Transcript:
         return next(self.all(), None) is None
 
     @property
-    def own(self) -> Sequence[Entry]:
+    def own(self) -> Sequence[TranscriptEntry]:
         """The entries since the fork; do not change them."""
         return self._entries
 
@@ -303,7 +303,7 @@ class Transcript:
                 found[-1].content.append(entry)
         return found
 
-    def all(self, num_own: int | None = None) -> Iterator[Entry]:
+    def all(self, num_own: int | None = None) -> Iterator[TranscriptEntry]:
         """All entries, including the entries before the fork; of the own entries only the first
         ``num_own``."""
         chain = [(self, len(self._entries) if num_own is None else num_own)]

@@ -28,7 +28,7 @@ from agentflow.language.states.event_stream import ProgramEvent, RunDone
 from agentflow.language.states.reported import left_by
 from agentflow.language.states.run import Run
 from agentflow.language.states.state import State
-from agentflow.language.states.variable import text_of_marked
+from agentflow.language.states.variable import complete_marked_text
 from agentflow.runtime.task_group import loop_caller
 
 P = ParamSpec("P")
@@ -47,7 +47,7 @@ def check_program(program: object, where: str) -> None:
         )
 
 
-def name_of(program: Callable[..., Any]) -> str:
+def find_program_name(program: Callable[..., Any]) -> str:
     """The name of a program, for ``flow.runs`` and spans."""
     function = program.func if isinstance(program, functools.partial) else program
     return getattr(function, "__name__", type(function).__name__)
@@ -61,11 +61,11 @@ async def execute(
 ) -> ResultT:
     """Calls the program on the run's root state, waits for everything it started, and ends the run."""
     try:
-        with UserCode(f"program {name_of(program)!r}"):
+        with UserCode(f"program {find_program_name(program)!r}"):
             with run.record.current():
                 result = await called(program, State(run.root), *args, **kwargs)
             await run.settle()
-            result = await MARKERS.resolved(result, text_of_marked)
+            result = await MARKERS.resolved(result, complete_marked_text)
     except BaseException as error:
         explain(error)
         run.root.cancel(f"its program ended {left_by(error)}")

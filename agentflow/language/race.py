@@ -16,7 +16,7 @@ from agentflow.language.link import TRACE
 from agentflow.language.op_log import WRITTEN
 from agentflow.language.states.run import StateNode
 from agentflow.language.states.state import State, state_node
-from agentflow.language.states.variable import Reference, target_of
+from agentflow.language.states.variable import Reference, find_target
 from agentflow.runtime.task_group import open_task_group
 
 ResultT = TypeVar("ResultT")
@@ -102,7 +102,7 @@ class _Race:
         if isinstance(contender, State):
             return [state_node(contender)]
         if isinstance(contender, Reference):
-            return [target_of(contender).node.state]
+            return [find_target(contender).node.state]
         return list(self._written[index].values())
 
 

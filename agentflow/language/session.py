@@ -20,14 +20,14 @@ from agentflow.language.batch.map import (
     MapOptions,
     OnError,
     ProgramMap,
-    Show,
+    ShowTally,
 )
 from agentflow.language.failures.mistakes import AsyncOnly
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import GraphRun
 from agentflow.language.link import TRACE, Link
 from agentflow.language.observing.runs import Runs
-from agentflow.language.program import ProgramStream, check_program, execute, name_of
+from agentflow.language.program import ProgramStream, check_program, execute, find_program_name
 from agentflow.language.states.run import Run
 from agentflow.language.states.state import RootState, State
 from agentflow.protocol import ops
@@ -94,7 +94,7 @@ class Session(AsyncOnly):
         check_program(program, "run")
         self._link.check_alive()  # before it waits, which it can only in the session's event loop
         await self._link.starts.pause()
-        return await execute(Run(self._link, name=name_of(program)), program, args, kwargs)
+        return await execute(Run(self._link, name=find_program_name(program)), program, args, kwargs)
 
     @overload
     def stream(
@@ -119,7 +119,7 @@ class Session(AsyncOnly):
             work = GraphRun(self._link, program, args, kwargs, is_streamed=True)
             return ProgramStream(self._link, work.run, work.result)
         check_program(program, "stream")
-        run = Run(self._link, name=name_of(program))
+        run = Run(self._link, name=find_program_name(program))
         return ProgramStream(self._link, run, lambda: execute(run, program, args, kwargs))
 
     @overload
@@ -482,7 +482,7 @@ class Session(AsyncOnly):
         self._link.check_open()
 
 
-def _shown() -> Show:
+def _shown() -> ShowTally:
     from agentflow.language.batch.progress import shown_on_stderr  # imports rich
 
     return shown_on_stderr

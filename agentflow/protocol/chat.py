@@ -21,7 +21,15 @@ from typing import Any, Final, Literal, Self, TypeAlias
 import msgspec
 
 from agentflow.errors import BadArgument, ProtocolError
-from agentflow.protocol.images import Image, Medium, PlacedImage, Video, check_frames, check_source, parts_of
+from agentflow.protocol.images import (
+    Image,
+    Medium,
+    PlacedImage,
+    Video,
+    check_frames,
+    check_source,
+    split_at_media,
+)
 from agentflow.protocol.schema_walk import subschemas
 
 ROLES: Final = ("system", "user", "assistant", "tool")
@@ -75,7 +83,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def parts(self) -> list[str | Medium]:
         """The content cut at its images and videos."""
-        return parts_of(self.content, self.images)
+        return split_at_media(self.content, self.images)
 
 
 def content_part(
@@ -203,7 +211,7 @@ class Arguments:
     text: str
 
 
-Piece: TypeAlias = TextPiece | ReasoningPiece | CallBegun | Arguments
+ReplyPiece: TypeAlias = TextPiece | ReasoningPiece | CallBegun | Arguments
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -229,7 +237,7 @@ class ReplyWriter:
         self._before = "["
         self._is_text = False  # whether a part with prose is open
 
-    def push(self, pieces: Iterable[Piece]) -> str:
+    def push(self, pieces: Iterable[ReplyPiece]) -> str:
         """Returns the notation of the pieces, to be appended to the text."""
         return "".join([self._write(piece) for piece in pieces])
 
@@ -237,7 +245,7 @@ class ReplyWriter:
         """The end of the notation."""
         return "[]" if self._before == "[" else '"}]'
 
-    def _write(self, piece: Piece) -> str:
+    def _write(self, piece: ReplyPiece) -> str:
         match piece:
             case CallBegun():
                 self._is_text = False
@@ -267,19 +275,19 @@ class ReplyReader:
         self._has_begun = False
         self.is_over = False
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[ReplyPiece]:
         """The pieces in ``text``, which continues the notation. ``ProtocolError`` if it is malformed."""
         self._rest += text
-        pieces: list[Piece] = []
+        pieces: list[ReplyPiece] = []
         while self._read(pieces):
             continue
         return pieces
 
-    def _read(self, pieces: list[Piece]) -> bool:
+    def _read(self, pieces: list[ReplyPiece]) -> bool:
         """Reads one step; whether there may be more to read."""
         return self._read_head(pieces) if self._piece is None else self._read_text(self._piece, pieces)
 
-    def _read_head(self, pieces: list[Piece]) -> bool:
+    def _read_head(self, pieces: list[ReplyPiece]) -> bool:
         """Reads up to the text of the next part, or to the end."""
         if self._rest == ("]" if self._has_begun else "[]"):
             self._rest, self.is_over = "", True
@@ -297,7 +305,7 @@ class ReplyReader:
             return False
         return True
 
-    def _read_text(self, piece: type[TextPiece | Arguments], pieces: list[Piece]) -> bool:
+    def _read_text(self, piece: type[TextPiece | Arguments], pieces: list[ReplyPiece]) -> bool:
         """Reads up to the quote that ends the text; waits for the rest of an incomplete escape."""
         end = _WHOLE_CHARS.match(self._rest).end()  # type: ignore[union-attr]  # it matches nothing, too
         is_over = self._rest.startswith('"}', end)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from agentflow.errors import BadArgument, faults_of
+from agentflow.errors import BadArgument, error_param
 
 QuestionKind = Literal["predicate", "choice", "score"]
 
@@ -62,7 +62,7 @@ class Question(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def check_questions(questions: Sequence[Question]) -> None:
     """Raises ``BadArgument`` for questions that cannot be asked together."""
-    with faults_of("questions"):
+    with error_param("questions"):
         if not 1 <= len(questions) <= MAX_QUESTIONS:
             raise BadArgument(f"decide: 1 to {MAX_QUESTIONS} questions, not {len(questions):,}")
         names = [question.name for question in questions]
@@ -99,7 +99,7 @@ def question_text(question: Question) -> str:
     return f"{asked}\nChoices:\n{listed}\nAnswer with one of the choices."
 
 
-def probabilities_of(logprobs: Sequence[float]) -> tuple[float, ...]:
+def compute_probabilities(logprobs: Sequence[float]) -> tuple[float, ...]:
     """The probabilities of answers, one of which is given, from their log-probabilities."""
     most = max(logprobs)
     weights = [math.exp(logprob - most) for logprob in logprobs]

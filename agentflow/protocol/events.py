@@ -20,7 +20,7 @@ from agentflow.errors import (
     UnknownModel,
     from_code,
     no_chat_template,
-    shortened,
+    shorten_message,
     shown_error,
 )
 from agentflow.protocol.constraint import Constraint, ConstraintKind
@@ -318,7 +318,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         info: ErrorInfo | None = None
         for link in reversed(chain):
             code = link.code if isinstance(link, AgentflowError) else RunFailed.code
-            message = shortened(shown_error(link, str if isinstance(link, AgentflowError) else repr))
+            message = shorten_message(shown_error(link, str if isinstance(link, AgentflowError) else repr))
             state, op = (link.place if isinstance(link, AgentflowError) else None) or (None, None)
             retry_after_s = link.retry_after_s if isinstance(link, Overloaded) else None
             param = link.param if isinstance(link, AgentflowError) else None

@@ -87,7 +87,7 @@ class Video(msgspec.Struct, frozen=True):
 Medium: TypeAlias = Image | Video
 
 
-def kind_of(medium: Medium) -> MediumKind:
+def medium_kind(medium: Medium) -> MediumKind:
     """Whether it is an image or a video."""
     return "video" if isinstance(medium, Video) else "image"
 
@@ -133,7 +133,7 @@ def num_base64_chars(num_bytes: int) -> int:
 _files: WeakValueDictionary[str, Image] = WeakValueDictionary()
 
 
-def digest_of(data: bytes | bytearray) -> str:
+def file_source(data: bytes | bytearray) -> str:
     """The ``source`` of a file."""
     return DIGEST + hashlib.sha256(data).hexdigest()
 
@@ -179,7 +179,7 @@ def image_in_base64(encoded: str, kind: MediumKind = "image") -> Image:
     return image_file(data, kind)
 
 
-def media_type_of(data: bytes | bytearray) -> str:
+def detect_media_type(data: bytes | bytearray) -> str:
     """The media type of a file, by its first bytes. ``BadArgument`` for other files than images."""
     for kind, start in _STARTS.items():
         if data.startswith(start) and (kind != "webp" or data[8:12] == b"WEBP"):
@@ -190,7 +190,7 @@ def media_type_of(data: bytes | bytearray) -> str:
     )
 
 
-def video_type_of(data: bytes | bytearray) -> str:
+def detect_video_type(data: bytes | bytearray) -> str:
     """The media type of a video, by its first bytes. ``BadArgument`` for other files."""
     start = bytes(data[:64])
     if start[4:8] == b"ftyp" and start[8:12] not in _STILL_BRANDS:
@@ -207,7 +207,7 @@ def video_type_of(data: bytes | bytearray) -> str:
     )
 
 
-def most_bytes_of(kind: MediumKind) -> int:
+def max_file_bytes(kind: MediumKind) -> int:
     """The size of the largest file."""
     return MAX_VIDEO_BYTES if kind == "video" else MAX_IMAGE_BYTES
 
@@ -215,12 +215,12 @@ def most_bytes_of(kind: MediumKind) -> int:
 def image_file(data: bytes, kind: MediumKind = "image") -> Image:
     """The image in a file, or the file of a video: the same object for the same bytes, as long as it is in
     use. ``BadArgument`` if it is none or too large."""
-    if len(data) > most_bytes_of(kind):
+    if len(data) > max_file_bytes(kind):
         raise BadArgument(
-            f"{kind}: {len(data):,} bytes are more than {most_bytes_of(kind):,}: make it smaller", param=kind
+            f"{kind}: {len(data):,} bytes are more than {max_file_bytes(kind):,}: make it smaller", param=kind
         )
-    media_type = video_type_of(data) if kind == "video" else media_type_of(data)
-    source = digest_of(data)
+    media_type = detect_video_type(data) if kind == "video" else detect_media_type(data)
+    source = file_source(data)
     image = _files.get(source)
     if image is None:
         image = _files[source] = Image(source, media_type, data)
@@ -232,10 +232,10 @@ def known_file(source: str) -> Image | None:
     return _files.get(source)
 
 
-def parts_of(text: str, images: tuple[PlacedImage, ...]) -> list[str | Medium]:
+def split_at_media(text: str, images: tuple[PlacedImage, ...]) -> list[str | Medium]:
     """The text cut at its images and videos, in order, without empty texts.
 
-    >>> parts_of("ab", (PlacedImage(1, Image("https://example.org/x.png")),))
+    >>> split_at_media("ab", (PlacedImage(1, Image("https://example.org/x.png")),))
     ['a', Image('https://example.org/x.png'), 'b']
     """
     parts: list[str | Medium] = []
@@ -249,7 +249,7 @@ def parts_of(text: str, images: tuple[PlacedImage, ...]) -> list[str | Medium]:
 
 
 def placed_in(parts: Sequence[str | Medium]) -> tuple[str, tuple[PlacedImage, ...]]:
-    """The text of some parts, and its images: the inverse of ``parts_of``."""
+    """The text of some parts, and its images: the inverse of ``split_at_media``."""
     texts: list[str] = []
     images: list[PlacedImage] = []
     num_chars = 0
@@ -262,6 +262,6 @@ def placed_in(parts: Sequence[str | Medium]) -> tuple[str, tuple[PlacedImage, ..
     return "".join(texts), tuple(images)
 
 
-def moved(images: tuple[PlacedImage, ...], num_chars: int) -> tuple[PlacedImage, ...]:
+def shift_images(images: tuple[PlacedImage, ...], num_chars: int) -> tuple[PlacedImage, ...]:
     """The images of a text that stands behind ``num_chars`` more characters."""
     return tuple([msgspec.structs.replace(placed, at=placed.at + num_chars) for placed in images])

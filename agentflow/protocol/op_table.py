@@ -33,7 +33,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.decisions import check_questions
 from agentflow.protocol.events import USE_ANOTHER, Capabilities
-from agentflow.protocol.images import FILE, Video, check_frames, check_source, most_bytes_of
+from agentflow.protocol.images import FILE, Video, check_frames, check_source, max_file_bytes
 from agentflow.protocol.text.transform import check_transforms, check_written
 
 ROOT: Final = 1
@@ -71,7 +71,7 @@ def _parts_label(op: ops.Text | ops.Set, names: Mapping[int, str]) -> str:
 
 
 def _check_upload(op: ops.Upload) -> None:
-    most = most_bytes_of(op.kind)
+    most = max_file_bytes(op.kind)
     if not 0 < op.size <= most:
         raise BadArgument(f"upload: the file of one {op.kind} has 1 to {most:,} bytes, not {op.size:,}")
     if not 0 <= op.at <= op.size - len(op.data):
@@ -263,19 +263,19 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
 }
 
 
-def spec_of(op: ops.Op) -> OpSpec:
+def op_spec(op: ops.Op) -> OpSpec:
     """The op's row."""
     return OPS[type(op)]
 
 
-def kind_of(op: ops.Op | ops.Rejected) -> str:
+def op_kind(op: ops.Op | ops.Rejected) -> str:
     """The value of the op's ``op`` field on the wire."""
     return op.kind if isinstance(op, ops.Rejected) else str(type(op).__struct_config__.tag)
 
 
 def num_done_with(sequence: Sequence[ops.Op], index: int) -> int:
     """The number of ops in a state's stream that are done once the op at ``index`` is."""
-    is_followed = index + 1 < len(sequence) and spec_of(sequence[index + 1]).is_instant
+    is_followed = index + 1 < len(sequence) and op_spec(sequence[index + 1]).is_instant
     return index + (2 if is_followed else 1)
 
 
@@ -336,7 +336,7 @@ class StateModels:
                 if inherited := model or self._of_state.get(state, ""):
                     self._of_state |= dict.fromkeys(children, inherited)
             case ops.SubmitGraph():  # nothing can be appended to its other states
-                self._follow(moved(op.ops[0], op.state - ROOT))
+                self._follow(shift_numbers(op.ops[0], op.state - ROOT))
             case ops.Close(state=state):
                 self._of_state.pop(state, None)
             case _:
@@ -344,7 +344,7 @@ class StateModels:
 
 
 def _check_op(op: ops.Op, models: StateModels) -> None:
-    spec = spec_of(op)
+    spec = op_spec(op)
     spec.check(op)
     for ref in _refs(op):
         check_transforms(ref.transforms)
@@ -356,7 +356,7 @@ def _check_op(op: ops.Op, models: StateModels) -> None:
 def require(op: ops.Op, capabilities: Capabilities) -> None:
     """Raises ``NotSupported`` if the model, or one of those that may answer in its place, cannot run the
     op."""
-    spec = spec_of(op)
+    spec = op_spec(op)
     for one in (*capabilities.candidates, capabilities):
         spec.require(op, one)
 
@@ -392,7 +392,7 @@ def references(op: ops.Op) -> list[int]:
 
 def opened(op: ops.Op) -> tuple[int, ...]:
     """The states that the op creates."""
-    match spec_of(op).opens:
+    match op_spec(op).opens:
         case "":
             return ()
         case "state":
@@ -415,7 +415,7 @@ def numbers(op: ops.Op) -> list[int]:
     return [*own, *getattr(op, "children", ()), *references(op)]
 
 
-def moved(op: ops.Op, base: int) -> ops.Op:
+def shift_numbers(op: ops.Op, base: int) -> ops.Op:
     """The op with all its numbers moved up by ``base``."""
     changes: dict[str, Any] = {
         name: getattr(op, name) + base for name in ("state", "var") if hasattr(op, name)
@@ -441,17 +441,17 @@ def expanded(graph: ops.SubmitGraph) -> Iterator[ops.Op]:
     if not isinstance(graph.ops[0], ops.Open) or graph.ops[0].state != ROOT:
         raise ProtocolError(f"a graph must begin with the opening of state {ROOT}")
     unsealed: dict[int, None] = {ROOT: None}
-    yield moved(graph.ops[0], base)
+    yield shift_numbers(graph.ops[0], base)
     for op in graph.ops[1:]:
-        if not spec_of(op).in_graph:
-            raise ProtocolError(f"the op {kind_of(op)!r} cannot stand in a graph")
+        if not op_spec(op).in_graph:
+            raise ProtocolError(f"the op {op_kind(op)!r} cannot stand in a graph")
         unsealed |= dict.fromkeys(opened(op))
         if isinstance(op, ops.Seal):
             unsealed.pop(op.state, None)
         elif isinstance(op, ops.Gen) and op.var in graph.places:
             seed = ops.derived_seed(graph.seeds, graph.places[op.var])
             op = msgspec.structs.replace(op, params=msgspec.structs.replace(op.params, seed=seed))
-        yield moved(op, base)
+        yield shift_numbers(op, base)
     for state in unsealed:
         yield ops.Seal(state + base)
 
@@ -460,4 +460,4 @@ def rejected(op: ops.Op, error: AgentflowError) -> ops.Rejected:
     """The stand-in for ``op``, which failed with ``error``."""
     names = {op.var: ""} if isinstance(op, ops.Provide) else dict(declared(op))
     children = op.children if isinstance(op, ops.Fork) else ()
-    return ops.Rejected(getattr(op, "state", 0), error, kind_of(op), names, children)
+    return ops.Rejected(getattr(op, "state", 0), error, op_kind(op), names, children)

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from agentflow.errors import AgentflowError, BadArgument, ProtocolError, faults_of
+from agentflow.errors import AgentflowError, BadArgument, ProtocolError, error_param
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question
@@ -26,12 +26,12 @@ from agentflow.protocol.sampling import MAX_INT, GenParams, is_number, is_whole
 from agentflow.protocol.text.transform import Transform
 
 
-def run_of(session_seed: int, index: int) -> str:
+def seed_run(session_seed: int, index: int) -> str:
     """The ``run`` of ``derived_seed``: the session's seed and the run's index."""
     return f"{session_seed}/{index}"
 
 
-def place_of(path: tuple[int, ...], number: int) -> str:
+def seed_place(path: tuple[int, ...], number: int) -> str:
     """The ``place`` of ``derived_seed``: the state's path in the fork tree, and the gen's number in the
     state."""
     return f"{path}/{number}"
@@ -39,7 +39,7 @@ def place_of(path: tuple[int, ...], number: int) -> str:
 
 def derived_seed(run: str, place: str) -> int:
     """A seed of 63 bits for a gen (the first 8 bytes of BLAKE2b, shifted right by one). ``run`` comes from
-    ``run_of``, ``place`` from ``place_of``: a replay and a compiled graph derive the same seeds."""
+    ``seed_run``, ``place`` from ``seed_place``: a replay and a compiled graph derive the same seeds."""
     digest = hashlib.blake2b(f"{run}/{place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -534,7 +534,7 @@ def check_embed(op: Embed) -> None:
 
 def check_choices(name: str, choices: Sequence[str]) -> None:
     """Raises ``BadArgument`` for choices that the select ``name`` cannot have."""
-    with faults_of("choices"):
+    with error_param("choices"):
         if not choices or not all(choices):
             raise BadArgument(f"select({name!r}): there must be at least one choice, and none may be empty")
         if len(choices) > MAX_CHOICES or len(set(choices)) != len(choices):

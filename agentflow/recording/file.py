@@ -40,7 +40,7 @@ _UNRECORDED_OPS = (GetGraph, Want, Watch, Unwatch)
 VERSION = 2
 """Version 1 had the capabilities of a single model, and a gen always had all parameters of sampling."""
 
-Ending = Literal["complete", "failed", "cancelled"]
+SessionEnding = Literal["complete", "failed", "cancelled"]
 """How the session's block ended: normally, by an exception, or by a cancellation or an interrupt."""
 
 
@@ -80,7 +80,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     refused: ErrorInfo | None = None  # the error with which ``send`` rejected ``ops``
     ops: tuple[Op, ...] = ()
     lost: ErrorInfo | None = None  # the error that ended the backend
-    ending: Ending | None = None  # in the last line only
+    ending: SessionEnding | None = None  # in the last line only
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Recording:
     entries: list[Entry]
 
     @property
-    def ending(self) -> Ending | None:
+    def ending(self) -> SessionEnding | None:
         """How the session ended; None if the file ends before that."""
         return self.entries[-1].ending if self.entries else None
 
@@ -183,7 +183,7 @@ class _RecordedBatches:
 class _RecordedConnection:
     def __init__(self, connection: Connection, writer: _Writer, *, has_stats: bool = True) -> None:
         self.models = connection.models
-        self.ending: Ending = "cancelled"  # until ``end`` is called
+        self.ending: SessionEnding = "cancelled"  # until ``end`` is called
         self._connection = connection
         self._writer = writer
         self._has_stats = has_stats

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 from agentflow.errors import BadArgument
-from agentflow.protocol.images import FILE, Image, MediumKind, digest_of, image_file
+from agentflow.protocol.images import FILE, Image, MediumKind, file_source, image_file
 from agentflow.protocol.ops import Upload
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def read_image(path: str | PathLike[str], source: str) -> Image | None:
         data = _file_path(images_folder(path), source).read_bytes()
     except OSError:
         return None
-    if digest_of(data) != source:
+    if file_source(data) != source:
         return None
     for kind in get_args(MediumKind):
         with suppress(BadArgument):

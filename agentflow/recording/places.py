@@ -3,7 +3,7 @@
 A client numbers states and variables in the order in which they are created, which may differ between two
 runs of a program with concurrent branches. A *place* does not differ: it is the run, the state's path in the
 fork tree, and the position in the state's stream. ``ForkTree`` follows the ops of a session and gives their
-``Content``, by which a replay compares ops with recorded ones, without fields that only observers see.
+``OpContent``, by which a replay compares ops with recorded ones, without fields that only observers see.
 ``describe`` and ``difference`` put contents into words for error messages."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 
 from agentflow.errors import ProtocolError
 from agentflow.protocol import ops
-from agentflow.protocol.op_table import declared, kind_of, opened
-from agentflow.protocol.ops import derived_seed, place_of, run_of
+from agentflow.protocol.op_table import declared, op_kind, opened
+from agentflow.protocol.ops import derived_seed, seed_place, seed_run
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.text.transform import Transform
 
-Path = tuple[int, ...]
+StatePath = tuple[int, ...]
 
 DERIVED = "derived"
 """Stands for a seed that is derived from the session's seed and the gen's place."""
@@ -35,7 +35,7 @@ def _unnamed(op: ops.Op) -> ops.Op:
     return msgspec.structs.replace(op, **changes) if changes else op
 
 
-class Content(NamedTuple):
+class OpContent(NamedTuple):
     """The kind of an op, and its fields without numbers."""
 
     kind: str
@@ -46,7 +46,7 @@ class _VariablePlace(NamedTuple):
     """A variable in the content of an op. ``run``: None for the run of the op itself."""
 
     run: int | None
-    path: Path
+    path: StatePath
     ordinal: int
     name: str
     transforms: tuple[Transform, ...] = ()
@@ -56,7 +56,7 @@ class StateInTree:
     """A state: its run (numbered from 0 in the order of opening), its path, and its forks. ``id``: its number
     in the session."""
 
-    def __init__(self, run: int, path: Path, parent: StateInTree | None) -> None:
+    def __init__(self, run: int, path: StatePath, parent: StateInTree | None) -> None:
         self.id = 0
         self.run = run
         self.path = path
@@ -84,7 +84,7 @@ class ForkTree(Generic[NodeT]):
 
     def __init__(
         self,
-        make_node: Callable[[int, Path, NodeT | None], NodeT],
+        make_node: Callable[[int, StatePath, NodeT | None], NodeT],
         seed: int,
         run_name: Callable[[int], int] = lambda run: run,
         *,
@@ -121,12 +121,12 @@ class ForkTree(Generic[NodeT]):
             raise ProtocolError(f"there is no variable {var_id}")
         return self._variables[var_id][:2]
 
-    def content(self, op: ops.Op, node: NodeT) -> Content:
+    def content(self, op: ops.Op, node: NodeT) -> OpContent:
         """The op's content, with places instead of numbers. A graph keeps its own numbers, which do not
         vary."""
         if isinstance(op, ops.SubmitGraph):
             graph = msgspec.json.encode(([_unnamed(one) for one in op.ops], op.outputs, op.places)).decode()
-            return Content("submit", (("ops", graph), ("inputs", tuple(op.inputs.items()))))
+            return OpContent("submit", (("ops", graph), ("inputs", tuple(op.inputs.items()))))
         fields: list[tuple[str, Any]] = []
         for name in op.__struct_fields__:
             value = getattr(op, name)
@@ -137,7 +137,7 @@ class ForkTree(Generic[NodeT]):
                 )
             elif name not in ("state", "var", *_FOR_OBSERVERS):
                 fields.append((name, self._plain(value, node)))
-        return Content(kind_of(op), tuple(fields))
+        return OpContent(op_kind(op), tuple(fields))
 
     def enter(self, op: ops.Op, node: NodeT) -> list[NodeT]:
         """Adds the variables and states that the op declares, and returns the states."""
@@ -182,44 +182,44 @@ class ForkTree(Generic[NodeT]):
                 return tuple(sorted((key, self._plain(part, node)) for key, part in value.items()))
         return value
 
-    def _plain_struct(self, value: msgspec.Struct, node: NodeT, **instead: Any) -> Content:
+    def _plain_struct(self, value: msgspec.Struct, node: NodeT, **instead: Any) -> OpContent:
         fields = (
             (name, instead.get(name, self._plain(getattr(value, name), node)))
             for name in value.__struct_fields__
         )
-        return Content(type(value).__name__.lower(), tuple(fields))
+        return OpContent(type(value).__name__.lower(), tuple(fields))
 
     def _derived_seed(self, node: NodeT) -> int:
-        return derived_seed(run_of(self._seed, node.run), place_of(node.path, node.num_gens))
+        return derived_seed(seed_run(self._seed, node.run), seed_place(node.path, node.num_gens))
 
 
 _MAX_CHARS = 60
 _CHARS_BEFORE = 20
 
 
-def shortened(text: str, around: int = 0, max_chars: int = _MAX_CHARS) -> str:
+def quote_text(text: str, around: int = 0, max_chars: int = _MAX_CHARS) -> str:
     """``text`` in quotes, on one line; of a long one the part around the character ``around``."""
     start = max(0, around - _CHARS_BEFORE) if len(text) > max_chars else 0
     part = text[start : start + max_chars]
     return repr(("…" if start else "") + part + ("…" if start + max_chars < len(text) else ""))
 
 
-def describe(content: Content) -> str:
+def describe(content: OpContent) -> str:
     """A short description: ``gen 'answer'``, ``text 'Is it about…'``."""
     fields = dict(content.fields)
     match content.kind:
         case "text":
-            return f"text {shortened(_text(fields['parts']))}"
+            return f"text {quote_text(_text(fields['parts']))}"
         case "fork":
             return f"a fork of {fields['children']}"
         case "taskgroup":
             return f"a task group of the states {', '.join(map(str, fields['children']))}"
     words = [content.kind]
-    words += [shortened(value) for value in fields.values() if isinstance(value, str)][:1]
+    words += [quote_text(value) for value in fields.values() if isinstance(value, str)][:1]
     return " ".join(words)
 
 
-def difference(recorded: Content, sent: Content) -> tuple[str, str]:
+def difference(recorded: OpContent, sent: OpContent) -> tuple[str, str]:
     """Descriptions of both contents that show where they differ."""
     if recorded.kind != sent.kind:
         return describe(recorded), describe(sent)
@@ -228,7 +228,7 @@ def difference(recorded: Content, sent: Content) -> tuple[str, str]:
         texts = _text(one["parts"]), _text(other["parts"])
         at = _first_difference(*texts)
         if texts[0] != texts[1]:
-            return f"text {shortened(texts[0], at)}", f"text {shortened(texts[1], at)}"
+            return f"text {quote_text(texts[0], at)}", f"text {quote_text(texts[1], at)}"
     left, right = _flat(one), _flat(other)
     names = [name for name in left | right if left.get(name) != right.get(name)]
     if recorded.kind == "embed" and "texts" in names:
@@ -239,7 +239,7 @@ def difference(recorded: Content, sent: Content) -> tuple[str, str]:
     return _with(recorded, left, names), _with(sent, right, names)
 
 
-def _with(content: Content, fields: dict[str, Any], names: list[str]) -> str:
+def _with(content: OpContent, fields: dict[str, Any], names: list[str]) -> str:
     listed = ", ".join(f"{name.replace('.', ' ')} {_value(fields.get(name))}" for name in names)
     return f"{describe(content)} with {listed}"
 
@@ -248,7 +248,7 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, with the fields of nested structs in place of the struct."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
-        flat |= _flat(dict(value.fields)) if isinstance(value, Content) else {name: value}
+        flat |= _flat(dict(value.fields)) if isinstance(value, OpContent) else {name: value}
     return flat
 
 
@@ -266,7 +266,7 @@ def _value(value: Any) -> str:
         return "from the session"
     if isinstance(value, _VariablePlace):
         return _variable(value)
-    return shortened(value) if isinstance(value, str) else shortened(repr(value))[1:-1]
+    return quote_text(value) if isinstance(value, str) else quote_text(repr(value))[1:-1]
 
 
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> int:

@@ -21,9 +21,9 @@ from agentflow.protocol.events import (
     VarFailed,
     Watched,
 )
-from agentflow.protocol.op_table import GRAPH_TICKET, declared, num_done_with, references, spec_of
+from agentflow.protocol.op_table import GRAPH_TICKET, declared, num_done_with, op_spec, references
 from agentflow.recording.file import Entry, Recording
-from agentflow.recording.places import Content, ForkTree, Path, StateInTree
+from agentflow.recording.places import ForkTree, OpContent, StateInTree, StatePath
 
 CONTROL = ops.TaskGroup | ops.Seal | ops.Await | ops.Cancel | ops.Close
 """Ops that are not compared in order, but matter to a replay."""
@@ -79,7 +79,7 @@ class RecordedOp:
     """A content op. ``rejection``: the error that ``send`` raised, if any."""
 
     op: ops.Op
-    content: Content
+    content: OpContent
     at_s: float
     rejection: ErrorInfo | None = None
     variables: list[RecordedVariable] = field(default_factory=list)
@@ -90,11 +90,11 @@ class RecordedOp:
 class RecordedState(StateInTree):
     """A state, with its ops and events."""
 
-    def __init__(self, run: int, path: Path, parent: RecordedState | None) -> None:
+    def __init__(self, run: int, path: StatePath, parent: RecordedState | None) -> None:
         super().__init__(run, path, parent)
         self.ops: list[RecordedOp] = []
         self.variables: list[RecordedVariable] = []
-        self.groups: set[Content] = set()
+        self.groups: set[OpContent] = set()
         self.num_ops_sealed: int | None = None  # ops before its seal; None: it was not sealed
         self.failure: RecordedEvent | None = None
         self.error: ErrorInfo | None = None  # of its failure, or of a failure after its cancellation
@@ -173,11 +173,11 @@ class RecordedRun:
 
     index: int
     root: RecordedState
-    states: dict[Path, RecordedState]
+    states: dict[StatePath, RecordedState]
     num_ops: int = 0
     has_rejections: bool = False
 
-    def was_asked(self, path: Path, num_ops: int) -> bool:
+    def was_asked(self, path: StatePath, num_ops: int) -> bool:
         """Whether the first ``num_ops`` ops of the state were awaited."""
         return path in self.states and num_ops in self.states[path].asked.values()
 
@@ -228,7 +228,7 @@ class RecordedRuns:
             self._num_events += 1
 
     def _send(self, op: ops.Op, at_s: float, rejection: ErrorInfo | None = None) -> None:
-        is_content = spec_of(op).is_content
+        is_content = op_spec(op).is_content
         if not is_content and (rejection is not None or not isinstance(op, CONTROL)):
             return
         if isinstance(op, ops.Open | ops.SubmitGraph):

@@ -156,7 +156,7 @@ class View(Protocol):
         """A snapshot with at most ``max_nodes`` nodes, and the steps after number ``steps_after``. May wait,
         so that watching does not slow the backend. Raises ``EngineDown``."""
 
-    async def text_of(self, node: int) -> NodeText:
+    async def read_text(self, node: int) -> NodeText:
         """The text of a node of an earlier snapshot. ``BadArgument`` if it is gone, ``NotAuthorized`` if it
         is another tenant's, ``EngineDown``."""
 
@@ -243,7 +243,7 @@ class Generator(Embedder, Protocol[ContextT]):
     # for a variable or, after a turn, for its client. It computes the known beginning, at no other request's
     # cost, and changes no result.
 
-    # ``def replica_of(self, context: ContextT) -> int | None`` is optional. It returns the number of the
+    # ``def find_replica(self, context: ContextT) -> int | None`` is optional. It returns the number of the
     # replica on which the context's request runs, if there are several.
 
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:

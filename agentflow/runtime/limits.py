@@ -180,7 +180,7 @@ class Budget:
         self.tokens_left: float = math.inf if output_tokens is None else output_tokens
 
 
-def deadline_of(budgets: Sequence[Budget]) -> float:
+def earliest_deadline(budgets: Sequence[Budget]) -> float:
     """The earliest of their deadlines; infinite if there is none."""
     return min([budget.deadline for budget in budgets], default=math.inf)
 
@@ -192,7 +192,7 @@ def deadline_exceeded() -> DeadlineExceeded:
 
 def exceeded_with(error: BaseException, text: str, budgets: Sequence[Budget]) -> LimitExceeded | None:
     """An error like ``error`` with another text, if that is of a limit which these budgets exceed too."""
-    if isinstance(error, DeadlineExceeded) and deadline_of(budgets) <= anyio.current_time():
+    if isinstance(error, DeadlineExceeded) and earliest_deadline(budgets) <= anyio.current_time():
         return DeadlineExceeded(text)
     if isinstance(error, BudgetExceeded) and any(budget.tokens_left < 1 for budget in budgets):
         return BudgetExceeded(text)
@@ -236,11 +236,11 @@ def limit_op(state_id: int, deadline_s: float | None, output_tokens: int | None)
 _MAX_PART = 0.5
 
 
-def part_of(limit: int, tenant_name: str) -> int:
+def tenant_part(limit: int, tenant_name: str) -> int:
     """The largest part of a shared ``limit`` that one tenant may use: half of it (at least 1), or all on a
     server without keys.
 
-    >>> part_of(1000, "alice"), part_of(1000, "")
+    >>> tenant_part(1000, "alice"), tenant_part(1000, "")
     (500, 1000)
     """
     return max(1, int(limit * _MAX_PART)) if tenant_name else limit
@@ -272,7 +272,7 @@ class TenantMemory:
         """The tenant's budget. Keep a reference for as long as it is in use."""
         part = self._of_tenant.get(tenant)
         if part is None:
-            most = part_of(self._most_bytes, tenant)
+            most = tenant_part(self._most_bytes, tenant)
             part = MemoryBudget(most, f"of one tenant, {self._subject}", self._advice, within=self._all)
             self._of_tenant[tenant] = part
         return part

@@ -110,10 +110,10 @@ def cancel_requests() -> int | None:
     return task.cancelling() - bool(getattr(task, "_must_cancel", False))
 
 
-def first_of(error: Exception) -> Exception:
+def first_error(error: Exception) -> Exception:
     """The error itself, or the first one of a group.
 
-    >>> first_of(ExceptionGroup("two tasks failed", [OSError("a"), ValueError("b")]))
+    >>> first_error(ExceptionGroup("two tasks failed", [OSError("a"), ValueError("b")]))
     OSError('a')
     """
     while isinstance(error, ExceptionGroup):

@@ -18,13 +18,13 @@ def is_loopback(host: str) -> bool:
     >>> is_loopback("0.0.0.0"), is_loopback("localhost.example")
     (False, False)
     """
-    address = address_of(host)
+    address = parse_address(host)
     if address is None:
         return host.lower().removesuffix(".") == "localhost"
     return address.is_loopback
 
 
-def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address that a host denotes, or None for a name. An IPv4 address mapped into IPv6 is returned as
     IPv4."""
     try:
@@ -36,14 +36,14 @@ def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 @lru_cache(maxsize=4096)
-def client_of(host: str) -> str | None:
+def client_network(host: str) -> str | None:
     """The client for limits by address: an IPv4 address, or an IPv6 network of 64 bits. None for this
     machine, where a proxy may serve many clients, and for names.
 
-    >>> client_of("192.0.2.7"), client_of("2001:db8::1"), client_of("127.0.0.1")
+    >>> client_network("192.0.2.7"), client_network("2001:db8::1"), client_network("127.0.0.1")
     ('192.0.2.7', '2001:db8::/64', None)
     """
-    address = address_of(host)
+    address = parse_address(host)
     if address is None or address.is_loopback:
         return None
     if address.version == 4:

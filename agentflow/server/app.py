@@ -44,14 +44,14 @@ from agentflow.runtime.generator import SessionModels
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.completion.streaming import RELAXED, VIOLATED
 from agentflow.server.config.limits import HttpLimits, ServerLimits
-from agentflow.server.errors import ENDING, ApiError, api_error_of, not_ready
-from agentflow.server.http.call import address_of
+from agentflow.server.errors import ENDING, ApiError, make_api_error, not_ready
+from agentflow.server.http.call import client_address
 from agentflow.server.http.forwarded import answer_forwarded
 from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models.models import OpenModels
 from agentflow.server.ollama.models import MANAGEMENT, WHY_NOT_MANAGED
 from agentflow.server.openapi import openapi
-from agentflow.server.origin_guard import BrowserGuard, any_host, one_of, private_host
+from agentflow.server.origin_guard import BrowserGuard, accept_hosts, any_host, private_host
 from agentflow.server.programs.programs import open_programs
 from agentflow.server.programs.shared_values import SharedValues
 from agentflow.server.responses.background import open_background_runs
@@ -70,10 +70,10 @@ from agentflow.server.tenants.limit_headers import (
     anthropic_limit_headers,
     openai_limit_headers,
 )
-from agentflow.server.tenants.tickets import ticket_of
+from agentflow.server.tenants.tickets import find_ticket
 from agentflow.server.ui.pages import page_routes
 from agentflow.server.websocket.connection import WsSession
-from agentflow.server.websocket.sessions import front_of, open_sessions
+from agentflow.server.websocket.sessions import open_sessions, session_front
 from agentflow.version import __version__
 
 ENDPOINTS = (
@@ -154,7 +154,7 @@ def _may_see_all(request: Request) -> bool:
     """Whether the request has a key that may see the metrics, or none is needed."""
     tenants: Tenants = request.app.state.tenants
     try:
-        return tenants.of_request(request.headers, address_of(request.scope)).sees_metrics
+        return tenants.of_request(request.headers, client_address(request.scope)).sees_metrics
     except (NotAuthorized, RateLimited):
         return False
 
@@ -247,7 +247,7 @@ def create_app(
     ]
     origins = access.cors_origins
     if access.allowed_hosts is not None:
-        knows_host = one_of(access.allowed_hosts)
+        knows_host = accept_hosts(access.allowed_hosts)
     else:
         knows_host = any_host if access.tenants.need_keys else private_host
     guard = Middleware(BrowserGuard, origins=origins, knows_host=knows_host)
@@ -319,9 +319,9 @@ async def _session(socket: WebSocket) -> None:
     if service is None or service.is_draining:
         await socket.send_denial_response(unready(ENDING))
         return
-    tenants, address = service.tenants, address_of(socket.scope)
+    tenants, address = service.tenants, client_address(socket.scope)
     offered = socket.scope.get("subprotocols", [])
-    ticket = ticket_of(offered)
+    ticket = find_ticket(offered)
     try:
         if ticket is None:
             tenant = tenants.of_request(socket.headers, address)
@@ -333,7 +333,7 @@ async def _session(socket: WebSocket) -> None:
         await socket.send_denial_response(_unauthorized(error))
         return
 
-    front = front_of(socket.query_params.get(SESSION_PARAM, ""))
+    front = session_front(socket.query_params.get(SESSION_PARAM, ""))
     if front and await _runs_elsewhere(service, front):
         text = f"this session is on the server {front[:60]!r}: a proxy has to send it there"
         await socket.send_denial_response(unready(text))
@@ -366,7 +366,7 @@ async def _metrics(request: Request) -> Response:
     tenants: Tenants = request.app.state.tenants
     try:
         # From the keys, not from the service, so that they are checked while the server starts, too.
-        may_see = tenants.of_request(request.headers, address_of(request.scope)).sees_metrics
+        may_see = tenants.of_request(request.headers, client_address(request.scope)).sees_metrics
     except (NotAuthorized, RateLimited) as error:
         return _unauthorized(error)
     if not may_see:
@@ -380,7 +380,7 @@ async def _metrics(request: Request) -> Response:
 
 
 def _unauthorized(error: NotAuthorized | RateLimited | Overloaded) -> Response:
-    shown = api_error_of(error)
+    shown = make_api_error(error)
     return JSONResponse({"reason": shown.message}, status_code=shown.status, headers=shown.headers)
 
 

@@ -19,7 +19,7 @@ from agentflow.errors import (
     RequestRefused,
     UnknownModel,
 )
-from agentflow.runtime.task_group import first_of
+from agentflow.runtime.task_group import first_error
 
 # When the server does not know how long a limit stays reached.
 RETRY_AFTER_S = 1.0
@@ -41,6 +41,10 @@ _STATUS_AND_CODE: dict[type[AgentflowError], tuple[int, str]] = {
     EngineDown: (503, "engine_down"),
     Overloaded: (503, "overloaded"),
 }
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
 
 
 @dataclass(eq=False)
@@ -109,9 +113,9 @@ def cut_off() -> ApiError:
     return ApiError(503, "unready", text, retry_after_s=RETRY_AFTER_S)
 
 
-def api_error_of(error: Exception) -> ApiError:
+def make_api_error(error: Exception) -> ApiError:
     """The error that a client receives. It has no details of a fault of the server itself."""
-    error = first_of(error)
+    error = first_error(error)
     if isinstance(error, ApiError):
         return error
     for kind in type(error).__mro__:

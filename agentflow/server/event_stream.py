@@ -2,7 +2,7 @@
 
 ``event`` formats a server-sent event. Where thousands are written per second, their constant parts are
 prepared with ``event_head`` and ``EVENT_END``. A handler sends its events, in whatever format its API has,
-through an ``EventStream``.
+through an ``ServerSentEvents``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def comment(text: bytes) -> bytes:
     return b": " + text + EVENT_END
 
 
-class EventStream:
+class ServerSentEvents:
     """The events of one answer.
 
     Args:

@@ -28,12 +28,12 @@ from agentflow.errors import BadArgument, Overloaded
 from agentflow.protocol.images import (
     Image,
     MediumKind,
+    detect_media_type,
+    detect_video_type,
     image_file,
-    media_type_of,
-    most_bytes_of,
-    video_type_of,
+    max_file_bytes,
 )
-from agentflow.server.addresses import address_of
+from agentflow.server.addresses import parse_address
 from agentflow.version import __version__
 
 FETCH_S: Final = 20.0
@@ -70,7 +70,7 @@ def is_public(address: str) -> bool:
     >>> is_public("::ffff:10.0.0.1"), is_public("64:ff9b::a00:1"), is_public("2002:a00:1::")
     (False, False, False)
     """
-    found = address_of(address)
+    found = parse_address(address)
     if found is None:
         return False
     if isinstance(found, ipaddress.IPv6Address):
@@ -219,7 +219,7 @@ class _Answer:
             self.is_whole = True
         elif self._status not in (0, 200):
             raise _wrong(f"{self._host} answered with the status {self._status}")
-        elif len(self._body) > (most := most_bytes_of(self._kind)):
+        elif len(self._body) > (most := max_file_bytes(self._kind)):
             raise _wrong(f"the file of {self._host} has more than {most:,} bytes")
         elif self._num_bytes - len(self._body) > _MAX_OTHER_BYTES:
             raise _wrong(f"the trailers or chunks of {self._host} are too large")
@@ -245,7 +245,7 @@ class _Answer:
     def _check_kind(self) -> None:
         kind = self._kind
         try:
-            (video_type_of if kind == "video" else media_type_of)(self._body[: _FIRST_BYTES[kind]])
+            (detect_video_type if kind == "video" else detect_media_type)(self._body[: _FIRST_BYTES[kind]])
         except BadArgument:
             raise _wrong(f"{self._host} gave no {kind}: {_KINDS[kind]} are supported") from None
 

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from agentflow.server.addresses import address_of, is_loopback
+from agentflow.server.addresses import is_loopback, parse_address
 from agentflow.server.errors import ApiError
 from agentflow.server.routes import error_response
 
@@ -32,7 +32,7 @@ def any_host(name: str) -> bool:
     return True
 
 
-def one_of(names: Sequence[str]) -> KnowsHost:
+def accept_hosts(names: Sequence[str]) -> KnowsHost:
     """Accepts these names. A loopback name includes all others."""
     known = frozenset(name.lower() for name in names)
     has_loopback = any(map(is_loopback, known))
@@ -47,7 +47,7 @@ def private_host(name: str) -> bool:
     """
     name = name.removesuffix(".")
     return (
-        address_of(name) is not None
+        parse_address(name) is not None
         or "." not in name
         or name.endswith(tuple(f".{domain}" for domain in PRIVATE_DOMAINS))
     )
@@ -86,9 +86,9 @@ class BrowserGuard:
                 "(cors_origins)"
             )
             return ApiError(403, "forbidden_origin", text)
-        if host and not self._knows_host(_name_of(host)):
+        if host and not self._knows_host(_host_name(host)):
             text = (
-                f"the host name {_name_of(host)[:200]!r} is not accepted; the server's operator can add it "
+                f"the host name {_host_name(host)[:200]!r} is not accepted; the server's operator can add it "
                 "(allowed_hosts)"
             )
             return ApiError(403, "unknown_host", text)
@@ -102,7 +102,7 @@ def _netloc(origin: str) -> str:
         return ""
 
 
-def _name_of(host: str) -> str:
+def _host_name(host: str) -> str:
     """The host without its port."""
     try:
         return urlsplit(f"//{host}").hostname or ""

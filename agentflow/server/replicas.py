@@ -9,7 +9,7 @@ import anyio
 import msgspec
 from msgspec import Meta
 
-from agentflow.cluster.replicas.replica_set import DRAIN_S, STATS_S, ReplicaSet, ReplicaStatus, State
+from agentflow.cluster.replicas.replica_set import DRAIN_S, STATS_S, ReplicaSet, ReplicaState, ReplicaStatus
 from agentflow.engine.messages import EngineStats
 from agentflow.engine.process.supervisor import EngineSupervisor
 from agentflow.engine.tenant import ANONYMOUS
@@ -27,7 +27,7 @@ class ReplicaCard(msgspec.Struct):
 
     model: str
     number: int
-    state: State
+    state: ReplicaState
     device: str
     pid: int | None
     requests: int  # that it has not ended
@@ -100,7 +100,7 @@ async def replica_cards(model: EngineModel) -> list[ReplicaCard]:
     if not isinstance(engine, EngineSupervisor):
         return []
     why = engine.down_because
-    state: State = "down" if why is not None else "serving" if engine.is_ready else "loading"
+    state: ReplicaState = "down" if why is not None else "serving" if engine.is_ready else "loading"
     stats: EngineStats | None = None
     with anyio.move_on_after(STATS_S), suppress(EngineDown):
         stats = await model.client.stats()

@@ -18,7 +18,7 @@ from agentflow.server.anthropic.models import (
 from agentflow.server.anthropic.routes import ROUTES as ANTHROPIC_ROUTES
 from agentflow.server.compatible.error_format import OPENAI
 from agentflow.server.errors import ApiError
-from agentflow.server.http.call import ApiCall, ApiEndpoint, ErrorFormat, Handler, request_id_of
+from agentflow.server.http.call import ApiCall, ApiEndpoint, ErrorFormat, Handler, read_request_id
 from agentflow.server.http.route import ApiRoute
 from agentflow.server.ollama.routes import OLLAMA
 from agentflow.server.ollama.routes import ROUTES as OLLAMA_ROUTES
@@ -86,7 +86,7 @@ def api_routes() -> Sequence[BaseRoute]:
     ]
 
 
-def error_format_of(path: str) -> ErrorFormat:
+def find_error_format(path: str) -> ErrorFormat:
     """The format of errors of ``path``, which need not exist."""
     for route in ROUTES:
         if path == route.path or path.startswith(f"{route.path}/"):
@@ -99,8 +99,8 @@ def error_response(
 ) -> Response:
     """The response for an error that occurs before a handler has the request. ``headers``: more headers of
     the response."""
-    error_format = error_format_of(path)
-    request_id = request_id_of(request_headers)
+    error_format = find_error_format(path)
+    request_id = read_request_id(request_headers)
     own = {error_format.request_id_header.decode(): request_id}
     return Response(
         error_format.body(error, request_id),

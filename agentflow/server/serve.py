@@ -204,7 +204,7 @@ async def running_server(
                 # In this task, so that errors of the models are raised here.
                 async with app.router.lifespan_context(app):
                     try:
-                        yield RunningServer(address(listener, "ws" if tls is None else "wss"), app)
+                        yield RunningServer(listening_url(listener, "ws" if tls is None else "wss"), app)
                     finally:
                         if (service := app.state.service) is not None:
                             service.end()
@@ -218,14 +218,14 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65_535:  # getaddrinfo would take it modulo 65,536
         raise ServerError(f"cannot listen on port {port} of {host}: a port is from 0 to 65535")
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
+        family, kind, proto, _, listening_url = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, proto)
         try:
             if os.name == "posix":  # elsewhere the option lets two programs share a port
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
+            listener.bind(listening_url)
             # Now, not after the models load, so that a second server fails immediately.
             listener.listen(socket.SOMAXCONN)
         except BaseException:
@@ -395,7 +395,7 @@ class Signals:
         self._restore(self._previous)
 
 
-def address(listener: socket.socket, scheme: str) -> str:
+def listening_url(listener: socket.socket, scheme: str) -> str:
     """The URL of a server that listens on the socket."""
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -9,9 +9,15 @@ import numpy as np
 
 from agentflow.cluster.routing.devices import SharedDevices
 from agentflow.cluster.routing.feed import Update
-from agentflow.cluster.routing.load import Call, EngineShape
+from agentflow.cluster.routing.load import EngineShape, RoutedRequest
 from agentflow.cluster.routing.router import Router
-from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksRemoved, BlocksStored, chain, root_digest
+from agentflow.engine.cache.blocks import (
+    BLOCK_TOKENS,
+    BlocksRemoved,
+    BlocksStored,
+    chain_digests,
+    root_digest,
+)
 from benchmarks.engine.programs import GPU
 
 NUM_REPLICAS = 64
@@ -37,17 +43,17 @@ def decide(num_decisions: int, seed: int = 0, *, is_shared: bool = False) -> tup
     random = np.random.default_rng(seed)
     prefixes = [random.integers(0, 2**31 - 1, PREFIX, dtype=np.int32).tobytes() for _ in range(NUM_PREFIXES)]
     root = root_digest("m", "key")
-    digests = [chain(root, prefix) for prefix in prefixes]
+    digests = [chain_digests(root, prefix) for prefix in prefixes]
     numbers = [0] * NUM_REPLICAS
     held: list[deque[list[bytes]]] = [deque() for _ in range(NUM_REPLICAS)]
     has_prefix: set[tuple[int, int]] = set()
-    running: deque[tuple[Call, int]] = deque()
+    running: deque[tuple[RoutedRequest, int]] = deque()
     times: list[float] = []
     rest_s = 0.0
     for number in range(num_decisions + NUM_REPLICAS * IN_PROGRESS):
         which = int(random.integers(NUM_PREFIXES))
         own = random.integers(0, 2**31 - 1, OWN, dtype=np.int32).tobytes()
-        call = Call(number, "key", prefixes[which] + own, 0, program=number // 4)
+        call = RoutedRequest(number, "key", prefixes[which] + own, 0, program=number // 4)
         now_s = number * 1e-3
         start = time.thread_time()
         router.place([call], now_s)
@@ -62,7 +68,7 @@ def decide(num_decisions: int, seed: int = 0, *, is_shared: bool = False) -> tup
             has_prefix.add((replica, which))
             changes.append(BlocksStored("key", root, digests[which], prefix))
         own = call.run[len(prefix) :]
-        last = chain(digests[which][-1], own[: len(own) // (4 * BLOCK_TOKENS) * 4 * BLOCK_TOKENS])
+        last = chain_digests(digests[which][-1], own[: len(own) // (4 * BLOCK_TOKENS) * 4 * BLOCK_TOKENS])
         changes.append(BlocksStored("key", digests[which][-1], last, own))
         held[replica].append(last)
         if len(held[replica]) > HELD:

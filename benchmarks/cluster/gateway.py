@@ -26,8 +26,8 @@ from rich.console import Console
 
 from agentflow.backends.apis.http.connections import Connections
 from agentflow.cluster.routing.feed import Update
-from agentflow.cluster.routing.load import Call
-from agentflow.cluster.routing.prefix_tree import Replica
+from agentflow.cluster.routing.load import RoutedRequest
+from agentflow.cluster.routing.prefix_tree import ReplicaNumber
 from agentflow.cluster.routing.text_router import TextRouter
 from agentflow.cluster.simulated.published import RoundRobin
 from benchmarks.apis.server_process import chat_server
@@ -154,23 +154,23 @@ class _Text:
     def __init__(self, num_replicas: int, cache_tokens: int) -> None:
         self._router = TextRouter(dict.fromkeys(range(num_replicas), cache_tokens))
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: ReplicaNumber) -> None:
         pass
 
-    def lose(self, replica: Replica) -> None:
+    def lose(self, replica: ReplicaNumber) -> None:
         self._router.forget(replica)
 
     def receive(self, update: Update) -> bool:
         return True
 
-    def place(self, calls: Sequence[Call], now_s: float) -> None:
+    def place(self, calls: Sequence[RoutedRequest], now_s: float) -> None:
         self._router.place(calls, now_s)
 
-    def started(self, call: Call, now_s: float) -> None:
+    def started(self, call: RoutedRequest, now_s: float) -> None:
         call.has_started = False  # the simulator sets it before
         self._router.started(call, now_s)
 
-    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+    def ended(self, call: RoutedRequest, num_output: int, now_s: float) -> None:
         self._router.ended(call, num_output or None, now_s)
 
 

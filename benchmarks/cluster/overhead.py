@@ -16,7 +16,7 @@ import anyio
 
 from agentflow.cluster.replicas.open_replicas import replicated_engine
 from agentflow.engine.client import EngineClient
-from agentflow.engine.local_engine import deadlines_of, engine_start, open_engine, read_tokenizer
+from agentflow.engine.local_engine import engine_start, make_deadlines, open_engine, open_tokenizer
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.protocol.sampling import SamplingParams
@@ -76,9 +76,9 @@ async def _routed(options: EngineOptions) -> AsyncIterator[EngineClient]:
     folder = resolve_model(options.model)
     opening = replicated_engine(
         [engine_start(options, folder, reports=True)],
-        lambda: read_tokenizer(options, folder),
+        lambda: open_tokenizer(options, folder),
         max_running=options.max_running,
-        deadlines=deadlines_of(options, folder),
+        deadlines=make_deadlines(options, folder),
     )
     async with opening as client:
         yield client

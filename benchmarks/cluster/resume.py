@@ -18,7 +18,7 @@ import psutil
 
 from agentflow.cluster.replicas.open_replicas import replicated_engine
 from agentflow.engine.client import EngineClient
-from agentflow.engine.local_engine import deadlines_of, engine_start, read_tokenizer
+from agentflow.engine.local_engine import engine_start, make_deadlines, open_tokenizer
 from agentflow.engine.messages import Progress
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.store.model_store import resolve_model
@@ -55,9 +55,9 @@ async def _measure(rounds: int) -> tuple[list[float], list[int]]:
         with _losses() as losses:
             async with replicated_engine(
                 [engine_start(options, folder, reports=True)] * 2,
-                lambda: read_tokenizer(options, folder),
+                lambda: open_tokenizer(options, folder),
                 max_running=options.max_running,
-                deadlines=deadlines_of(options, folder),
+                deadlines=make_deadlines(options, folder),
             ) as client:
                 waits_s.append(await _wait_s(client, losses, number))
         moved.append(losses.num_moved)

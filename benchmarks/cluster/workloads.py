@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from agentflow.cluster.routing.load import EngineShape
-from agentflow.cluster.routing.router import Policy, Router
+from agentflow.cluster.routing.router import Router, RoutingPolicy
 from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS, RoundRobin
 from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
@@ -83,7 +83,7 @@ class Case:
         return Router(EngineShape(GPU, self.max_running, self.kv_tokens, TPOT_S), MODEL)
 
     def run(
-        self, workload: Workload, num_replicas: int, policy: Policy, until_s: float = math.inf
+        self, workload: Workload, num_replicas: int, policy: RoutingPolicy, until_s: float = math.inf
     ) -> Simulated:
         """Simulates a workload until ``until_s``."""
         return SimulatedCluster(

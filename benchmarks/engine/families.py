@@ -26,9 +26,9 @@ from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.sampler import choice_rows
-from agentflow.engine.models.torch_runner import forward_input_of
+from agentflow.engine.models.torch_runner import make_forward_input
 from agentflow.engine.models.weights.checkpoint import TensorSource
-from agentflow.engine.models.weights.loader import WeightFormat, decoder_of
+from agentflow.engine.models.weights.loader import WeightFormat, make_decoder
 from agentflow.kernels.decoder_weights import Experts
 from agentflow.kernels.inputs import BlockMatrix
 from agentflow.kernels.platforms import kernels_for
@@ -164,11 +164,11 @@ def measure(name: str, report: Report) -> None:
     by_kernel.whole_forward = None
 
     def in_one_call(batch: Batch) -> object:
-        given = forward_input_of(batch, kernels, pool.layers)
+        given = make_forward_input(batch, kernels, pool.layers)
         return whole.start_tokens(given, choice_rows(batch.sampled))()
 
     def step_by_step(batch: Batch) -> object:
-        hidden = by_kernel.forward(forward_input_of(batch, kernels, pool.layers))
+        hidden = by_kernel.forward(make_forward_input(batch, kernels, pool.layers))
         return kernels.sampler.choose(by_kernel.logits(hidden), choice_rows(batch.sampled))
 
     num_bytes = read_bytes(model) + DECODE.context * pool.bytes_per_token
@@ -204,7 +204,7 @@ def random_model(name: str) -> tuple[DecoderConfig, Decoder]:
     config = replace(family.read(raw | {"architectures": [architecture]}), architecture=architecture)
     weights = WeightFormat(torch.bfloat16, keeps_blocks=True)
     kernels = kernels_for(CPU)
-    return config, decoder_of(
+    return config, make_decoder(
         RandomTensors(), config, family.names, weights=weights, device=CPU, kernels=kernels
     )
 

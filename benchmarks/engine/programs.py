@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from agentflow.cluster.routing.load import EngineShape
-from agentflow.cluster.routing.router import Policy, Router
+from agentflow.cluster.routing.router import Router, RoutingPolicy
 from agentflow.cluster.simulated.published import LeastTokens
 from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
@@ -97,7 +97,7 @@ class Engines:
             ).run()
         return simulate(workload, config, cost=GPU, max_context=GPU_CONTEXT, knows_programs=knows_programs)
 
-    def _router(self, tpot_s: float) -> Policy:
+    def _router(self, tpot_s: float) -> RoutingPolicy:
         """What places requests by their objectives."""
         return Router(EngineShape(GPU, self.max_running, self.kv_tokens, tpot_s, keeps_tpot=True), MODEL)
 

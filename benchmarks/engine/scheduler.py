@@ -19,7 +19,7 @@ from agentflow.engine.request import Request, Submit
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost, features, fit_cost
-from agentflow.engine.simulator.generators import generate, unshared
+from agentflow.engine.simulator.generators import make_arrivals, unshared
 from agentflow.engine.simulator.simulation import Simulated, simulate
 from agentflow.engine.simulator.workload import Workload
 from agentflow.engine.simulator.workload_file import read_workload
@@ -101,7 +101,7 @@ def measure_cold_tails(report: Report, cost: CostModel) -> None:
     tails: list[list[float]] = []
     medians: list[list[float]] = []
     for seed in range(COLD_SEEDS):
-        arrivals = generate(spec["generator"], {**spec["parameters"], "seed": seed})
+        arrivals = make_arrivals(spec["generator"], {**spec["parameters"], "seed": seed})
         workload = Workload("cold-tail", arrivals, spec["kv_tokens"])
         done = [_simulated(workload, policy, cost) for policy in ("fair-lpm", "fcfs")]
         tails.append([_ttft_s(one, "cold", 99) for one in done])

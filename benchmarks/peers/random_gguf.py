@@ -20,7 +20,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
-from agentflow.engine.store.gguf.container import Texts, read_container
+from agentflow.engine.store.gguf.container import TextArray, read_container
 from agentflow.engine.store.gguf.file import find_gguf
 from agentflow.engine.store.gguf.vocabulary import NORMAL
 from agentflow.engine.store.model_store import resolve_model
@@ -156,7 +156,7 @@ def _tokenizer(file: Path, vocab_size: int) -> Iterator[tuple[str, Any]]:
     for key, value in read_container(file).metadata.items():
         if not key.startswith("tokenizer.ggml."):
             continue
-        values = list(value) if isinstance(value, Texts | np.ndarray) else value
+        values = list(value) if isinstance(value, TextArray | np.ndarray) else value
         match key.removeprefix("tokenizer.ggml."):
             case "tokens":
                 if len(values) > vocab_size:

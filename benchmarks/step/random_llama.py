@@ -15,7 +15,7 @@ from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.sampler import choice_rows
-from agentflow.engine.models.torch_runner import forward_input_of
+from agentflow.engine.models.torch_runner import make_forward_input
 from agentflow.kernels.decoder_weights import (
     DecoderWeights,
     Experts,
@@ -196,7 +196,7 @@ class RandomRunner:
         """Returns the tokens of the batch's sampled rows."""
         if self.model.whole_forward is None:
             return self.launch(batch).output().token_ids
-        given = forward_input_of(batch, self.kernels, self.pool.layers)
+        given = make_forward_input(batch, self.kernels, self.pool.layers)
         return self.model.whole_forward.start_tokens(given, choice_rows(batch.sampled))()
 
     @torch.inference_mode()
@@ -209,7 +209,7 @@ class RandomRunner:
         table = self._steps.table.sized_for(batch)
         if batch.changes is None:
             batch = replace(batch, changes=self._written_tokens(batch))
-        given = forward_input_of(batch, self.kernels, self.pool.layers, table=table)
+        given = make_forward_input(batch, self.kernels, self.pool.layers, table=table)
         return self._steps.launch(batch, given)
 
     def _written_tokens(self, batch: Batch) -> SlotChanges:

@@ -13,7 +13,7 @@ from rich.console import Console
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.cli.chat import Answered, Conversation, run_chat
+from agentflow.cli.chat import Answered, TerminalConversation, run_chat
 from agentflow.language.expressions import ImageExpression
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.events import Capabilities, Usage
@@ -75,7 +75,7 @@ class Talkative:
 
 async def test_turns_follow_each_other_on_one_state():
     async with af.session(backend=Talkative()) as flow:
-        conversation = Conversation(flow, system_text="Be kind.")
+        conversation = TerminalConversation(flow, system_text="Be kind.")
         shown: list[str] = []
         first = await conversation.ask("Who are you?", shown.append)
         prompt = "<system>Be kind.</system><user>Who are you?</user><assistant>"
@@ -95,7 +95,7 @@ async def test_reasoning_is_shown_as_it_comes_and_is_no_part_of_the_answer():
         backend.goes_on.set()  # not before
 
     async with af.session(backend=backend) as flow:
-        conversation = Conversation(flow)
+        conversation = TerminalConversation(flow)
         answered = await conversation.ask("think and wait", shown.append, show_reasoning)
         assert shown == ["It is\x1b[2J ", "hard.", "Yes."]
         assert answered.text == "Yes."
@@ -178,7 +178,7 @@ def test_an_image_that_cannot_be_attached_is_a_sentence(tmp_path: Path, capsys: 
 async def test_a_stopped_turn_keeps_its_images():
     backend = Talkative()
     async with af.session(backend=backend) as flow:
-        conversation = Conversation(flow)
+        conversation = TerminalConversation(flow)
         await ask_and_stop(conversation, backend, "hang", speaks=True, images=[af.image(PNG)])
         following = await conversation.ask("And?", print)
     assert following.text.startswith("<user><image>hang</user><assistant>begun </assistant>")
@@ -187,7 +187,7 @@ async def test_a_stopped_turn_keeps_its_images():
 async def test_after_a_stop_what_was_said_stays():
     backend = Talkative()
     async with af.session(backend=backend) as flow:
-        conversation = Conversation(flow)
+        conversation = TerminalConversation(flow)
         assert (await ask_and_stop(conversation, backend, "hang", speaks=True)).text == "begun "
         following = await conversation.ask("And?", print)
     assert following.text == ("<user>hang</user><assistant>begun </assistant><user>And?</user><assistant>")
@@ -197,13 +197,13 @@ async def test_after_a_stop_what_was_said_stays():
 async def test_an_answer_that_had_not_begun_leaves_nothing():
     backend = Talkative()
     async with af.session(backend=backend) as flow:
-        conversation = Conversation(flow)
+        conversation = TerminalConversation(flow)
         assert (await ask_and_stop(conversation, backend, "silence", speaks=False)).text == ""
         assert (await conversation.ask("And?", print)).text == "<user>And?</user><assistant>"
 
 
 async def ask_and_stop(
-    conversation: Conversation,
+    conversation: TerminalConversation,
     backend: Talkative,
     question: str,
     *,
@@ -229,7 +229,7 @@ async def ask_and_stop(
 
 async def test_a_refused_turn_leaves_the_conversation_where_it_was():
     async with af.session(backend=Talkative()) as flow:
-        conversation = Conversation(flow)
+        conversation = TerminalConversation(flow)
         with pytest.raises(af.PromptTooLong):
             await conversation.ask("refuse", print)
         conversation.stop()  # nothing runs
@@ -239,7 +239,7 @@ async def test_a_refused_turn_leaves_the_conversation_where_it_was():
 async def test_a_reset_begins_anew_and_frees_what_was():
     backend = Talkative()
     async with af.session(backend=backend) as flow:
-        conversation = Conversation(flow, system_text="Be kind.")
+        conversation = TerminalConversation(flow, system_text="Be kind.")
         await conversation.ask("One?", print)
         conversation.reset("Be brief.")
         answered = await conversation.ask("Two?", print)
@@ -253,7 +253,7 @@ async def test_a_model_without_turns_is_refused():
     backend.generator.capabilities = Capabilities(model="base", roles=False)
     async with af.session(backend=backend) as flow:
         with pytest.raises(af.errors.NotSupported, match="base has no chat template"):
-            Conversation(flow)
+            TerminalConversation(flow)
 
 
 def test_the_rate_is_of_the_tokens_after_the_first():

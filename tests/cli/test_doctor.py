@@ -25,7 +25,7 @@ from agentflow.cli.doctor import (
     check_processor,
     check_python,
     check_torch,
-    show,
+    print_checks,
     summary,
     torch_build,
 )
@@ -212,7 +212,7 @@ FOUND = [
 def test_the_table_has_a_mark_and_the_advice(encoding, marks):
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding=encoding, write_through=True) as file:
-        show(FOUND, Console(file=file, width=60))
+        print_checks(FOUND, Console(file=file, width=60))
         text = raw.getvalue().decode(encoding)
     assert all(mark in text for mark in marks.split())
     assert "do this" in text

@@ -14,11 +14,11 @@ from agentflow.cli.operating.top import (
     Scrape,
     buckets_between,
     figures,
-    frame,
     growth,
     kv_bar,
     parse_metrics,
     quantile,
+    render_figures,
     run_top,
 )
 from agentflow.engine.messages import BucketCounts
@@ -187,7 +187,7 @@ def test_the_bar_shows_what_is_there():
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_frame_fits_the_terminal_and_holds_the_figures(width):
     console = Console(file=io.StringIO(), width=width)
-    console.print(frame(figures(scraped(BEFORE, 0.0), scraped(NOW, 2.0)), URL))
+    console.print(render_figures(figures(scraped(BEFORE, 0.0), scraped(NOW, 2.0)), URL))
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     cells = [line.split() for line in lines]
@@ -201,7 +201,7 @@ def test_a_frame_fits_the_terminal_and_holds_the_figures(width):
 def test_a_tenants_name_does_not_steer_the_terminal():
     text = NOW.replace("bob", "\x1b[2J")
     console = Console(file=io.StringIO(), width=80)
-    console.print(frame(figures(scraped(text, 0.0), scraped(text, 2.0)), URL))
+    console.print(render_figures(figures(scraped(text, 0.0), scraped(text, 2.0)), URL))
     assert "\x1b" not in console.file.getvalue()
 
 
@@ -232,7 +232,7 @@ def test_a_model_whose_replicas_do_not_all_serve_is_marked():
     a, b = figures(now, now).models
     assert (a.replicas, a.replicas_up, b.replicas, b.replicas_up) == (3, 1, 1, 1)
     console = Console(file=io.StringIO(), width=80)
-    console.print(frame(figures(now, now), URL))
+    console.print(render_figures(figures(now, now), URL))
     shown = console.file.getvalue()
     assert shown.count("(1 of 3 up)") == 1
     assert "down" not in shown

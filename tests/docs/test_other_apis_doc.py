@@ -15,7 +15,7 @@ from agentflow.server.ollama.types import (
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
-    Options,
+    OllamaOptions,
 )
 from agentflow.server.programs_api.types import (
     Placeholder,
@@ -54,7 +54,7 @@ def paths_in(page: str, heading: str) -> set[str]:
     ("page", "heading", "kinds"),
     [
         (OLLAMA_PAGE, "Chat and generate", (OllamaChatRequest, OllamaGenerateRequest)),
-        (OLLAMA_PAGE, "Options", (Options,)),
+        (OLLAMA_PAGE, "OllamaOptions", (OllamaOptions,)),
         (SGLANG_PAGE, "Generate", (SglangRequest,)),
         (SGLANG_PAGE, "Sampling parameters", (SamplingFields,)),
         (PROGRAMS_PAGE, "Register and close", (ProgramRequest,)),

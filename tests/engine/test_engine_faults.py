@@ -31,13 +31,13 @@ from agentflow.engine.scheduling.rows.batch_builder import SamplingTable
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.scheduling.step_limits import Draft
 from agentflow.engine.simulator.fake_runner import FakeRunner
-from agentflow.engine.text.reasoning import Thinking
+from agentflow.engine.text.reasoning import ReasoningFormat
 from agentflow.errors import EngineFailed
 from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
-THINKING = Thinking("<think>", "</think>", True, 2)
+THINKING = ReasoningFormat("<think>", "</think>", True, 2)
 
 
 @pytest.mark.parametrize("top_logprobs", [0, 3])

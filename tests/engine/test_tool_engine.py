@@ -32,12 +32,12 @@ from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.state.token_state import TokenState
-from agentflow.protocol.chat import CallBegun, CalledTool, Message, Piece, TextPiece, ToolChoice
+from agentflow.protocol.chat import CallBegun, CalledTool, Message, ReplyPiece, TextPiece, ToolChoice
 from agentflow.server.completion.request import CompletionRequest
 
 # The fake model likes marks, JSON and its end, in no order.
 
-LIKED = [TOKENIZER.id_of(mark) for mark in ("<tool_call>", "<tool_call>", "[TOOL_CALLS]")]
+LIKED = [TOKENIZER.find_id(mark) for mark in ("<tool_call>", "<tool_call>", "[TOOL_CALLS]")]
 LIKED += [*TOKENIZER.encode('<{}[]""""'), 1]
 PLAIN = [i for i in range(len(MARKS), TOKENIZER.vocab_size) if TOKENIZER.decode([i]).isalpha()]
 CALL = TOKENIZER.encode("<call>")
@@ -69,7 +69,7 @@ class Answered:
     prompt: TokenState
     text: str
     ids: list[int]
-    pieces: list[Piece]
+    pieces: list[ReplyPiece]
     reason: str
 
 
@@ -78,7 +78,7 @@ async def answer(
 ) -> Answered:
     use = use_of(template, asked)
     state, output = state_for(use, template), use.output()
-    pieces: list[Piece] = []
+    pieces: list[ReplyPiece] = []
     deltas: list[str] = []
 
     def on_text(text: str) -> None:
@@ -151,7 +151,7 @@ def goes_on(
     return True
 
 
-def calls_begin(pieces: Sequence[Piece]) -> int:
+def calls_begin(pieces: Sequence[ReplyPiece]) -> int:
     return next((n for n, piece in enumerate(pieces) if isinstance(piece, CallBegun)), len(pieces))
 
 
@@ -177,7 +177,7 @@ async def test_a_state_that_goes_on_keeps_the_ids(name):
 @pytest.mark.parametrize("jumps", [True, False])
 async def test_a_special_mark_is_written_as_its_token(jumps):
     """Forced as well as sampled."""
-    mark = TOKENIZER.id_of("[TOOL_CALLS]")
+    mark = TOKENIZER.find_id("[TOOL_CALLS]")
     assert mark in TOKENIZER.special_ids
     async with engine() as client:
         answered = await answer(client, TEMPLATES["mistral"], request(REQUIRED), jumps)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.language.failures.frames import program_frames
+from agentflow.language.failures.stack_frames import program_frames
 from agentflow.language.observing.blocking import (
     BlockingDetector,
     LoopWatch,

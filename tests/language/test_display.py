@@ -16,10 +16,10 @@ from support.observed_backends import Stepped, settle
 from support.programs import echo
 
 import agentflow as af
-from agentflow.language.display.outline import OutlinePiece, elided, shortened
+from agentflow.language.display.outline import OutlinePiece, elided, shorten_items
 from agentflow.language.display.terminal import show
 from agentflow.language.states import live_display
-from agentflow.language.states.outliner import _CacheEstimate, outline_of
+from agentflow.language.states.outliner import _CacheEstimate, outline_state
 
 pytestmark = pytest.mark.anyio
 
@@ -191,7 +191,7 @@ def test_elided_texts_keep_their_ends(text: str, most: int):
 
 @given(st.lists(st.integers(), max_size=40), st.integers(3, 20))
 def test_shortened_lists_keep_their_ends(items: list[int], most: int):
-    found = shortened(items, most)
+    found = shorten_items(items, most)
     kept = [item for item in found if isinstance(item, int)]
     assert len(kept) == min(most, len(items))
     left_out = sum(item.count for item in found if not isinstance(item, int))
@@ -219,8 +219,8 @@ async def test_colours_are_for_terminals():
         s += af.user("a") + af.assistant(af.gen("x"))
         await s
         plain, coloured = io.StringIO(), Terminal()
-        show(outline_of(s._node), plain)
-        show(outline_of(s._node), coloured)
+        show(outline_state(s._node), plain)
+        show(outline_state(s._node), coloured)
         assert plain.getvalue() == f"{s}\n"
         assert re.sub(r"\x1b\[[\d;]*m", "", coloured.getvalue()) == f"{s}\n"
 

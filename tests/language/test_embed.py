@@ -21,7 +21,7 @@ from agentflow.backends.scripted import EMBEDDING_SIZE, ScriptedGenerator
 from agentflow.language.batch.embeddings import CONCURRENCY, _batches
 from agentflow.protocol import ops
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.op_table import spec_of
+from agentflow.protocol.op_table import op_spec
 from agentflow.runtime.generator import EmbeddingOptions, Embeddings
 from agentflow.runtime.word_embedding import word_embedding
 
@@ -86,7 +86,7 @@ def test_an_op_has_as_many_texts_as_it_may(lengths, count, prompt_chars):
     def is_allowed(batch: list[str]) -> bool:
         op = ops.Embed(1, 2, "embed()", tuple(batch), prompt=prompt)
         try:
-            spec_of(op).check(op)
+            op_spec(op).check(op)
         except af.errors.BadArgument:
             return False
         return True

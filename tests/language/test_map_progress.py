@@ -14,7 +14,7 @@ from support.programs import ask, echo
 
 import agentflow as af
 from agentflow.language.batch.map import ProgramMap, Tally
-from agentflow.language.batch.progress import MapProgress, ProgressConsole, shown_on
+from agentflow.language.batch.progress import MapProgress, ProgressConsole, show_tally
 from agentflow.runtime.generator import Generated
 
 
@@ -103,7 +103,7 @@ def test_the_bar_shows_the_fraction_done(num_done: int, total: int, cells: int) 
 async def mapped(console: Console, inputs: object, **options: object) -> list[object]:
     async with af.session(backend=af.Scripted(echo)) as flow:
         return await ProgramMap(
-            flow._link, ask, inputs, show=lambda tally: shown_on(console, tally), **options
+            flow._link, ask, inputs, show=lambda tally: show_tally(console, tally), **options
         )
 
 
@@ -145,7 +145,7 @@ async def test_outside_a_terminal_one_line_is_printed_at_the_end(
 
 def test_outside_a_terminal_a_line_is_printed_every_30_s() -> None:
     out, clock, tally = StringIO(), Clock(), Tally(100)
-    with shown_on(Console(file=out), tally, clock) as tick:
+    with show_tally(Console(file=out), tally, clock) as tick:
         for _ in range(100):
             tally.num_done += 1
             clock.now_s += 1
@@ -161,7 +161,7 @@ def test_outside_a_terminal_a_line_is_printed_every_30_s() -> None:
 def test_redirected_output_is_not_drawn_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     file, terminal = StringIO(), StringIO()
     monkeypatch.setattr(sys, "stdout", file)
-    with shown_on(Console(file=terminal, force_terminal=True), Tally(1)):
+    with show_tally(Console(file=terminal, force_terminal=True), Tally(1)):
         print("a result")
     assert file.getvalue() == "a result\n"
     assert "a result" not in terminal.getvalue()
@@ -222,7 +222,7 @@ def test_in_a_notebook_one_line_is_redrawn() -> None:
     shown = shell.instance(display_pub_class=type(publisher), history_manager=None)
     try:
         shown.display_pub = publisher
-        with shown_on(Console(file=StringIO(), force_jupyter=True), tally, clock) as tick:
+        with show_tally(Console(file=StringIO(), force_jupyter=True), tally, clock) as tick:
             for _ in range(8):
                 tally.num_done += 1
                 clock.now_s += 0.2

@@ -20,7 +20,7 @@ from support.programs import ask, echo
 
 import agentflow as af
 from agentflow.language.batch import retries as retries_module
-from agentflow.language.batch.inputs import rows_of
+from agentflow.language.batch.inputs import iterate_rows
 from agentflow.language.batch.retries import MAX_PAUSE_S, pause_s
 
 pytestmark = pytest.mark.anyio
@@ -325,7 +325,7 @@ async def test_the_rows_of_dataframes(flow, tmp_path):
         {"id": 2, "question": "b", "score": None, "note": "x"},
     ]
     for number, table in enumerate(tables()):
-        assert [dict(row) for row in rows_of(table)] == wanted
+        assert [dict(row) for row in iterate_rows(table)] == wanted
         path = tmp_path / f"{number}.jsonl"
         for _ in range(2):
             found = await flow.map(ask, table, resume=path, key="id").to_dicts()

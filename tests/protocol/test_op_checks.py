@@ -16,7 +16,7 @@ from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.op_table import spec_of
+from agentflow.protocol.op_table import op_spec
 from agentflow.protocol.sampling import GenParams
 
 pytestmark = pytest.mark.anyio
@@ -163,7 +163,7 @@ def test_ops_without_requirements_are_supported_by_every_backend() -> None:
     """A plain op is supported by a backend without capabilities."""
     nothing = Capabilities("nothing", False, False, False, False, None, (), False, False, False)
     for op in (ops.Open(1), ops.Text(1, ("a",)), ops.Read(1, 2, "text()", "text"), ops.Close(1)):
-        spec_of(op).require(op, nothing)
+        op_spec(op).require(op, nothing)
 
 
 def test_values_that_are_zero_are_given() -> None:

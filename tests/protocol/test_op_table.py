@@ -17,13 +17,13 @@ from agentflow.protocol.op_table import (
     OPS,
     declared,
     expanded,
-    kind_of,
-    moved,
     numbers,
+    op_kind,
     opened,
     references,
     rejected,
     require,
+    shift_numbers,
 )
 from agentflow.protocol.sampling import GenParams
 
@@ -71,13 +71,13 @@ def test_the_functions_of_the_table_find_all_numbers() -> None:
         (7, "end"),
     ]
     for op in GRAPH:
-        assert numbers(moved(op, 10)) == [number + 10 for number in numbers(op)]
+        assert numbers(shift_numbers(op, 10)) == [number + 10 for number in numbers(op)]
         assert sized(op) > 0
 
 
 def test_a_graph_is_expanded_with_the_numbers_of_the_session_and_all_its_states_are_sealed() -> None:
     graph = ops.SubmitGraph(11, GRAPH, outputs=(7,))
-    assert [*expanded(graph)] == [*[moved(op, 10) for op in GRAPH], ops.Seal(11), ops.Seal(14)]
+    assert [*expanded(graph)] == [*[shift_numbers(op, 10) for op in GRAPH], ops.Seal(11), ops.Seal(14)]
     assert (opened(graph), declared(graph)) == ((11,), [(17, "end")])
 
 
@@ -95,7 +95,7 @@ def test_a_rejected_op_names_what_it_would_have_declared() -> None:
     assert rejected(GRAPH[3], error).children == (3, 4)
     assert rejected(ops.Provide(2), error).names == {2: ""}
     assert rejected(ops.SubmitGraph(11, GRAPH, outputs=(7,)), error).names == {17: "end"}
-    assert {rejected(op, error).kind for op in GRAPH} == {kind_of(op) for op in GRAPH}
+    assert {rejected(op, error).kind for op in GRAPH} == {op_kind(op) for op in GRAPH}
 
 
 def shown(source: str) -> list[ops.Op]:

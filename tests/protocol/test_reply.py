@@ -13,8 +13,8 @@ from agentflow.protocol.chat import (
     Arguments,
     CallBegun,
     CalledTool,
-    Piece,
     Reply,
+    ReplyPiece,
     ReplyReader,
     ReplySoFar,
     ReplyWriter,
@@ -26,9 +26,9 @@ texts = st.text(st.characters(codec="utf-8") | st.sampled_from('"\\{}[],:\n'), m
 
 
 @st.composite
-def replies(draw: st.DrawFn) -> list[Piece]:
+def replies(draw: st.DrawFn) -> list[ReplyPiece]:
     """Prose and calls, each in pieces."""
-    pieces: list[Piece] = []
+    pieces: list[ReplyPiece] = []
     for is_call in draw(st.lists(st.booleans(), max_size=5)):
         said = draw(st.lists(texts, max_size=3))
         if is_call:
@@ -38,15 +38,15 @@ def replies(draw: st.DrawFn) -> list[Piece]:
     return pieces
 
 
-def written(pieces: list[Piece]) -> str:
+def written(pieces: list[ReplyPiece]) -> str:
     """In one push for each piece."""
     writer = ReplyWriter()
     return "".join([writer.push([piece]) for piece in pieces]) + writer.finish()
 
 
-def joined(pieces: list[Piece]) -> list[Piece]:
+def joined(pieces: list[ReplyPiece]) -> list[ReplyPiece]:
     """Without empty pieces, and with those of one kind that follow each other put together."""
-    whole: list[Piece] = []
+    whole: list[ReplyPiece] = []
     for piece in pieces:
         last = whole[-1] if whole else None
         if isinstance(piece, CallBegun):
@@ -59,7 +59,7 @@ def joined(pieces: list[Piece]) -> list[Piece]:
 
 
 @given(replies(), st.lists(st.integers(0, 400), max_size=8))
-def test_a_written_reply_is_read_in_any_pieces(pieces: list[Piece], cuts: list[int]) -> None:
+def test_a_written_reply_is_read_in_any_pieces(pieces: list[ReplyPiece], cuts: list[int]) -> None:
     text = written(pieces)
     reader, read = ReplyReader(), []
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(text)], strict=True):
@@ -68,7 +68,7 @@ def test_a_written_reply_is_read_in_any_pieces(pieces: list[Piece], cuts: list[i
 
 
 @given(replies())
-def test_the_text_is_json(pieces: list[Piece]) -> None:
+def test_the_text_is_json(pieces: list[ReplyPiece]) -> None:
     members = json.loads(written(pieces))
     assert [set(member) for member in members if "text" not in member] == [
         {"id", "name", "arguments"} for piece in pieces if isinstance(piece, CallBegun)
@@ -78,7 +78,7 @@ def test_the_text_is_json(pieces: list[Piece]) -> None:
 
 
 @given(replies())
-def test_a_prefix_of_the_text_gives_a_prefix_of_the_reply(pieces: list[Piece]) -> None:
+def test_a_prefix_of_the_text_gives_a_prefix_of_the_reply(pieces: list[ReplyPiece]) -> None:
     """Each prefix of the text gives a prefix of what the whole one gives."""
     text, whole = written(pieces), joined(pieces)
     for end in range(len(text)):
@@ -91,7 +91,7 @@ def test_a_prefix_of_the_text_gives_a_prefix_of_the_reply(pieces: list[Piece]) -
 
 
 @given(replies())
-def test_a_partial_reply_grows_to_the_whole_one(pieces: list[Piece]) -> None:
+def test_a_partial_reply_grows_to_the_whole_one(pieces: list[ReplyPiece]) -> None:
     notation, so_far = written(pieces), ReplySoFar()
     whole = read_reply(notation)
     for end in range(len(notation) + 1):

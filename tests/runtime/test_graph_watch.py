@@ -40,7 +40,7 @@ class Tenant:
         self.view = GraphsView()
 
     def add_session(self, index: int) -> None:
-        graph = self.open[index] = ProgramGraph(replica_of=self.replicas.get)
+        graph = self.open[index] = ProgramGraph(find_replica=self.replicas.get)
         self.declared[index], self.variables[index] = [], []
         self.graphs.add(graph)
 

@@ -9,7 +9,7 @@ import pytest
 from support.asgi_peer import bench, check_still_served, connected
 from support.session_peer import HangingGenerator
 
-from agentflow.errors import BadArgument, EngineFailed, faults_of, incident
+from agentflow.errors import BadArgument, EngineFailed, error_param, incident
 from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
@@ -51,6 +51,6 @@ async def test_a_client_does_not_receive_the_cause_of_a_failure(
 
 def test_errors_name_the_argument_that_they_are_of() -> None:
     for given, named in ((None, "whole"), ("part", "part")):
-        with pytest.raises(BadArgument) as caught, faults_of("whole"):
+        with pytest.raises(BadArgument) as caught, error_param("whole"):
             raise BadArgument("wrong", param=given)
         assert caught.value.param == named

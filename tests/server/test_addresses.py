@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentflow.server.addresses import client_of, is_loopback
+from agentflow.server.addresses import client_network, is_loopback
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,13 @@ from agentflow.server.addresses import client_of, is_loopback
 def test_one_predicate_says_what_is_loopback(host: str, is_own: bool) -> None:
     assert is_loopback(host) == is_own
     if is_own:
-        assert client_of(host) is None
+        assert client_network(host) is None
 
 
 def test_an_ipv6_network_counts_as_one_client() -> None:
-    assert client_of("2001:db8::1") == client_of("2001:db8:0:0:ffff::") != client_of("2001:db8:0:1::1")
-    assert client_of("::ffff:192.0.2.1") == client_of("192.0.2.1") != client_of("192.0.2.2")
+    assert (
+        client_network("2001:db8::1")
+        == client_network("2001:db8:0:0:ffff::")
+        != client_network("2001:db8:0:1::1")
+    )
+    assert client_network("::ffff:192.0.2.1") == client_network("192.0.2.1") != client_network("192.0.2.2")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentflow.server.origin_guard import BrowserGuard, one_of, private_host
+from agentflow.server.origin_guard import BrowserGuard, accept_hosts, private_host
 
 pytestmark = pytest.mark.anyio
 
-LOOPBACK = one_of(["127.0.0.1"])
+LOOPBACK = accept_hosts(["127.0.0.1"])
 HOST = "127.0.0.1:8410"
 
 

@@ -108,7 +108,7 @@ async def test_f42f_a_server_takes_a_template(folder: Path, template: Path) -> N
         assert generator.capabilities.roles
         assert generator.template.source == CHATML
         # The template's tokens are closed to texts of users.
-        start = generator.tokenizer.id_of("<|im_start|>")
+        start = generator.tokenizer.find_id("<|im_start|>")
         assert start not in generator.tokenizer.encode("<|im_start|>")
 
 

@@ -26,7 +26,7 @@ from support.tcp_proxy import Proxy, Side, proxied
 import agentflow as af
 from agentflow.backends.remote import Remote
 from agentflow.server.gateway import target, websocket_proxy
-from agentflow.server.gateway.defaults import Limits
+from agentflow.server.gateway.defaults import GatewayLimits
 from agentflow.server.stores import shared
 from agentflow.server.stores.shared import SharedStore
 
@@ -116,7 +116,7 @@ async def test_a_session_goes_on_after_a_split_behind_the_gateway(
     ):
         expected = await whole_text(server.url.replace("http", "ws"))
         urls = [f"http://127.0.0.1:{proxy.port}/v1", f"{other.url}/v1"]
-        async with routed(urls, Limits(check_s=0.2)) as route:
+        async with routed(urls, GatewayLimits(check_s=0.2)) as route:
             route.gateway.targets[1].num_websockets = 10
 
             async def noticed() -> None:

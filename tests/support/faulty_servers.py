@@ -79,7 +79,7 @@ class BrokenTenants(Tenants):
 def of_any_address() -> Iterator[None]:
     """A second wrong key from one address is too many, also from a loopback address."""
     with (
-        patch.object(failed_keys, "client_of", lambda host: host),
+        patch.object(failed_keys, "client_network", lambda host: host),
         patch.object(failed_keys, "FAILURES_PER_MINUTE", 1),
     ):
         yield

@@ -20,7 +20,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 
 import agentflow as af
-from agentflow.integrations import Answer, Arguments, CallBegun, Piece, read_reply
+from agentflow.integrations import Answer, Arguments, CallBegun, ReplyPiece, read_reply
 
 _ROLES = {"human": "user", "ai": "assistant", "developer": "system"}
 
@@ -85,7 +85,7 @@ def to_langchain(answer: Answer) -> AIMessage:
         content=reply.text,
         tool_calls=calls,
         invalid_tool_calls=invalid,
-        usage_metadata=usage_of(answer),
+        usage_metadata=make_usage(answer),
         response_metadata=metadata_of(answer, has_calls=bool(reply.tool_calls)),
     )
 
@@ -138,7 +138,7 @@ def _token(text: str | None, logprob: float | None) -> dict[str, Any]:
     return {"token": text, "bytes": data, "logprob": logprob}
 
 
-def usage_of(answer: Answer) -> UsageMetadata:
+def make_usage(answer: Answer) -> UsageMetadata:
     """Returns the token counts; ``input_tokens`` includes the cached ones."""
     usage = answer.usage
     return UsageMetadata(
@@ -155,7 +155,7 @@ class ChunkWriter:
     def __init__(self) -> None:
         self._num_calls = 0
 
-    def chunk(self, piece: Piece) -> AIMessageChunk:
+    def chunk(self, piece: ReplyPiece) -> AIMessageChunk:
         """Returns the chunk for the next piece."""
         match piece:
             case CallBegun():
@@ -171,7 +171,7 @@ class ChunkWriter:
         """Returns the last chunk, which has the usage and the metadata."""
         return AIMessageChunk(
             content="",
-            usage_metadata=usage_of(answer),
+            usage_metadata=make_usage(answer),
             response_metadata=metadata_of(answer, has_calls=self._num_calls > 0),
             chunk_position="last",
         )

@@ -12,7 +12,7 @@ import msgspec
 from agentflow.backends.apis.answers.verification import CHECKED_KINDS, OnUnsupported
 from agentflow.backends.apis.capability_table import capabilities, is_known, model_facts
 from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors
-from agentflow.backends.apis.serving import ApiBackend, ApiSettings, for_display, generating, transport_of
+from agentflow.backends.apis.serving import ApiBackend, ApiSettings, for_display, generating, open_transport
 from agentflow.errors import BadArgument, NotAuthorized
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import ConstraintKind
@@ -131,7 +131,7 @@ class Anthropic(ApiBackend):
         """Opens the pool of connections. Nothing is sent before the first call. For the session."""
         settings = self._settings
         errors = settings.errors(self.model, _PARAMS)
-        async with transport_of(settings, errors) as transport:
+        async with open_transport(settings, errors) as transport:
             from agentflow.backends.apis.messages.anthropic_messages import AnthropicMessages
 
             messages = AnthropicMessages(

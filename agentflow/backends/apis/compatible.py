@@ -9,7 +9,7 @@ from typing import Any
 
 from agentflow.backends.apis.answers.verification import OnUnsupported
 from agentflow.backends.apis.chat.flavours import FLAVOURS, FlavourName
-from agentflow.backends.apis.serving import ApiBackend, ApiSettings, connected, for_display, transport_of
+from agentflow.backends.apis.serving import ApiBackend, ApiSettings, connected, for_display, open_transport
 from agentflow.errors import BadArgument
 from agentflow.protocol.backend import Connection, Deliver, Lost
 
@@ -94,7 +94,7 @@ class OpenAICompatible(ApiBackend):
 
     async def listed_models(self) -> Any:
         """The answer of the server to ``GET /models``. For the backend that asks a server."""
-        async with transport_of(self._settings, self._settings.errors("the model")) as transport:
+        async with open_transport(self._settings, self._settings.errors("the model")) as transport:
             return await transport.get("models")
 
     @asynccontextmanager

@@ -15,11 +15,11 @@ from agentflow.backends.apis.serving import (
     ApiBackend,
     ApiSettings,
     connected,
-    embedder_of,
     flavoured_capabilities,
     for_display,
     generating,
-    transport_of,
+    make_embedder,
+    open_transport,
 )
 from agentflow.errors import BadArgument, NotAuthorized
 from agentflow.protocol.backend import Connection, Deliver, Lost
@@ -145,7 +145,7 @@ class OpenAI(ApiBackend):
             return
         settings = self._settings
         errors = settings.errors(self.model, _PARAMS)
-        async with transport_of(settings, errors) as transport:
+        async with open_transport(settings, errors) as transport:
             from agentflow.backends.apis.responses.openai_responses import RESPONSES, OpenAIResponses
 
             responses = OpenAIResponses(self.model, self._facts, errors)
@@ -153,7 +153,7 @@ class OpenAI(ApiBackend):
             billing = settings.billing("openai", self.model, self._facts.output)
             embedder = None
             if settings.embed_model is not None:
-                embedder = embedder_of(settings, transport, OPENAI, settings.embed_model)
+                embedder = make_embedder(settings, transport, OPENAI, settings.embed_model)
             async with generating(
                 settings,
                 transport,

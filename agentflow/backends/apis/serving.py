@@ -19,7 +19,7 @@ from agentflow.backends.apis.answers.verification import CHECKED_KINDS, OnUnsupp
 from agentflow.backends.apis.capability_table import ModelFacts, embedding_facts, model_facts
 from agentflow.backends.apis.chat.flavours import (
     Flavour,
-    flavour_of,
+    detect_flavour,
     listed_context,
     listed_fields,
     listed_media,
@@ -196,7 +196,7 @@ def for_display(url: str) -> str:
 
 
 @asynccontextmanager
-async def transport_of(settings: ApiSettings, errors: ErrorMapping) -> AsyncIterator[ApiTransport]:
+async def open_transport(settings: ApiSettings, errors: ErrorMapping) -> AsyncIterator[ApiTransport]:
     """Opens the pool of connections. ``errors`` makes the errors of its requests."""
     try:
         from agentflow.backends.apis.http.transport import ApiTransport, open_http
@@ -248,10 +248,10 @@ async def connected(
     model, embed_model = settings.model, settings.embed_model
     context, found = None, None
     if model is None or flavour is None:
-        async with transport_of(settings, settings.errors(model or "the model")) as transport:
+        async with open_transport(settings, settings.errors(model or "the model")) as transport:
             found = await _listed(transport, is_needed=model is None)
         model = _only_model(found, settings.server, embed_model) if model is None else model
-        flavour = flavour or flavour_of(found)
+        flavour = flavour or detect_flavour(found)
         context = listed_context(found, model)
         if context is None and flavour.name == "ollama":
             context = await _ollama_context(settings, model)
@@ -267,19 +267,19 @@ async def connected(
         raise NotSupported(f"{model} is not served by the chat API of {settings.server}", param="model")
     params = {place: name for name, place in flavour.params.items()}
     params["max_completion_tokens"] = "max_tokens"
-    async with transport_of(settings, settings.errors(model, params, facts.context)) as transport:
+    async with open_transport(settings, settings.errors(model, params, facts.context)) as transport:
         from agentflow.backends.apis.chat.chat_completions import ChatCompletions
         from agentflow.backends.apis.chat.completions import TextCompletions
         from agentflow.backends.apis.generation.embeddings import EmbeddingsOnly
 
         if only_embeds:
-            embedder = embedder_of(settings, transport, flavour, embed_model or model)
+            embedder = make_embedder(settings, transport, flavour, embed_model or model)
             features = _embedding_capabilities(model, context or (known.context if known else None))
             only = EmbeddingsOnly(model)
             async with generating(settings, transport, only, features, FREE, deliver, embedder) as connection:
                 yield connection
             return
-        other = None if embed_model is None else embedder_of(settings, transport, flavour, embed_model)
+        other = None if embed_model is None else make_embedder(settings, transport, flavour, embed_model)
         errors = transport.errors
         plain = TextCompletions(model, flavour, facts, errors) if flavour.has_completions else None
         api = ChatCompletions(model, flavour, facts, errors, plain)
@@ -294,7 +294,9 @@ async def connected(
             yield connection
 
 
-def embedder_of(settings: ApiSettings, transport: ApiTransport, flavour: Flavour, model: str) -> ApiEmbedder:
+def make_embedder(
+    settings: ApiSettings, transport: ApiTransport, flavour: Flavour, model: str
+) -> ApiEmbedder:
     """Makes embeddings with a model on the server of a transport."""
     from agentflow.backends.apis.generation.embeddings import ApiEmbedder
 
@@ -319,7 +321,7 @@ async def _listed(transport: ApiTransport, *, is_needed: bool) -> Any:
 async def _ollama_context(settings: ApiSettings, model: str) -> int | None:
     """The context of a model of Ollama, from its own API."""
     root = replace(settings, url=settings.url.rstrip("/").removesuffix("/v1"))
-    async with transport_of(root, settings.errors(model)) as transport:
+    async with open_transport(root, settings.errors(model)) as transport:
         try:
             return shown_context(await transport.post("api/show", msgspec.json.encode({"model": model})))
         except (ServerUnreachable, NotAuthorized):

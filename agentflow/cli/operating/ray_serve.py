@@ -33,7 +33,7 @@ MAX_SURGE_PERCENT = 1
 ends an old one. Its default of 0 is the other order, in which a single replica does not serve for a while."""
 
 
-def read_settings(args: Mapping[str, Any]) -> ServeConfig:
+def read_serve_config(args: Mapping[str, Any]) -> ServeConfig:
     """The configuration from the arguments of an application: settings of ``agentflow serve`` by their names
     (``kv_tokens``), ``model`` (``NAME[=PATH]``, or several) and ``config`` (a file). ``BadArgument`` for
     others."""
@@ -77,12 +77,12 @@ def app(args: dict[str, Any]) -> Application:
     """The application. ``BadArgument`` for invalid settings.
 
     Args:
-        args: the settings, as for ``read_settings``.
+        args: the settings, as for ``read_serve_config``.
     """
-    read_settings(args)  # before a replica starts
+    read_serve_config(args)  # before a replica starts
 
     def build() -> Starlette:
-        config = read_settings(args)
+        config = read_serve_config(args)
         pull_missing(config)
         parts = server_parts(config, ShutdownBudget(config.overload.drain_s))
         running = create_app(

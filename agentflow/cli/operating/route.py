@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
-from agentflow.cli.command import Command, count
+from agentflow.cli.command import Command, positive_int
 from agentflow.server.addresses import is_loopback
-from agentflow.server.gateway.defaults import CACHE_TOKENS, DEFAULT_PORT, DRAIN_S, Limits
+from agentflow.server.gateway.defaults import CACHE_TOKENS, DEFAULT_PORT, DRAIN_S, GatewayLimits
 
 ADMIN_KEY_VARIABLE = "AGENTFLOW_ROUTE_ADMIN_KEY"
 API_KEY_VARIABLE = "AGENTFLOW_ROUTE_API_KEY"
@@ -27,13 +27,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=DEFAULT_PORT, metavar="N", help="port to listen at (%(default)s)")
     add(
         "--cache-tokens",
-        type=count,
+        type=positive_int,
         metavar="N",
         help=f"tokens in the cache of one server (default: as its metrics show, or {CACHE_TOKENS})",
     )
     add(
         "--timeout-s",
-        type=count,
+        type=positive_int,
         default=600,
         metavar="N",
         help="time until an answer begins (%(default)s)",
@@ -64,7 +64,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--drain-s",
-        type=count,
+        type=positive_int,
         default=int(DRAIN_S),
         metavar="N",
         help="time for requests at the end (%(default)s)",
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
     from agentflow.server.gateway.route import route
     from agentflow.server.gateway.target import parse_targets
     from agentflow.server.log import set_up_logs
-    from agentflow.server.origin_guard import one_of, private_host
+    from agentflow.server.origin_guard import accept_hosts, private_host
 
     targets = parse_targets(options.to)
     set_up_logs(options.log_level, "text")
@@ -86,12 +86,12 @@ def _run(options: argparse.Namespace) -> int:
     gateway = Gateway(
         targets,
         Connections(None, KEEPALIVE_S),
-        limits=Limits(first_byte_s=options.timeout_s),
+        limits=GatewayLimits(first_byte_s=options.timeout_s),
         cache_tokens=options.cache_tokens,
         api_key=options.api_key or os.environ.get(API_KEY_VARIABLE),
         admin_key=options.admin_key or os.environ.get(ADMIN_KEY_VARIABLE),
         origins=options.cors_origin,
-        knows_host=one_of(hosts) if hosts else private_host,
+        knows_host=accept_hosts(hosts) if hosts else private_host,
     )
     route(gateway, host=options.host, port=options.port, drain_s=options.drain_s)
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentflow.cli.command import Command
-from agentflow.cli.operating.served_apis import api_backend, open_api_generator
+from agentflow.cli.operating.served_apis import configured_backend, open_api_generator
 from agentflow.engine.machine.child_process import lower_priority
 from agentflow.server.addresses import is_loopback
 from agentflow.server.config.config import add_config_flags, read_flags
@@ -96,7 +96,7 @@ def server_parts(config: ServeConfig, shutdown: ShutdownBudget) -> ServerParts:
     models = {
         model.name: model.engine_options()
         if model.api is None
-        else partial(open_api_generator, api_backend(model))
+        else partial(open_api_generator, configured_backend(model))
         for model in config.models
     }
     return ServerParts(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from agentflow.runtime.generator import Generator
 
 
-def api_backend(model: ModelConfig) -> Backend:
+def configured_backend(model: ModelConfig) -> Backend:
     """The backend of a model behind an API. ``NotAuthorized`` if the environment has no key for it."""
     address = model.api
     assert address is not None, "the model has an engine"

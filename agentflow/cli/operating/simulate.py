@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentflow.cli.command import Command, count
+from agentflow.cli.command import Command, positive_int
 from agentflow.engine.scheduling.defaults import (
     CPU_TOKEN_BUDGET,
     MAX_RUNNING,
@@ -30,34 +30,34 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-tokens",
-        type=count,
+        type=positive_int,
         metavar="N",
         help="capacity of the KV pool in tokens (default: the workload's)",
     )
     add(
         "--token-budget",
-        type=count,
+        type=positive_int,
         default=CPU_TOKEN_BUDGET,
         metavar="N",
         help="tokens of one forward pass (%(default)s)",
     )
     add(
         "--max-running",
-        type=count,
+        type=positive_int,
         default=MAX_RUNNING,
         metavar="N",
         help="requests in one batch (%(default)s)",
     )
     add(
         "--max-context",
-        type=count,
+        type=positive_int,
         default=SIMULATED_CONTEXT,
         metavar="N",
         help="tokens of one request (%(default)s)",
     )
     add(
         "--tpot-target-ms",
-        type=count,
+        type=positive_int,
         metavar="MS",
         help="time per output token that requests of the objective latency keep (default: none)",
     )

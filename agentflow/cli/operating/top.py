@@ -1,7 +1,7 @@
 """``agentflow top``: a live view of a server.
 
-``figures`` computes rates and quantiles from two scrapes of the server's metrics, ``frame`` draws them, and
-``run_top`` repeats both.
+``figures`` computes rates and quantiles from two scrapes of the server's metrics, ``render_figures`` draws
+them, and ``run_top`` repeats both.
 """
 
 from __future__ import annotations
@@ -274,11 +274,11 @@ def run_top(
         return
     scrapes = deque([first, scrape()])
     if once:
-        console.print(frame(figures(first, scrapes[-1]), url))
+        console.print(render_figures(figures(first, scrapes[-1]), url))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(frame(figures(scrapes[0], scrapes[-1]), url), refresh=True)
+            live.update(render_figures(figures(scrapes[0], scrapes[-1]), url), refresh=True)
             if wait(interval_s):
                 return
             scrapes.append(scrape())
@@ -346,7 +346,7 @@ def parse_metrics(content: bytes, url: str, at_s: float) -> Scrape:
     return Scrape(at_s, samples)
 
 
-def frame(now: Figures, url: str) -> RenderableType:
+def render_figures(now: Figures, url: str) -> RenderableType:
     """One frame, for a width of at least 80 columns."""
     sessions = f"{now.sessions:,} session{'s' * (now.sessions != 1)}"
     title = Text.assemble((f"agentflow {url}", "bold"), f"   {sessions}")

@@ -1,6 +1,6 @@
 """``agentflow watch``: the live graphs of the programs on a server.
 
-The server sends changes (``Session.watch``), and ``frame`` draws the graphs.
+The server sends changes (``Session.watch``), and ``render_graphs`` draws the graphs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEADING_ROWS = 5
 _STYLES = {"running": "green", "failed": "red"}
 
 
-def frame(graphs: Sequence[LiveGraph], url: str, max_rows: int = MAX_ROWS) -> RenderableType:
+def render_graphs(graphs: Sequence[LiveGraph], url: str, max_rows: int = MAX_ROWS) -> RenderableType:
     """One frame: a row for each unfinished request, other variable or fork, and for each idle state."""
     found = [row for number, graph in enumerate(graphs, 1) for row in _rows(number, graph)]
     nodes = [node for graph in graphs for node in graph.nodes]
@@ -93,12 +93,12 @@ async def run_watch(
     async with open_session(f"ws{url.removeprefix('http')}", api_key=api_key) as flow:
         if once:
             async for graphs in flow.watch(interval_s=interval_s):
-                console.print(frame(graphs[1:], url))  # without the graph of this session
+                console.print(render_graphs(graphs[1:], url))  # without the graph of this session
                 return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             async for graphs in flow.watch(interval_s=interval_s):
                 max_rows = max(1, console.height - _HEADING_ROWS)
-                live.update(frame(graphs[1:], url, max_rows), refresh=True)
+                live.update(render_graphs(graphs[1:], url, max_rows), refresh=True)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

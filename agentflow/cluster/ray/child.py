@@ -30,13 +30,13 @@ from agentflow.cluster.ray.host import (
     TOKEN_BYTES,
     WATCH,
     EngineHost,
-    connected,
+    connect_actor,
 )
 from agentflow.engine.machine.child_process import FrameConnection, to_frame
 from agentflow.engine.messages import Start
 from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE
 
-Options = Callable[[], dict[str, Any]]
+ReadOptions = Callable[[], dict[str, Any]]
 """Returns where an actor runs: the arguments of Ray's ``options``."""
 
 START_S = 60.0
@@ -165,7 +165,7 @@ def _end(host: Any, ranks: Sequence[Any], watch: Heartbeat, grace_s: float) -> s
 class _Attempt:
     """Starts the actors of an engine, in a thread that may be left behind."""
 
-    def __init__(self, options: Sequence[Options]) -> None:
+    def __init__(self, options: Sequence[ReadOptions]) -> None:
         self._options = options
         self._lock = threading.Lock()
         self._hosts: list[Any] = []
@@ -187,9 +187,9 @@ class _Attempt:
             with contextlib.ExitStack() as opened:
                 listening = [host.listen.remote() for host in self._hosts]
                 addresses: list[tuple[str, int]] = ray.get(listening, timeout=START_S)
-                engine = opened.enter_context(connected(addresses[0], tokens[0] + ENGINE))
+                engine = opened.enter_context(connect_actor(addresses[0], tokens[0] + ENGINE))
                 watches = [
-                    opened.enter_context(connected(address, token + WATCH))
+                    opened.enter_context(connect_actor(address, token + WATCH))
                     for address, token in zip(addresses, tokens, strict=True)
                 ]
                 received = watches[0].recv(PID.size, socket.MSG_WAITALL)
@@ -221,7 +221,7 @@ class _Attempt:
                     ray.kill(host)
 
 
-async def start_in_actor(start: Start, options: Sequence[Options]) -> RayChild:
+async def start_in_actor(start: Start, options: Sequence[ReadOptions]) -> RayChild:
     """Starts a process in an actor, which begins to load its engine. Raises ``OSError`` if that fails. If it
     is cancelled, no process is left.
 

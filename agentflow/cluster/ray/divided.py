@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agentflow.cluster.ray.host import connected
+from agentflow.cluster.ray.host import connect_actor
 from agentflow.engine.local_engine import limit_spinning, load_with
 from agentflow.engine.models.tensor_parallel.rank_group import RankGroup
 from agentflow.engine.options import EngineOptions
@@ -46,7 +46,7 @@ def load_divided_engine(
     with contextlib.ExitStack() as opened:
         try:
             connections = [
-                opened.enter_context(connected((address, port), head)) for address, port, head in peers
+                opened.enter_context(connect_actor((address, port), head)) for address, port, head in peers
             ]
         except OSError as error:
             raise EngineFailed(f"cannot reach another rank of the model: {error}") from error

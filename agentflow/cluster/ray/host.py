@@ -175,7 +175,7 @@ class EngineHost:
         return write_end
 
 
-def connected(address: tuple[str, int], head: bytes) -> socket.socket:
+def connect_actor(address: tuple[str, int], head: bytes) -> socket.socket:
     """Connects to an actor. ``head``: its token, and which connection it is. Raises ``OSError``."""
     with contextlib.ExitStack() as opened:
         connection = opened.enter_context(socket.create_connection(address, CONNECT_S))

@@ -12,9 +12,9 @@ from pathlib import Path
 import anyio.to_thread
 from msgspec.structs import replace
 
+from agentflow.cluster.ray.bundles import GIB, Bundle, Placement, connected_to_ray, num_gpus, placed
 from agentflow.cluster.ray.node import NodeReport
 from agentflow.cluster.ray.options import RayOptions
-from agentflow.cluster.ray.placement import GIB, Bundle, Placement, connected_to_ray, num_gpus, placed
 from agentflow.engine.local_engine import adapter_folders, engine_need
 from agentflow.engine.models.memory_need import MemoryNeed, divide_memory
 from agentflow.engine.options import EngineOptions
@@ -140,7 +140,7 @@ def _kv_tokens(
             own = dataclasses.replace(need, name=f"{name}/{number}")
             on_device.setdefault(device, []).append(own)
             gpus = range(options.tensor_parallel // ranks[name] if is_on_gpu else 0)
-            free_bytes[device] = min(map(report.free.bytes_of, gpus), default=report.free.host_bytes)
+            free_bytes[device] = min(map(report.free.count_bytes, gpus), default=report.free.host_bytes)
     least: dict[str, float] = dict.fromkeys(models, math.inf)
     for device, needs in on_device.items():
         for label, size in divide_memory(needs, int(free_bytes[device] * memory_share)).items():

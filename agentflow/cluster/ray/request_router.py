@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from agentflow.cluster.routing.load import LEARNED_PART, Call, EngineShape
-from agentflow.cluster.routing.prefix_tree import Replica
+from agentflow.cluster.routing.load import LEARNED_PART, EngineShape, RoutedRequest
+from agentflow.cluster.routing.prefix_tree import ReplicaNumber
 from agentflow.cluster.routing.router import Router
 from agentflow.cluster.routing.sent_cache import SentCache
 from agentflow.cluster.routing.text_router import MAX_RUN_BYTES, text_run
@@ -81,18 +81,18 @@ class PrefixTreeRouter(RequestRouter):
         self._token_s, self._step_s = 1 / prompt_tokens_per_s, step_s
         self._cache_tokens, self._adapter_load_s = cache_tokens, adapter_load_s
         self._clock = clock
-        self._numbers: dict[ReplicaID, Replica] = {}
-        self._ids: dict[Replica, ReplicaID] = {}
-        self._caches: dict[Replica, SentCache] = {}
+        self._numbers: dict[ReplicaID, ReplicaNumber] = {}
+        self._ids: dict[ReplicaNumber, ReplicaID] = {}
+        self._caches: dict[ReplicaNumber, SentCache] = {}
         self._epochs = itertools.count()
         self._adapters: set[str] = set()
         self._call_numbers = itertools.count()
-        self._chosen: dict[str, Call] = {}  # not sent yet, by Ray's id of the request
-        self._sent: dict[str, list[Call]] = {}  # several if replicas rejected it
-        self._sent_at: dict[Call, float] = {}
-        self._num_sent: Counter[Replica] = Counter()
-        self._prompts_end_at: dict[Replica, float] = {}
-        self._slowness: dict[Replica, float] = {}
+        self._chosen: dict[str, RoutedRequest] = {}  # not sent yet, by Ray's id of the request
+        self._sent: dict[str, list[RoutedRequest]] = {}  # several if replicas rejected it
+        self._sent_at: dict[RoutedRequest, float] = {}
+        self._num_sent: Counter[ReplicaNumber] = Counter()
+        self._prompts_end_at: dict[ReplicaNumber, float] = {}
+        self._slowness: dict[ReplicaNumber, float] = {}
         # When a call starts, or is given up: the time, the call's number, and Ray's id. Not the call, because
         # prompts are large and an event outlives its call by up to LOST_S.
         self._events: list[tuple[float, int, str]] = []
@@ -202,20 +202,20 @@ class PrefixTreeRouter(RequestRouter):
                 self._end(internal_request_id, call, num_output)
                 return
 
-    def _new_call(self, request: PendingRequest) -> Call:
+    def _new_call(self, request: PendingRequest) -> RoutedRequest:
         adapter = request.metadata.multiplexed_model_id
         arguments = [*request.args, *request.kwargs.values()]
         limit = output_limit(arguments)
-        return Call(
+        return RoutedRequest(
             next(self._call_numbers),
             adapter,
             prompt_run(arguments),
             output_tokens=limit if limit < self._mean_output else 0,
             adapter=adapter,
-            program=program(arguments) or request.metadata.session_id or None,
+            program=find_program(arguments) or request.metadata.session_id or None,
         )
 
-    def _place(self, call: Call, allowed: set[Replica], now_s: float) -> None:
+    def _place(self, call: RoutedRequest, allowed: set[ReplicaNumber], now_s: float) -> None:
         call.barred = [number for number in self._ids if number not in allowed]
         self._places.place([call], now_s)
 
@@ -233,7 +233,7 @@ class PrefixTreeRouter(RequestRouter):
 
     # Time.
 
-    def _plan(self, at_s: float, request_id: str, call: Call) -> None:
+    def _plan(self, at_s: float, request_id: str, call: RoutedRequest) -> None:
         heapq.heappush(self._events, (at_s, call.id, request_id))
 
     def _advance(self, now_s: float) -> None:
@@ -248,7 +248,7 @@ class PrefixTreeRouter(RequestRouter):
                 self._start(call, now_s)
                 self._plan(self._sent_at[call] + LOST_S, request_id, call)
 
-    def _start(self, call: Call, now_s: float) -> None:
+    def _start(self, call: RoutedRequest, now_s: float) -> None:
         """Its prompt is in the cache of its replica."""
         self._places.started(call, now_s)
         update = self._caches[call.replica].sent(call.key, call.run)
@@ -260,7 +260,7 @@ class PrefixTreeRouter(RequestRouter):
         if call is not None:
             self._places.ended(call, 0, self._clock())
 
-    def _end(self, request_id: str, call: Call, num_output: int) -> None:
+    def _end(self, request_id: str, call: RoutedRequest, num_output: int) -> None:
         if self._chosen.get(request_id) is call:
             del self._chosen[request_id]
         elif self._sent_at.pop(call, None) is not None:
@@ -326,7 +326,7 @@ def output_limit(arguments: Sequence[object]) -> int:
     return 0
 
 
-def program(arguments: Sequence[object]) -> str:
+def find_program(arguments: Sequence[object]) -> str:
     """The program that a header among the arguments names; empty: none does."""
     for argument in arguments:
         headers = _field(argument, "headers")

@@ -11,21 +11,21 @@ import anyio.to_thread
 from agentflow.cluster.replicas.measured_cost import measured_shape
 from agentflow.cluster.replicas.placing_turn import PlacingTurn
 from agentflow.cluster.replicas.replica_set import ReplicaSet
-from agentflow.cluster.replicas.shared_devices import BusyObserver, gpus_of
+from agentflow.cluster.replicas.shared_devices import BusyObserver, list_gpus
 from agentflow.cluster.routing.devices import SharedEngine
 from agentflow.cluster.routing.load import EngineShape
-from agentflow.cluster.routing.router import Policy, Router
+from agentflow.cluster.routing.router import Router, RoutingPolicy
 from agentflow.engine.client import EngineClient
 from agentflow.engine.local_engine import (
-    deadlines_of,
     engine_start,
     find_model,
+    make_deadlines,
     open_engine,
-    read_tokenizer,
+    open_tokenizer,
 )
 from agentflow.engine.messages import Loaded, Start
 from agentflow.engine.options import EngineOptions
-from agentflow.engine.process.child import StartChild, start_process
+from agentflow.engine.process.child import StartChild, start_child_process
 from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.supervisor import EngineSupervisor, check_tokenizer, prepared
@@ -36,10 +36,10 @@ from agentflow.runtime.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 
-NewRouter = Callable[[EngineShape, Loaded], Policy]
+NewRouter = Callable[[EngineShape, Loaded], RoutingPolicy]
 
 
-def new_router(shape: EngineShape, loaded: Loaded) -> Policy:
+def new_router(shape: EngineShape, loaded: Loaded) -> RoutingPolicy:
     """Returns the ``Router`` for a model."""
     return Router(shape, loaded.info.identity)
 
@@ -48,7 +48,7 @@ def new_router(shape: EngineShape, loaded: Loaded) -> Policy:
 async def open_replicas(
     replicas: Sequence[EngineOptions],
     shutdown: ShutdownBudget | None = None,
-    start_child: StartChild = start_process,
+    start_child: StartChild = start_child_process,
     turn: PlacingTurn | None = None,
 ) -> AsyncIterator[EngineClient]:
     """Loads a model in several processes and serves it within the scope.
@@ -65,7 +65,7 @@ async def open_replicas(
     shared = turn.devices
     if len(replicas) == 1:
         async with open_engine(options, shutdown, start_child) as client:
-            engine = shared.add(gpus_of(options))
+            engine = shared.add(list_gpus(options))
             client.observe(BusyObserver(shared, engine))
             try:
                 yield client
@@ -74,20 +74,20 @@ async def open_replicas(
         return
     engines: list[SharedEngine] = []
 
-    def router(shape: EngineShape, loaded: Loaded) -> Policy:
+    def router(shape: EngineShape, loaded: Loaded) -> RoutingPolicy:
         policy = Router(shape, loaded.info.identity)
-        engines.extend(shared.add_replicas(policy.loads, [gpus_of(one) for one in replicas]))
+        engines.extend(shared.add_replicas(policy.loads, [list_gpus(one) for one in replicas]))
         return policy
 
     folder, adapters = find_model(options)
     opening = replicated_engine(
         [engine_start(one, folder, reports=True) for one in replicas],
-        lambda: read_tokenizer(options, folder),
+        lambda: open_tokenizer(options, folder),
         devices=[one.device or "" for one in replicas],
         max_running=options.max_running,
         tpot_target_ms=options.tpot_target_ms,
         max_unfinished=options.max_unfinished,
-        deadlines=deadlines_of(options, folder),
+        deadlines=make_deadlines(options, folder),
         exits_when_down=options.exit_on_engine_failure,
         shutdown=shutdown,
         start_child=start_child,
@@ -116,7 +116,7 @@ async def replicated_engine(
     deadlines: Deadlines | None = None,
     exits_when_down: bool = False,
     shutdown: ShutdownBudget | None = None,
-    start_child: StartChild = start_process,
+    start_child: StartChild = start_child_process,
     router: NewRouter = new_router,
     turn: PlacingTurn | None = None,
 ) -> AsyncIterator[EngineClient]:

@@ -13,9 +13,9 @@ from typing import Protocol
 import anyio
 
 from agentflow.cluster.routing.devices import SharedDevices
-from agentflow.cluster.routing.load import Call
+from agentflow.cluster.routing.load import RoutedRequest
 from agentflow.cluster.routing.placement import place_together
-from agentflow.cluster.routing.router import Policy
+from agentflow.cluster.routing.router import RoutingPolicy
 from agentflow.engine.process.request_journal import Unfinished
 
 MAX_PLACED = 64
@@ -29,17 +29,17 @@ class PlacedSet(Protocol):
     """The replicas of one model (``ReplicaSet``)."""
 
     @property
-    def router(self) -> Policy:
+    def router(self) -> RoutingPolicy:
         """Places the requests."""
 
     @property
     def can_place(self) -> bool:
         """Whether requests wait, and a replica may have them."""
 
-    def take(self, max_requests: int, max_tokens: int) -> Sequence[tuple[Unfinished, Call]]:
+    def take(self, max_requests: int, max_tokens: int) -> Sequence[tuple[Unfinished, RoutedRequest]]:
         """Returns the requests that wait for the longest, which wait no more."""
 
-    def send_placed(self, calls: Sequence[tuple[Unfinished, Call]]) -> None:
+    def send_placed(self, calls: Sequence[tuple[Unfinished, RoutedRequest]]) -> None:
         """Sends requests to the replicas on which they were placed."""
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from agentflow.cluster.replicas.merged_answers import MergedSnapshots, merged_stats
 from agentflow.engine.messages import (
     AdapterLoaded,
-    Answer,
+    EngineAnswer,
     EngineSnapshot,
     EngineStats,
     Failed,
@@ -43,7 +43,7 @@ class _Open:
 
     query: Query
     missing: set[int]  # replicas that have not answered
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, EngineAnswer] = field(default_factory=dict)
     failures: list[Failed] = field(default_factory=list)
 
 
@@ -97,7 +97,7 @@ class ReplicaQueries:
                 part = replace(query, max_nodes=num_nodes, steps_after=last)
             supervisor.send(part)
 
-    def received(self, number: int, answer: Answer | Failed) -> Answer | Failed | None:
+    def received(self, number: int, answer: EngineAnswer | Failed) -> EngineAnswer | Failed | None:
         """Returns the answer to a query if ``answer``, of one replica, completes it. Answers to queries for a
         single replica are returned unchanged."""
         ticket = answer.request_id if isinstance(answer, Failed) else answer.ticket
@@ -124,7 +124,7 @@ class ReplicaQueries:
             return asked.failures[0]
         return self._merged(asked)
 
-    def _merged(self, asked: _Open) -> Answer | Failed:
+    def _merged(self, asked: _Open) -> EngineAnswer | Failed:
         answers, query = asked.answers, asked.query
         match query:
             case StatsRequest():
@@ -138,7 +138,7 @@ class ReplicaQueries:
 
     def _loaded(
         self, query: LoadAdapter, answers: Mapping[int, AdapterLoaded], failures: Iterable[Failed]
-    ) -> Answer | Failed:
+    ) -> EngineAnswer | Failed:
         first = next(iter(answers.values()))
         failed = next((one for one in failures if one.code != EngineDown.code), None)
         if failed is None and any(one.identity != first.identity for one in answers.values()):
@@ -154,5 +154,5 @@ class ReplicaQueries:
         return first
 
 
-def _only(kind: type[AnswerT], answers: Mapping[int, Answer]) -> dict[int, AnswerT]:
+def _only(kind: type[AnswerT], answers: Mapping[int, EngineAnswer]) -> dict[int, AnswerT]:
     return {number: answer for number, answer in answers.items() if isinstance(answer, kind)}

@@ -35,8 +35,8 @@ from agentflow.cluster.replicas.placing_turn import PlacingTurn
 from agentflow.cluster.replicas.replica_queries import ReplicaQueries
 from agentflow.cluster.replicas.requests import router_call
 from agentflow.cluster.routing.feed import Update
-from agentflow.cluster.routing.load import Call
-from agentflow.cluster.routing.router import Policy
+from agentflow.cluster.routing.load import RoutedRequest
+from agentflow.cluster.routing.router import RoutingPolicy
 from agentflow.engine.client import EngineClient
 from agentflow.engine.messages import (
     Abort,
@@ -77,7 +77,7 @@ DRAIN_S = 30.0
 STATS_S = 0.5
 """How long ``ReplicaSet.refreshed`` waits. An engine answers between two steps."""
 
-State = Literal["loading", "serving", "trial", "draining", "down"]
+ReplicaState = Literal["loading", "serving", "trial", "draining", "down"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class ReplicaStatus:
     """A replica at one moment."""
 
     number: int
-    state: State
+    state: ReplicaState
     device: str
     pid: int | None  # of its process; None: there is none, or it is unknown
     requests: int  # that it has not ended
@@ -103,7 +103,7 @@ class Replica:
     supervisor: EngineSupervisor
     device: str
     # Its unfinished requests, by id. None: the router no longer counts it.
-    requests: dict[int, Call | None] = field(default_factory=dict)
+    requests: dict[int, RoutedRequest | None] = field(default_factory=dict)
     is_in_router: bool = False
     epoch: int = 0  # how often it has left the router, which ignores late reports
     is_draining: bool = False
@@ -111,7 +111,7 @@ class Replica:
     changed: anyio.Event = field(default_factory=anyio.Event)  # its state, or it has no more requests
 
     @property
-    def state(self) -> State:
+    def state(self) -> ReplicaState:
         """Its present state."""
         if self.supervisor.down_because is not None:
             return "down"
@@ -151,13 +151,13 @@ class ReplicaSet:
         ]
         self._exits_when_down = exits_when_down
         self._turn = turn or PlacingTurn()
-        self._router: Policy | None = None
+        self._router: RoutingPolicy | None = None
         self._client: EngineClient | None = None
         self._queries = ReplicaQueries(dict(enumerate(supervisors)), anyio.current_time)
         self._charges = ChargeExchange()
         self._waiting: dict[int, Unfinished] = {}  # requests without a replica
         self._waiting_of_state = StateIndex()
-        self._left: deque[Call] = deque()  # that the router still counts on replicas which it has lost
+        self._left: deque[RoutedRequest] = deque()  # the router still counts these on lost replicas
         self._of_request: dict[int, Replica] = {}
         self._has_work = anyio.Event()  # requests to place
         self._has_charges = anyio.Event()
@@ -185,7 +185,7 @@ class ReplicaSet:
                 raise BadModelFolder(f"replica {number} has loaded another {what} than replica 0")
         return first
 
-    def begin(self, client: EngineClient, router: Policy) -> None:
+    def begin(self, client: EngineClient, router: RoutingPolicy) -> None:
         """Places requests from now on. ``client`` gets the answers."""
         self._client, self._router = client, router
         self._turn.sets.append(self)
@@ -257,7 +257,7 @@ class ReplicaSet:
                 await anyio.lowlevel.checkpoint()
 
     @property
-    def router(self) -> Policy:
+    def router(self) -> RoutingPolicy:
         """Places the requests. There is one after ``begin``."""
         assert self._router is not None
         return self._router
@@ -277,7 +277,7 @@ class ReplicaSet:
             except Exception:
                 logger.exception("the router cannot end a request")
 
-    def take(self, max_requests: int, max_tokens: int) -> list[tuple[Unfinished, Call]]:
+    def take(self, max_requests: int, max_tokens: int) -> list[tuple[Unfinished, RoutedRequest]]:
         """Returns the requests that wait for the longest, which wait no more: at least one, and at most so
         many. One that cannot be read fails alone."""
         taken: list[Unfinished] = []
@@ -287,7 +287,7 @@ class ReplicaSet:
             if taken and (num_tokens > max_tokens or len(taken) == max_requests):
                 break
             taken.append(request)
-        calls: list[tuple[Unfinished, Call]] = []
+        calls: list[tuple[Unfinished, RoutedRequest]] = []
         for request in taken:
             del self._waiting[request.submit.request_id]
             self._waiting_of_state.remove(request)
@@ -299,7 +299,7 @@ class ReplicaSet:
                 self._hand_over([Failed(request.submit.request_id, EngineFailed.code, why)])
         return calls
 
-    def send_placed(self, calls: Sequence[tuple[Unfinished, Call]]) -> None:
+    def send_placed(self, calls: Sequence[tuple[Unfinished, RoutedRequest]]) -> None:
         """Sends requests to the replicas on which they were placed."""
         parts: dict[int, list[Unfinished]] = {}
         for request, call in calls:
@@ -474,7 +474,7 @@ class ReplicaSet:
             for replica in self._replicas
         ]
 
-    def replica_of(self, request_id: int) -> int | None:
+    def find_replica(self, request_id: int) -> int | None:
         """The number of the replica of an unfinished request; None while it waits for one, or if there is
         only one."""
         replica = self._of_request.get(request_id)

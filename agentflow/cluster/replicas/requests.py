@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from agentflow.cluster.routing.load import Call
+from agentflow.cluster.routing.load import RoutedRequest
 from agentflow.engine.cache.token_run import TokenRun, token_run
 from agentflow.engine.media_run import MediaRun, lead_tokens, pseudo_tokens
 from agentflow.engine.request import CacheKey, Submit, with_leads
 
 
-def router_call(submit: Submit) -> Call:
+def router_call(submit: Submit) -> RoutedRequest:
     """Returns the router's record of a request, or of the rest of one that another engine has begun."""
     origin = submit.origin
     is_generation = submit.params is not None and not submit.score_from
-    return Call(
+    return RoutedRequest(
         submit.request_id,
         CacheKey(origin.tenant, origin.cache_salt, submit.adapter),
         _tokens(submit),

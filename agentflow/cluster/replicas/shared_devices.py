@@ -33,7 +33,7 @@ class BusyObserver:
             self._devices.set_busy(self._engine, len(self._unfinished))
 
 
-def gpus_of(options: EngineOptions) -> Sequence[str]:
+def list_gpus(options: EngineOptions) -> Sequence[str]:
     """The GPUs of an engine, by number; none if it runs on processors. Without a device it has the first one,
     if there are any."""
     if options.device == "cpu":

@@ -11,7 +11,7 @@ from agentflow.engine.options import EngineOptions
 from agentflow.errors import BadArgument
 
 
-def divided(options: EngineOptions, gpus: Collection[int] | None) -> Sequence[EngineOptions]:
+def divide_machine(options: EngineOptions, gpus: Collection[int] | None) -> Sequence[EngineOptions]:
     """Returns the options of each replica, except for its memory. With more replicas than CPU threads, each
     has one thread.
 

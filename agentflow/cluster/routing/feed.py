@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from agentflow.cluster.routing.prefix_tree import PrefixTree, Replica
+from agentflow.cluster.routing.prefix_tree import PrefixTree, ReplicaNumber
 from agentflow.engine.cache.blocks import BlockFeed, BlocksRemoved, BlocksReport, BlocksStored
 
 
@@ -21,7 +21,7 @@ from agentflow.engine.cache.blocks import BlockFeed, BlocksRemoved, BlocksReport
 class Update:
     """Blocks that entered and left a cache, in order."""
 
-    replica: Replica
+    replica: ReplicaNumber
     epoch: int  # of its engine process
     number: int  # counts the updates of the epoch from 1
     changes: Sequence[BlocksStored | BlocksRemoved]  # the blocks
@@ -31,7 +31,7 @@ class Update:
 class Feed:
     """The replica's side. ``on_blocks`` is the cache's (``RadixCache``)."""
 
-    def __init__(self, replica: Replica, epoch: int) -> None:
+    def __init__(self, replica: ReplicaNumber, epoch: int) -> None:
         self._replica = replica
         self._epoch = epoch
         self._blocks = BlockFeed()
@@ -53,7 +53,7 @@ class Feed:
 class Follower:
     """The router's side of one replica's feed."""
 
-    def __init__(self, tree: PrefixTree, replica: Replica) -> None:
+    def __init__(self, tree: PrefixTree, replica: ReplicaNumber) -> None:
         self._tree = tree
         self._replica = replica
         self._epoch = -1

@@ -44,13 +44,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.cluster.routing.prefix_tree import Replica
+from agentflow.cluster.routing.prefix_tree import ReplicaNumber
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
 from agentflow.engine.request import Objective
 from agentflow.engine.scheduling.step_limits import MAX_STRETCH, MIN_STEP_S, PROMPT_STEP_S
 from agentflow.engine.simulator.cost_model import CostModel
 
-Seconds = NDArray[np.float64]
+SecondsArray = NDArray[np.float64]
 
 THROUGHPUT = 0.2
 REUSE = 0.5
@@ -87,7 +87,7 @@ class EngineShape:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class RoutedRequest:
     """One request, as the router sees it."""
 
     id: int
@@ -100,9 +100,9 @@ class Call:
     task_group: Hashable = None  # siblings that one consumer waits for
     program: Hashable = None
     rank: int = 0  # requests of its program that run before it
-    barred: Sequence[Replica] = ()  # replicas that it must not run on
+    barred: Sequence[ReplicaNumber] = ()  # replicas that it must not run on
     # Set by a router:
-    replica: Replica = -1
+    replica: ReplicaNumber = -1
     placed_s: float = 0.0  # when
     num_hit: int = 0  # tokens that the replica was expected to hold
     prompt_s: float = 0.0  # the time of the others
@@ -127,8 +127,8 @@ class Call:
 class Terms(NamedTuple):
     """Two parts of a cost, for each replica: the time of a request, and the time of the other requests."""
 
-    own: Seconds
-    others: Seconds
+    own: SecondsArray
+    others: SecondsArray
 
 
 @dataclass(slots=True)
@@ -162,27 +162,27 @@ class Loads:
     def __init__(self, shape: EngineShape) -> None:
         self._shape = shape
         self._loads: list[_Load] = []
-        self._present: set[Replica] = set()
+        self._present: set[ReplicaNumber] = set()
         self._output, self._mean_output = float(FIRST_OUTPUT), FIRST_OUTPUT  # the mean length
         self._kinds: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()  # outputs and mean of each kind
         self._sum_others = 0.0  # of all replicas
         self._throughput_at = -math.inf  # when a request for throughput came last
         self._num_tenants: dict[str, int] = {}  # requests in the queues, by tenant
-        self._missing: dict[str, Seconds] = {}  # by adapter: the time to load it
+        self._missing: dict[str, SecondsArray] = {}  # by adapter: the time to load it
         self._is_uneven = False
-        self.on_load: Callable[[Replica, float, float], None] | None = None
+        self.on_load: Callable[[ReplicaNumber, float, float], None] | None = None
         """Called when the requests of a replica change, with the time until which they last and how many they
         are, by their weight."""
-        self._over: set[Replica] = set()  # of which steps are above the bound
+        self._over: set[ReplicaNumber] = set()  # of which steps are above the bound
         # Of engines of other models on the device of each replica, two arrays each, as ``on_load`` has it.
-        self._others_on_devices: list[tuple[Seconds, Seconds]] = []
+        self._others_on_devices: list[tuple[SecondsArray, SecondsArray]] = []
         self._resize(8)
 
     def _resize(self, size: int) -> None:
         old = len(self._loads)
         self._loads += [_Load() for _ in range(size - old)]
 
-        def grown(name: str, value: float) -> Seconds:
+        def grown(name: str, value: float) -> SecondsArray:
             array = np.full(size, value)
             array[:old] = getattr(self, name, ())
             return array
@@ -209,7 +209,7 @@ class Loads:
             self._missing[adapter] = np.pad(seconds, (0, size - old))
 
     @property
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[ReplicaNumber]:
         """The numbers of all replicas."""
         return sorted(self._present)
 
@@ -218,7 +218,7 @@ class Loads:
         """How many there are."""
         return len(self._present)
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: ReplicaNumber) -> None:
         """A replica without requests joins."""
         if replica >= len(self._loads):
             self._resize(max(replica + 1, 2 * len(self._loads)))
@@ -227,7 +227,7 @@ class Loads:
         self._present.add(replica)
         self._refresh(replica)
 
-    def remove(self, replica: Replica) -> None:
+    def remove(self, replica: ReplicaNumber) -> None:
         """A replica is gone. Its requests are removed by ``ended``, before or later."""
         self._present.remove(replica)
         self._over.discard(replica)
@@ -237,7 +237,7 @@ class Loads:
         self._sum_others -= self._loads[replica].others
         self._ready[replica], self._others[replica], self._loads[replica].others = math.inf, 0.0, 0.0
 
-    def set_adapter_s(self, adapter: str, replica: Replica, seconds: float) -> None:
+    def set_adapter_s(self, adapter: str, replica: ReplicaNumber, seconds: float) -> None:
         """How long the replica would load an adapter; 0: it is loaded."""
         if adapter not in self._missing:
             self._missing[adapter] = np.zeros(len(self._loads))
@@ -249,19 +249,19 @@ class Loads:
         for replica in self._present:
             self._refresh(replica)
 
-    def set_slowness(self, replica: Replica, factor: float) -> None:
+    def set_slowness(self, replica: ReplicaNumber, factor: float) -> None:
         """How long the replica takes, by the time of an engine of the shape. It may join later."""
         if replica >= len(self._loads):
             self._resize(max(replica + 1, 2 * len(self._loads)))
         self._slowness[replica] = factor
         self._is_uneven = bool((self._slowness != 1.0).any())
 
-    def cached(self, replica: Replica, num_tokens: float) -> None:
+    def cached(self, replica: ReplicaNumber, num_tokens: float) -> None:
         """The replica reports this many tokens in its cache."""
         self._loads[replica].cached_tokens = num_tokens
         self._refresh(replica)
 
-    def set_other(self, replica: Replica, number: int, until_s: float, weight: float) -> None:
+    def set_other(self, replica: ReplicaNumber, number: int, until_s: float, weight: float) -> None:
         """Another engine on the device of the replica has requests until this time, this many by their
         weight. ``number``: of this engine among those on the device."""
         if replica >= len(self._loads):
@@ -275,8 +275,8 @@ class Loads:
 
     def terms(
         self,
-        call: Call,
-        hits: Mapping[Replica, int],
+        call: RoutedRequest,
+        hits: Mapping[ReplicaNumber, int],
         now_s: float,
         *,
         num_popular: int = 0,
@@ -359,12 +359,12 @@ class Loads:
             own[list(call.barred)] = math.inf
         return Terms(own, others)
 
-    def work_s(self, call: Call, num_output: int) -> float:
+    def work_s(self, call: RoutedRequest, num_output: int) -> float:
         """How much longer the steps of the replica were because of a request that was placed there."""
         cost = self._shape.cost
         return call.prompt_s + num_output * (cost.row_s + cost.logits_s + cost.read_s * call.num_tokens)
 
-    def expected_output(self, call: Call) -> int:
+    def expected_output(self, call: RoutedRequest) -> int:
         """The length of its output if it is not known: the mean of others of its kind, or of all. An
         application's prompts begin alike, and so do the turns of a session."""
         if call.output_tokens:
@@ -372,17 +372,17 @@ class Loads:
         known = self._kinds.get(call.kind)
         return self._mean_output if known is None else max(1, round(known[1]))
 
-    def _fair_wait(self, tenant: str, prompts: Seconds) -> Seconds:
+    def _fair_wait(self, tenant: str, prompts: SecondsArray) -> SecondsArray:
         """The longest wait of a tenant on each replica: its own queue, once for each tenant in the queue."""
         own_s = np.array([load.queued.get(tenant, _NOBODY)[1] for load in self._loads])
         num_tenants = np.array([len(load.queued) + (tenant not in load.queued) for load in self._loads])
-        fair: Seconds = num_tenants * (own_s + prompts)
+        fair: SecondsArray = num_tenants * (own_s + prompts)
         fair[np.isinf(self._ready)] = math.inf  # no replica is there
         return fair
 
     # Changes.
 
-    def placed(self, call: Call, replica: Replica, num_hit: int, now_s: float) -> None:
+    def placed(self, call: RoutedRequest, replica: ReplicaNumber, num_hit: int, now_s: float) -> None:
         """The request is sent to the replica, which is expected to hold this many of its tokens."""
         load, cost = self._loads[replica], self._shape.cost
         missing = call.num_tokens - num_hit
@@ -408,7 +408,7 @@ class Loads:
             ends_s = max(now_s, float(self._ready[replica])) + call.expected_tokens * self._step_s[replica]
             self._set_until(replica, max(load.until_s, float(ends_s)))
 
-    def started(self, call: Call, now_s: float) -> None:
+    def started(self, call: RoutedRequest, now_s: float) -> None:
         """The request has its first token."""
         load = call.load
         assert load is not None
@@ -418,7 +418,7 @@ class Loads:
         load.read_tokens += call.num_tokens + call.expected_tokens / 2
         self._refresh(call.replica)
 
-    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+    def ended(self, call: RoutedRequest, num_output: int, now_s: float) -> None:
         """The request left its replica. ``num_output``: the tokens that it generated; 0: it did not end by
         itself, and nothing is learned."""
         load = call.load
@@ -442,7 +442,7 @@ class Loads:
         if self.on_load is not None and load is self._loads[call.replica] and call.replica in self._present:
             self._set_until(call.replica, load.until_s if load.num_requests else 0.0)
 
-    def _set_until(self, replica: Replica, until_s: float) -> None:
+    def _set_until(self, replica: ReplicaNumber, until_s: float) -> None:
         load = self._loads[replica]
         load.until_s = self._until[replica] = until_s
         if self.on_load is not None:
@@ -455,7 +455,7 @@ class Loads:
         if len(self._kinds) > MAX_KINDS:
             self._kinds.popitem(last=False)
 
-    def _left_queue(self, load: _Load, call: Call, now_s: float) -> None:
+    def _left_queue(self, load: _Load, call: RoutedRequest, now_s: float) -> None:
         load.num_waiting -= 1
         load.since = now_s
         load.queue_s = load.queue_s - call.prompt_s if load.num_waiting else 0.0
@@ -468,7 +468,7 @@ class Loads:
         if not self._num_tenants[call.tenant]:
             del self._num_tenants[call.tenant]
 
-    def _refresh(self, replica: Replica) -> None:
+    def _refresh(self, replica: ReplicaNumber) -> None:
         """Computes the figures of one replica."""
         if replica not in self._present:
             return  # a late report

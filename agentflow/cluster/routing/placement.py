@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from agentflow.cluster.routing.load import Call
-from agentflow.cluster.routing.router import Policy, units
+from agentflow.cluster.routing.load import RoutedRequest
+from agentflow.cluster.routing.router import RoutingPolicy, units
 
 logger = logging.getLogger(__name__)
 
 
-def place_together(waiting: Sequence[tuple[Policy, Sequence[Call]]], now_s: float) -> None:
+def place_together(waiting: Sequence[tuple[RoutingPolicy, Sequence[RoutedRequest]]], now_s: float) -> None:
     """Sets the ``replica`` of requests that came together.
 
     Args:

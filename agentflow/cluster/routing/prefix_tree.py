@@ -26,12 +26,12 @@ from typing import NamedTuple, TypeAlias
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored, root_digest
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 
-Replica: TypeAlias = int
+ReplicaNumber: TypeAlias = int
 POPULAR = 2
 
 
 @dataclass(slots=True, eq=False)
-class Kind:
+class PromptKind:
     """Families that begin with the same tokens: how many there were, and requests that continued them, the
     latest at full weight (``request_families``)."""
 
@@ -43,10 +43,10 @@ class Kind:
 class RequestFamily:
     """A request and those that continue it (``request_families``)."""
 
-    replica: Replica  # where it began
+    replica: ReplicaNumber  # where it began
     began_s: float
     num_expected: float  # requests that will probably continue it, besides those that have come
-    kind: Kind = field(default_factory=Kind)
+    kind: PromptKind = field(default_factory=PromptKind)
 
 
 class Match(NamedTuple):
@@ -58,25 +58,25 @@ class Match(NamedTuple):
     - ``family``: that the prompt continues: it begins with the whole prompt with which the family began.
     """
 
-    hits: dict[Replica, int]
+    hits: dict[ReplicaNumber, int]
     num_popular: int
     family: RequestFamily | None = None
 
 
-class Edge:
+class PrefixNode:
     """``run`` after ``start`` tokens, below ``parent``."""
 
     __slots__ = ("below", "children", "digests", "family", "held", "key", "parent", "run", "running", "start")
 
-    def __init__(self, run: TokenRun, start: int, parent: Edge | None) -> None:
+    def __init__(self, run: TokenRun, start: int, parent: PrefixNode | None) -> None:
         self.run = run
         self.start = start  # tokens above it
         self.parent = parent  # None: a root
-        self.children: dict[TokenRun, Edge] = {}  # by their first token
+        self.children: dict[TokenRun, PrefixNode] = {}  # by their first token
         self.digests: list[bytes] = []  # of the reported blocks that end in it
-        self.held: dict[Replica, int] = {}  # where each replica's reported part ends, counted from the root
-        self.below: dict[Replica, int] = {}  # how many children have a part that the replica reported
-        self.running: dict[Replica, int] = {}  # unfinished requests of which the prompt covers the edge
+        self.held: dict[ReplicaNumber, int] = {}  # the end of each replica's reported part, from the root
+        self.below: dict[ReplicaNumber, int] = {}  # how many children have a part that the replica reported
+        self.running: dict[ReplicaNumber, int] = {}  # unfinished requests of which the prompt covers the edge
         self.key: Hashable = None  # roots only
         self.family: RequestFamily | None = None  # the prompt with which it began ends here
 
@@ -91,10 +91,10 @@ class PrefixTree:
 
     def __init__(self, model: str = "") -> None:
         self._model = model
-        self._roots: dict[Hashable, tuple[Edge, bytes]] = {}  # with the digest that the first block follows
+        self._roots: dict[Hashable, tuple[PrefixNode, bytes]] = {}  # with the first block's parent
         # Of each reported block an edge at or below the one in which it ends, and the tokens up to its end.
-        self._blocks: dict[bytes, tuple[Edge, int]] = {}
-        self._edges: dict[Replica, set[Edge]] = {}  # with a part that the replica reported
+        self._blocks: dict[bytes, tuple[PrefixNode, int]] = {}
+        self._edges: dict[ReplicaNumber, set[PrefixNode]] = {}  # with a part that the replica reported
 
     @property
     def num_blocks(self) -> int:
@@ -103,7 +103,7 @@ class PrefixTree:
 
     def match(self, key: Hashable, run: TokenRun) -> Match:
         """Which tokens of ``run`` the replicas hold."""
-        hits: dict[Replica, int] = {}
+        hits: dict[ReplicaNumber, int] = {}
         num_popular = 0
         family: RequestFamily | None = None
         found = self._roots.get(key)
@@ -136,7 +136,7 @@ class PrefixTree:
 
     # Reports.
 
-    def store(self, replica: Replica, stored: BlocksStored) -> bool:
+    def store(self, replica: ReplicaNumber, stored: BlocksStored) -> bool:
         """Adds blocks. Returns False, and adds nothing, if the replica did not report the blocks before
         them."""
         root, first_digest = self._root(stored.cache_key)
@@ -165,7 +165,7 @@ class PrefixTree:
             else:
                 child = edge.children.get(run[done : done + TOKEN_BYTES])
                 edge = child if child is not None else self._add(edge, run[done:])
-        new: list[tuple[Edge, bytes, int]] = []
+        new: list[tuple[PrefixNode, bytes, int]] = []
         for index in range(len(stored.digests) - 1, -1, -1):
             end = start + (index + 1) * BLOCK_TOKENS
             while end <= edge.start:
@@ -179,7 +179,7 @@ class PrefixTree:
             self._blocks[digest] = (edge, end)
         return True
 
-    def remove(self, replica: Replica, digests: Sequence[bytes]) -> bool:
+    def remove(self, replica: ReplicaNumber, digests: Sequence[bytes]) -> bool:
         """Removes blocks, the last first. Returns False if the replica had not reported one of them, or holds
         blocks after it: the tree has then missed a report."""
         is_consistent = True
@@ -195,7 +195,7 @@ class PrefixTree:
             self._release(edge, replica, end - BLOCK_TOKENS)
         return is_consistent
 
-    def forget(self, replica: Replica) -> None:
+    def forget(self, replica: ReplicaNumber) -> None:
         """Removes all that the replica reported. Its requests in progress stay until they ``end``."""
         edges = self._edges.pop(replica, set())
         for edge in edges:
@@ -208,7 +208,7 @@ class PrefixTree:
 
     # Requests in progress.
 
-    def begin(self, replica: Replica, key: Hashable, run: TokenRun) -> None:
+    def begin(self, replica: ReplicaNumber, key: Hashable, run: TokenRun) -> None:
         """A request with this prompt was sent to the replica."""
         edge, done, size = self._root(key)[0], 0, len(run)
         while done < size:
@@ -234,7 +234,7 @@ class PrefixTree:
             edge = child
         edge.family = family
 
-    def end(self, replica: Replica, key: Hashable, run: TokenRun) -> None:
+    def end(self, replica: ReplicaNumber, key: Hashable, run: TokenRun) -> None:
         """Undoes one ``begin``."""
         edge, done, size = self._roots[key][0], 0, len(run)
         while done < size:
@@ -248,19 +248,19 @@ class PrefixTree:
 
     # The tree.
 
-    def _root(self, key: Hashable) -> tuple[Edge, bytes]:
+    def _root(self, key: Hashable) -> tuple[PrefixNode, bytes]:
         found = self._roots.get(key)
         if found is None:
-            root = Edge(b"", 0, None)
+            root = PrefixNode(b"", 0, None)
             root.key = key
             found = self._roots[key] = root, root_digest(self._model, key)
         return found
 
-    def _add(self, parent: Edge, run: TokenRun) -> Edge:
-        child = parent.children[run[:TOKEN_BYTES]] = Edge(run, parent.end, parent)
+    def _add(self, parent: PrefixNode, run: TokenRun) -> PrefixNode:
+        child = parent.children[run[:TOKEN_BYTES]] = PrefixNode(run, parent.end, parent)
         return child
 
-    def _hold(self, edge: Edge, replica: Replica, end: int) -> None:
+    def _hold(self, edge: PrefixNode, replica: ReplicaNumber, end: int) -> None:
         """The replica holds the edge up to ``end``."""
         if replica not in edge.held:
             assert edge.parent is not None
@@ -268,7 +268,7 @@ class PrefixTree:
             self._edges.setdefault(replica, set()).add(edge)
         edge.held[replica] = end
 
-    def _release(self, edge: Edge, replica: Replica, end: int) -> None:
+    def _release(self, edge: PrefixNode, replica: ReplicaNumber, end: int) -> None:
         """The replica holds the path to the edge up to ``end`` only, and the parts that other paths need."""
         last = edge
         while edge.parent is not None and not edge.below.get(replica):
@@ -284,12 +284,12 @@ class PrefixTree:
                 edge.below[replica] -= 1
         self._prune(last)
 
-    def _split(self, edge: Edge, length: int) -> Edge:
+    def _split(self, edge: PrefixNode, length: int) -> PrefixNode:
         """Splits an edge after ``length`` tokens. Returns the upper part, which is new: ``_blocks`` may still
         refer to the lower part for blocks that end in the upper one."""
         assert edge.parent is not None
         cut = edge.start + length
-        upper = Edge(edge.run[: length * TOKEN_BYTES], edge.start, edge.parent)
+        upper = PrefixNode(edge.run[: length * TOKEN_BYTES], edge.start, edge.parent)
         num_blocks = cut // BLOCK_TOKENS - edge.start // BLOCK_TOKENS
         upper.digests, edge.digests = edge.digests[:num_blocks], edge.digests[num_blocks:]
         upper.running = dict(edge.running)
@@ -307,7 +307,7 @@ class PrefixTree:
         upper.children[edge.run[:TOKEN_BYTES]] = edge
         return upper
 
-    def _prune(self, edge: Edge) -> None:
+    def _prune(self, edge: PrefixNode) -> None:
         """Removes the part that no replica holds any more, from the end of the edge upwards."""
         while edge.parent is not None:
             longest = max(edge.held.values(), default=edge.start)
@@ -328,7 +328,7 @@ class PrefixTree:
         if not edge.children:  # clients choose the keys: empty trees must not accumulate
             self._roots.pop(edge.key, None)
 
-    def edges(self) -> Iterator[Edge]:
+    def edges(self) -> Iterator[PrefixNode]:
         """All edges, parents first. Slow; for checks."""
         pending = [root for root, _ in self._roots.values()]
         while pending:
@@ -340,7 +340,7 @@ class PrefixTree:
     def check(self) -> None:
         """For tests. ``AssertionError`` if an invariant of the tree is broken."""
         digests: list[bytes] = []
-        of_replica: dict[Replica, set[Edge]] = {}
+        of_replica: dict[ReplicaNumber, set[PrefixNode]] = {}
         for root, _ in self._roots.values():
             assert root.children, "an empty tree"
         for edge in self.edges():
@@ -371,7 +371,7 @@ class PrefixTree:
         assert of_replica == {replica: edges for replica, edges in self._edges.items() if edges}
 
 
-def _edge_with(edge: Edge, end: int) -> Edge:
+def _edge_with(edge: PrefixNode, end: int) -> PrefixNode:
     """The edge in which the block that ends after ``end`` tokens ends, from one at or below it."""
     while end <= edge.start:
         assert edge.parent is not None

@@ -27,9 +27,9 @@ from collections.abc import Hashable
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.cluster.routing.prefix_tree import Kind, Match, Replica, RequestFamily
+from agentflow.cluster.routing.prefix_tree import Match, PromptKind, ReplicaNumber, RequestFamily
 
-Seconds = NDArray[np.float64]
+SecondsArray = NDArray[np.float64]
 
 WEIGHT = 1.0
 REMEMBERED = 1024
@@ -45,10 +45,10 @@ class RequestFamilies:
     """The families on all replicas."""
 
     def __init__(self) -> None:
-        self._expected: Seconds = np.zeros(8)  # requests, by replica
+        self._expected: SecondsArray = np.zeros(8)  # requests, by replica
         self._expected_at = 0.0  # they have been reduced up to this time
-        self._all = Kind()
-        self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
+        self._all = PromptKind()
+        self._kinds: OrderedDict[Hashable, PromptKind] = OrderedDict()
         self._age_s = _Mean()  # of a family when a request continues it
         self._request_s = _Mean()  # from the placement of a request to its end
         self._work_s = _Mean()  # the engine's time for a request
@@ -64,18 +64,18 @@ class RequestFamilies:
     def _lifetime_s(self) -> float:
         return 2 * self._age_s.value
 
-    def expected(self, replica: Replica) -> float:
+    def expected(self, replica: ReplicaNumber) -> float:
         """How many requests the replica expects of its families."""
         return float(self._expected[replica])
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: ReplicaNumber) -> None:
         """A replica joins, without families."""
         if replica >= len(self._expected):
             size = max(replica + 1, 2 * len(self._expected))
             self._expected = np.pad(self._expected, (0, size - len(self._expected)))
         self._expected[replica] = 0.0
 
-    def delay_s(self, kind: Hashable, size: int, now_s: float) -> Seconds | None:
+    def delay_s(self, kind: Hashable, size: int, now_s: float) -> SecondsArray | None:
         """The cost of a new family of the kind on each of ``size`` replicas; None: nothing."""
         lifetime_s, followers = self._lifetime_s, self.num_followers(kind)
         if not followers or not lifetime_s:
@@ -85,9 +85,9 @@ class RequestFamilies:
         factor: float = WEIGHT * followers * self._request_s.value * taken_s
         return factor * self._expected[:size]
 
-    def began(self, kind: Hashable, replica: Replica, now_s: float) -> RequestFamily:
+    def began(self, kind: Hashable, replica: ReplicaNumber, now_s: float) -> RequestFamily:
         """A request that begins a family of the kind was sent to the replica."""
-        known = self._kinds.pop(kind, None) or Kind()
+        known = self._kinds.pop(kind, None) or PromptKind()
         self._kinds[kind] = known
         if len(self._kinds) > MAX_KINDS:
             self._kinds.popitem(last=False)
@@ -134,7 +134,7 @@ def begins_family(match: Match, num_tokens: int, num_replicas: int) -> bool:
     return 2 * sum([2 * hit >= most for hit in match.hits.values()]) > num_replicas
 
 
-def _count(kind: Kind, *, begins: bool) -> None:
+def _count(kind: PromptKind, *, begins: bool) -> None:
     keep = 1 - 1 / REMEMBERED
     kind.num_begun = keep * kind.num_begun + begins
     kind.num_continued = keep * kind.num_continued + (not begins)

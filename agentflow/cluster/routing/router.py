@@ -20,8 +20,8 @@ from typing import Protocol
 import numpy as np
 
 from agentflow.cluster.routing.feed import Follower, Update
-from agentflow.cluster.routing.load import Call, EngineShape, Loads
-from agentflow.cluster.routing.prefix_tree import Match, PrefixTree, Replica, RequestFamily
+from agentflow.cluster.routing.load import EngineShape, Loads, RoutedRequest
+from agentflow.cluster.routing.prefix_tree import Match, PrefixTree, ReplicaNumber, RequestFamily
 from agentflow.cluster.routing.request_families import RequestFamilies, begins_family
 from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksStored
 from agentflow.engine.cache.token_run import TOKEN_BYTES, common_prefix_len
@@ -33,38 +33,38 @@ MAX_REMEMBERED = 65_536
 """Programs and task groups whose replica is remembered."""
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """Chooses replicas. Told of every request that it placed: ``started`` with its first token, ``ended``
     when it left its replica."""
 
     reads_feed: bool
     """Whether it reads the reports of the replicas' caches."""
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: ReplicaNumber) -> None:
         """A replica joins."""
 
-    def lose(self, replica: Replica) -> None:
+    def lose(self, replica: ReplicaNumber) -> None:
         """A replica is gone. Its requests end before or later."""
 
     def receive(self, update: Update) -> bool:
         """Reads a report. Returns False if a snapshot is needed."""
 
-    def place(self, calls: Sequence[Call], now_s: float) -> None:
+    def place(self, calls: Sequence[RoutedRequest], now_s: float) -> None:
         """Sets the ``replica`` of requests that came together."""
 
-    def started(self, call: Call, now_s: float) -> None:
+    def started(self, call: RoutedRequest, now_s: float) -> None:
         """A request has its first token."""
 
-    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+    def ended(self, call: RoutedRequest, num_output: int, now_s: float) -> None:
         """A request left its replica, with this many generated tokens; 0: it did not end by itself."""
 
 
-def units(calls: Sequence[Call]) -> Sequence[Sequence[Call]]:
+def units(calls: Sequence[RoutedRequest]) -> Sequence[Sequence[RoutedRequest]]:
     """The units of placement in topological order: requests without a task group, and task groups."""
     if len(calls) == 1:
         return [calls]
-    found: list[list[Call]] = []
-    groups: dict[Hashable, list[Call]] = {}
+    found: list[list[RoutedRequest]] = []
+    groups: dict[Hashable, list[RoutedRequest]] = {}
     for call in sorted(calls, key=lambda call: call.rank):
         if call.task_group in groups:
             groups[call.task_group].append(call)
@@ -91,11 +91,11 @@ class Router:
         self.loads = Loads(shape)
         self.families = RequestFamilies()
         self._divides_groups = divides_groups
-        self._followers: dict[Replica, Follower] = {}
-        self._num_cached: dict[Replica, int] = {}  # reported tokens
-        self._last_replica: dict[tuple[str, Hashable], Replica] = {}  # of programs and task groups
+        self._followers: dict[ReplicaNumber, Follower] = {}
+        self._num_cached: dict[ReplicaNumber, int] = {}  # reported tokens
+        self._last_replica: dict[tuple[str, Hashable], ReplicaNumber] = {}  # of programs and task groups
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: ReplicaNumber) -> None:
         """A replica joins, without requests. It may have been lost before, and requests of that time may
         not have ended."""
         if replica not in self._followers:
@@ -104,13 +104,13 @@ class Router:
         self.loads.add(replica)
         self.families.add(replica)
 
-    def lose(self, replica: Replica) -> None:
+    def lose(self, replica: ReplicaNumber) -> None:
         """A replica is gone, with its cache."""
         self.loads.remove(replica)
         self._followers[replica].lost()
         self._num_cached[replica] = 0
 
-    def forget(self, replica: Replica) -> None:
+    def forget(self, replica: ReplicaNumber) -> None:
         """A replica's cache is gone. Its requests in progress stay until they end."""
         self._followers[replica].lost()
         self._num_cached[replica] = 0
@@ -129,7 +129,7 @@ class Router:
         self.loads.cached(update.replica, self._num_cached[update.replica])
         return is_right
 
-    def place(self, calls: Sequence[Call], now_s: float) -> None:
+    def place(self, calls: Sequence[RoutedRequest], now_s: float) -> None:
         """Sets the ``replica`` of requests that came together. Raises ``Overloaded`` without replicas."""
         if len(calls) == 1:
             self._place_one(calls[0], now_s)
@@ -140,18 +140,18 @@ class Router:
             else:
                 self._place_group(unit, now_s)
 
-    def started(self, call: Call, now_s: float) -> None:
+    def started(self, call: RoutedRequest, now_s: float) -> None:
         """A request has its first token."""
         self.loads.started(call, now_s)
 
-    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+    def ended(self, call: RoutedRequest, num_output: int, now_s: float) -> None:
         """A request left its replica, with this many generated tokens; 0: it did not end by itself."""
         self.loads.ended(call, num_output, now_s)
         if num_output:
             self.families.ended(now_s - call.placed_s, self.loads.work_s(call, num_output))
         self.tree.end(call.replica, call.key, call.run)
 
-    def _place_one(self, call: Call, now_s: float) -> None:
+    def _place_one(self, call: RoutedRequest, now_s: float) -> None:
         match = self.tree.match(call.key, call.run)
         own, others = self.loads.terms(call, match.hits, now_s, num_popular=match.num_popular)
         own += others
@@ -168,7 +168,7 @@ class Router:
         elif match.family is not None:
             self.families.continued(match.family, now_s)
 
-    def _place_group(self, members: Sequence[Call], now_s: float) -> None:
+    def _place_group(self, members: Sequence[RoutedRequest], now_s: float) -> None:
         """Places a task group on as many replicas, 1, 2, 4 and so on, as it ends on with the least cost."""
         first, count = members[0], len(members)
         matches = [self.tree.match(call.key, call.run) for call in members]
@@ -180,7 +180,7 @@ class Router:
         num_replicas = self.loads.num_replicas
         common_match = Match(mean_hits, num_popular, matches[0].family)
         begins = begins_family(common_match, longest.num_tokens, num_replicas)
-        best: tuple[float, list[Replica]] | None = None
+        best: tuple[float, list[ReplicaNumber]] | None = None
         parts = 1
         while parts <= min(count, num_replicas):
             size = -(-count // parts)
@@ -215,7 +215,12 @@ class Router:
                 self.families.continued(family, now_s)
 
     def _send(
-        self, call: Call, replica: Replica, cost: float, hits: Mapping[Replica, int], now_s: float
+        self,
+        call: RoutedRequest,
+        replica: ReplicaNumber,
+        cost: float,
+        hits: Mapping[ReplicaNumber, int],
+        now_s: float,
     ) -> None:
         if cost == np.inf:
             raise _no_replica()
@@ -229,9 +234,9 @@ class Router:
                     del self._last_replica[next(iter(self._last_replica))]
 
 
-def _mean(hits: Sequence[Mapping[Replica, int]]) -> dict[Replica, int]:
+def _mean(hits: Sequence[Mapping[ReplicaNumber, int]]) -> dict[ReplicaNumber, int]:
     """The mean hit of several requests on each replica."""
-    total: dict[Replica, int] = {}
+    total: dict[ReplicaNumber, int] = {}
     for one in hits:
         for replica, num_tokens in one.items():
             total[replica] = total.get(replica, 0) + num_tokens

@@ -12,8 +12,14 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 from agentflow.cluster.routing.feed import Feed, Update
-from agentflow.cluster.routing.prefix_tree import Replica
-from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksRemoved, BlocksStored, chain, root_digest
+from agentflow.cluster.routing.prefix_tree import ReplicaNumber
+from agentflow.engine.cache.blocks import (
+    BLOCK_TOKENS,
+    BlocksRemoved,
+    BlocksStored,
+    chain_digests,
+    root_digest,
+)
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
 
 _BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
@@ -29,7 +35,7 @@ class SentCache:
         epoch: Higher than that of an earlier cache of this server, which is gone.
     """
 
-    def __init__(self, replica: Replica, model: str, max_tokens: int, epoch: int = 0) -> None:
+    def __init__(self, replica: ReplicaNumber, model: str, max_tokens: int, epoch: int = 0) -> None:
         self._feed = Feed(replica, epoch)
         self._model = model
         self._max_blocks = max(1, max_tokens // BLOCK_TOKENS)
@@ -43,7 +49,7 @@ class SentCache:
     def sent(self, key: Hashable, run: TokenRun) -> Update | None:
         """The server has computed this prompt. Returns the changes of the cache, if there are any."""
         root = root_digest(self._model, key)
-        digests = chain(root, run[: self._max_blocks * _BLOCK_BYTES])
+        digests = chain_digests(root, run[: self._max_blocks * _BLOCK_BYTES])
         blocks, num_known = self._blocks, 0
         while num_known < len(digests) and digests[num_known] in blocks:
             num_known += 1

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentflow.cluster.routing.learned_cost import LearnedCost, mean_cost
-from agentflow.cluster.routing.load import Call, EngineShape
-from agentflow.cluster.routing.prefix_tree import Replica
+from agentflow.cluster.routing.load import EngineShape, RoutedRequest
+from agentflow.cluster.routing.prefix_tree import ReplicaNumber
 from agentflow.cluster.routing.router import Router
 from agentflow.cluster.routing.sent_cache import SentCache
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
@@ -59,25 +59,25 @@ class TextRouter:
             answer.
     """
 
-    def __init__(self, cache_tokens: Mapping[Replica, int]) -> None:
+    def __init__(self, cache_tokens: Mapping[ReplicaNumber, int]) -> None:
         servers = list(cache_tokens)
         self._cache_tokens = dict(cache_tokens)
         self._costs = {server: LearnedCost() for server in servers}
         self._shape = EngineShape(mean_cost([LearnedCost().costs()]), MAX_RUNNING, _mean(cache_tokens))
         self.router = Router(self._shape)
         self._epochs = dict.fromkeys(servers, 0)
-        self._caches: dict[Replica, SentCache] = {}
+        self._caches: dict[ReplicaNumber, SentCache] = {}
         self._num_answers = dict.fromkeys(servers, 0)
         self._answered_at_s = dict.fromkeys(servers, 0.0)
         self._waiting_units = dict.fromkeys(servers, 0)
-        self._sent: dict[Call, _Sent] = {}
+        self._sent: dict[RoutedRequest, _Sent] = {}
         self._mean_units, self._mean_output = 256.0, 64.0
         self._learned_at_s = 0.0
         for server in servers:
             self.router.add(server)
             self._caches[server] = self._new_cache(server)
 
-    def place(self, calls: Sequence[Call], now_s: float) -> None:
+    def place(self, calls: Sequence[RoutedRequest], now_s: float) -> None:
         """Sets the ``replica`` and ``num_hit`` of requests that came together. None may bar all servers, and
         the members of a task group bar the same."""
         self.router.place(calls, now_s)
@@ -86,14 +86,14 @@ class TextRouter:
             self._waiting_units[call.replica] += missing
             self._sent[call] = _Sent(now_s, self._waiting_units[call.replica])
 
-    def started(self, call: Call, now_s: float) -> None:
+    def started(self, call: RoutedRequest, now_s: float) -> None:
         """The first bytes of the answer came."""
         sent = self._sent[call]
         self._costs[call.replica].observe(sent.num_units, 0, now_s - sent.at_s)
         self._computed(call)
         self.router.started(call, now_s)
 
-    def ended(self, call: Call, num_output: int | None, now_s: float) -> None:
+    def ended(self, call: RoutedRequest, num_output: int | None, now_s: float) -> None:
         """The answer is complete, with about this many tokens; None: it is not complete."""
         sent, missing = self._sent.pop(call), call.num_tokens - call.num_hit
         if num_output is not None:
@@ -112,7 +112,7 @@ class TextRouter:
             self._learned_at_s = now_s
             self._learn(now_s)
 
-    def forget(self, server: Replica, cache_tokens: int | None = None) -> None:
+    def forget(self, server: ReplicaNumber, cache_tokens: int | None = None) -> None:
         """The server's process was lost, and its cache with it. ``cache_tokens``: the size of the new one, if
         it is known."""
         if cache_tokens is not None and cache_tokens != self._cache_tokens[server]:
@@ -123,10 +123,10 @@ class TextRouter:
         self._epochs[server] += 1
         self._caches[server] = self._new_cache(server)
 
-    def _new_cache(self, server: Replica) -> SentCache:
+    def _new_cache(self, server: ReplicaNumber) -> SentCache:
         return SentCache(server, "", self._cache_tokens[server], self._epochs[server])
 
-    def _computed(self, call: Call) -> None:
+    def _computed(self, call: RoutedRequest) -> None:
         self._waiting_units[call.replica] -= call.num_tokens - call.num_hit
         update = self._caches[call.replica].sent(call.key, call.run)
         if update is not None:
@@ -151,5 +151,5 @@ class TextRouter:
             self.router.loads.set_slowness(server, 1.0 if 1 / EVEN < factor < EVEN else factor)
 
 
-def _mean(cache_tokens: Mapping[Replica, int]) -> int:
+def _mean(cache_tokens: Mapping[ReplicaNumber, int]) -> int:
     return sum(cache_tokens.values()) // len(cache_tokens)

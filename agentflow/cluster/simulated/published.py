@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentflow.cluster.routing.feed import Update
-from agentflow.cluster.routing.load import Call
-from agentflow.cluster.routing.prefix_tree import Replica
+from agentflow.cluster.routing.load import RoutedRequest
+from agentflow.cluster.routing.prefix_tree import ReplicaNumber
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 
 
@@ -24,16 +24,16 @@ class RoundRobin:
     reads_feed = False
 
     def __init__(self) -> None:
-        self.num_unfinished: Counter[Replica] = Counter()
-        self.replicas: list[Replica] = []
+        self.num_unfinished: Counter[ReplicaNumber] = Counter()
+        self.replicas: list[ReplicaNumber] = []
         self._turn = -1
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: ReplicaNumber) -> None:
         """A replica joins."""
         bisect.insort(self.replicas, replica)
         self.num_unfinished[replica] = 0
 
-    def lose(self, replica: Replica) -> None:
+    def lose(self, replica: ReplicaNumber) -> None:
         """A replica is gone."""
         self.replicas.remove(replica)
 
@@ -41,24 +41,24 @@ class RoundRobin:
         """Not used."""
         return True
 
-    def place(self, calls: Sequence[Call], now_s: float) -> None:
+    def place(self, calls: Sequence[RoutedRequest], now_s: float) -> None:
         """Sets the ``replica`` of requests that came together."""
         for call in calls:
             call.replica = self._choose(call)
             self.num_unfinished[call.replica] += 1
 
-    def started(self, call: Call, now_s: float) -> None:
+    def started(self, call: RoutedRequest, now_s: float) -> None:
         """Not used."""
 
-    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+    def ended(self, call: RoutedRequest, num_output: int, now_s: float) -> None:
         """A request left its replica."""
         self.num_unfinished[call.replica] -= 1
 
-    def _choose(self, call: Call) -> Replica:
+    def _choose(self, call: RoutedRequest) -> ReplicaNumber:
         self._turn += 1
         return self.replicas[self._turn % len(self.replicas)]
 
-    def _shortest(self, replicas: Sequence[Replica]) -> Replica:
+    def _shortest(self, replicas: Sequence[ReplicaNumber]) -> ReplicaNumber:
         """The replica with the fewest unfinished requests."""
         return min(replicas, key=lambda replica: (self.num_unfinished[replica], replica))
 
@@ -66,7 +66,7 @@ class RoundRobin:
 class LeastLoaded(RoundRobin):
     """The replica with the fewest unfinished requests."""
 
-    def _choose(self, call: Call) -> Replica:
+    def _choose(self, call: RoutedRequest) -> ReplicaNumber:
         return self._shortest(self.replicas)
 
 
@@ -75,14 +75,14 @@ class LeastTokens(RoundRobin):
 
     def __init__(self) -> None:
         super().__init__()
-        self._num_tokens: Counter[Replica] = Counter()
+        self._num_tokens: Counter[ReplicaNumber] = Counter()
 
-    def _choose(self, call: Call) -> Replica:
+    def _choose(self, call: RoutedRequest) -> ReplicaNumber:
         chosen = min(self.replicas, key=lambda replica: self._num_tokens[replica])
         self._num_tokens[chosen] += call.num_tokens + call.output_tokens
         return chosen
 
-    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+    def ended(self, call: RoutedRequest, num_output: int, now_s: float) -> None:
         """A request left its replica."""
         super().ended(call, num_output, now_s)
         self._num_tokens[call.replica] -= call.num_tokens + call.output_tokens
@@ -95,20 +95,20 @@ class ConsistentHashing(RoundRobin):
     def __init__(self, points: int = 160, num_tokens: int = 256) -> None:
         super().__init__()
         self._points, self._num_tokens = points, num_tokens
-        self._ring: list[tuple[int, Replica]] = []
+        self._ring: list[tuple[int, ReplicaNumber]] = []
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: ReplicaNumber) -> None:
         """A replica joins."""
         super().add(replica)
         for point in range(self._points):
             bisect.insort(self._ring, (_hash(f"{replica}/{point}".encode()), replica))
 
-    def lose(self, replica: Replica) -> None:
+    def lose(self, replica: ReplicaNumber) -> None:
         """A replica is gone."""
         super().lose(replica)
         self._ring = [entry for entry in self._ring if entry[1] != replica]
 
-    def _choose(self, call: Call) -> Replica:
+    def _choose(self, call: RoutedRequest) -> ReplicaNumber:
         number = _hash(repr(call.key).encode() + call.run[: self._num_tokens * TOKEN_BYTES])
         return self._ring[bisect.bisect(self._ring, (number, -1)) % len(self._ring)][1]
 
@@ -124,12 +124,12 @@ class _KnowsSent(RoundRobin):
         super().__init__()
         self._sent = SentTree(max_tokens)
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: ReplicaNumber) -> None:
         """A replica joins."""
         super().add(replica)
         self._sent.num_tokens[replica] = 0
 
-    def lose(self, replica: Replica) -> None:
+    def lose(self, replica: ReplicaNumber) -> None:
         """A replica is gone."""
         super().lose(replica)
         self._sent.remove(replica)
@@ -150,12 +150,12 @@ class RayPrefixAware(_KnowsSent):
         self._match_rate_threshold = match_rate_threshold
         self._random = random.Random(seed)
 
-    def _choose(self, call: Call) -> Replica:
+    def _choose(self, call: RoutedRequest) -> ReplicaNumber:
         chosen = self._shortest(self._candidates(call))
         self._sent.insert(call.key, call.run, chosen)
         return chosen
 
-    def _candidates(self, call: Call) -> Sequence[Replica]:
+    def _candidates(self, call: RoutedRequest) -> Sequence[ReplicaNumber]:
         queues = [self.num_unfinished[replica] for replica in self.replicas]
         if max(queues) - min(queues) > self._imbalanced_threshold:
             return self._random.sample(self.replicas, min(2, len(self.replicas)))
@@ -183,7 +183,7 @@ class SGLangCacheAware(_KnowsSent):
         self._cache_threshold = cache_threshold
         self._balance_abs, self._balance_rel = balance_abs, balance_rel
 
-    def _choose(self, call: Call) -> Replica:
+    def _choose(self, call: RoutedRequest) -> ReplicaNumber:
         queues = [self.num_unfinished[replica] for replica in self.replicas]
         longest, shortest = max(queues), min(queues)
         if longest - shortest > self._balance_abs and longest > self._balance_rel * shortest:
@@ -205,19 +205,19 @@ class _Sent:
     run: TokenRun
     parent: _Sent | None
     children: dict[TokenRun, _Sent] = field(default_factory=dict)
-    owners: dict[Replica, None] = field(default_factory=dict)
+    owners: dict[ReplicaNumber, None] = field(default_factory=dict)
 
 
 class SentTree:
     """The prompts that each replica was sent. ``max_tokens``: of a replica."""
 
     def __init__(self, max_tokens: int = 2**62) -> None:
-        self.num_tokens: Counter[Replica] = Counter()
+        self.num_tokens: Counter[ReplicaNumber] = Counter()
         self._max_tokens = max_tokens
         self._roots: dict[Hashable, _Sent] = {}
-        self._order: dict[Replica, OrderedDict[_Sent, None]] = {}  # the least recently sent first
+        self._order: dict[ReplicaNumber, OrderedDict[_Sent, None]] = {}  # the least recently sent first
 
-    def match(self, key: Hashable, run: TokenRun) -> tuple[int, Mapping[Replica, None]]:
+    def match(self, key: Hashable, run: TokenRun) -> tuple[int, Mapping[ReplicaNumber, None]]:
         """The length of the longest prefix that was sent, and the owners of the edge in which it ends."""
         node, done = self._roots.get(key), 0
         if node is None:
@@ -233,7 +233,7 @@ class SentTree:
                 break
         return done // TOKEN_BYTES, node.owners
 
-    def insert(self, key: Hashable, run: TokenRun, replica: Replica) -> None:
+    def insert(self, key: Hashable, run: TokenRun, replica: ReplicaNumber) -> None:
         """The replica is sent a prompt."""
         node, done = self._roots.setdefault(key, _Sent(b"", None)), 0
         order = self._order.setdefault(replica, OrderedDict())
@@ -258,13 +258,13 @@ class SentTree:
         while self.num_tokens[replica] > self._max_tokens:
             self._disown(next(iter(order)), replica)
 
-    def remove(self, replica: Replica) -> None:
+    def remove(self, replica: ReplicaNumber) -> None:
         """The replica is gone."""
         for node in [*self._order.get(replica, ())]:
             self._disown(node, replica)
         self.num_tokens.pop(replica, None)
 
-    def smallest(self) -> list[Replica]:
+    def smallest(self) -> list[ReplicaNumber]:
         """The replicas that were sent the fewest tokens."""
         least = min(self.num_tokens.values())
         return [replica for replica, count in self.num_tokens.items() if count == least]
@@ -279,7 +279,7 @@ class SentTree:
             self._order[replica][upper] = None
         return upper
 
-    def _disown(self, node: _Sent, replica: Replica) -> None:
+    def _disown(self, node: _Sent, replica: ReplicaNumber) -> None:
         del node.owners[replica]
         del self._order[replica][node]
         self.num_tokens[replica] -= len(node.run) // TOKEN_BYTES
@@ -287,8 +287,8 @@ class SentTree:
             node.parent.children.pop(node.run[:TOKEN_BYTES], None)
 
 
-NewPolicy = Callable[[], RoundRobin]
-PUBLISHED_ROUTERS: Mapping[str, NewPolicy] = {
+NewRoutingPolicy = Callable[[], RoundRobin]
+PUBLISHED_ROUTERS: Mapping[str, NewRoutingPolicy] = {
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
     "consistent-hashing": ConsistentHashing,

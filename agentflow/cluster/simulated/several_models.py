@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from agentflow.cluster.routing.devices import SharedDevices
 from agentflow.cluster.routing.feed import Update
-from agentflow.cluster.routing.load import Call
+from agentflow.cluster.routing.load import RoutedRequest
 from agentflow.cluster.routing.placement import place_together
-from agentflow.cluster.routing.prefix_tree import Replica
+from agentflow.cluster.routing.prefix_tree import ReplicaNumber
 from agentflow.cluster.routing.router import Router
-from agentflow.cluster.simulated.simulation import STEP_ENDS, Engine, Live, SimulatedCluster
+from agentflow.cluster.simulated.simulation import STEP_ENDS, Live, SimulatedCluster, SimulatedEngine
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.workload import Workload
@@ -46,8 +46,9 @@ class SimulatedModel:
 class _Device:
     """A device with the step that runs on it. ``turn`` counts changes: an older event is void."""
 
-    left_s: dict[Replica, float] = field(default_factory=dict)  # of the step of each engine, if it were alone
-    began_s: dict[Replica, float] = field(default_factory=dict)
+    # Of the step of each engine, if it were alone.
+    left_s: dict[ReplicaNumber, float] = field(default_factory=dict)
+    began_s: dict[ReplicaNumber, float] = field(default_factory=dict)
     updated_s: float = 0.0
     turn: int = 0
 
@@ -86,20 +87,20 @@ class SimulatedModels(SimulatedCluster):
             workload, config, routers, num_engines=len(names), cost=cost, max_context=max_context
         )
 
-    def _shape(self, number: Replica) -> tuple[SchedulerConfig, int]:
+    def _shape(self, number: ReplicaNumber) -> tuple[SchedulerConfig, int]:
         return self._models[number].config, self._models[number].kv_tokens
 
-    def _cost(self, engine: Engine) -> CostModel:
+    def _cost(self, engine: SimulatedEngine) -> CostModel:
         return self._models[engine.number].cost
 
     def _place(self, lives: Sequence[Live]) -> None:
-        waiting: dict[str, list[Call]] = {}
+        waiting: dict[str, list[RoutedRequest]] = {}
         for live in lives:
             assert live.call is not None
             waiting.setdefault(live.served.arrival.model, []).append(live.call)
         place_together([(self._router_of[name], its) for name, its in waiting.items()], self.now_s)
 
-    def _run_step(self, engine: Engine) -> None:
+    def _run_step(self, engine: SimulatedEngine) -> None:
         device = self._device_of[engine.number]
         self._advance_device(device)
         device.left_s[engine.number], device.began_s[engine.number] = engine.took_s, self.now_s
@@ -138,27 +139,27 @@ class SimulatedModels(SimulatedCluster):
 
 
 class _Routers:
-    """The routers of all models as one ``Policy``, by the number of the replica."""
+    """The routers of all models as one ``RoutingPolicy``, by the number of the replica."""
 
     reads_feed = True
 
     def __init__(self, routers: Sequence[Router]) -> None:
         self._routers = routers
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: ReplicaNumber) -> None:
         self._routers[replica].add(replica)
 
-    def lose(self, replica: Replica) -> None:
+    def lose(self, replica: ReplicaNumber) -> None:
         self._routers[replica].lose(replica)
 
     def receive(self, update: Update) -> bool:
         return self._routers[update.replica].receive(update)
 
-    def place(self, calls: Sequence[Call], now_s: float) -> None:
+    def place(self, calls: Sequence[RoutedRequest], now_s: float) -> None:
         raise NotImplementedError("requests are placed by the router of their model")
 
-    def started(self, call: Call, now_s: float) -> None:
+    def started(self, call: RoutedRequest, now_s: float) -> None:
         self._routers[call.replica].started(call, now_s)
 
-    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+    def ended(self, call: RoutedRequest, num_output: int, now_s: float) -> None:
         self._routers[call.replica].ended(call, num_output, now_s)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from agentflow.cluster.routing.feed import Feed, Update
-from agentflow.cluster.routing.load import Call
-from agentflow.cluster.routing.prefix_tree import Replica
-from agentflow.cluster.routing.router import Policy
+from agentflow.cluster.routing.load import RoutedRequest
+from agentflow.cluster.routing.prefix_tree import ReplicaNumber
+from agentflow.cluster.routing.router import RoutingPolicy
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.token_run import TokenArray, token_run
 from agentflow.engine.request import CacheKey, Request, Row, Submit
@@ -52,7 +52,7 @@ class Loss:
     reach."""
 
     at_s: float
-    replica: Replica
+    replica: ReplicaNumber
     away_s: float  # how long
     dies: bool = True
 
@@ -68,10 +68,10 @@ class Network:
 
 
 @dataclass(slots=True)
-class Engine:
+class SimulatedEngine:
     """One engine, and the batch that it runs, if its scheduler makes batches."""
 
-    number: Replica
+    number: ReplicaNumber
     scheduler: Scheduler
     feed: Feed
     runner: FakeRunner | None
@@ -93,7 +93,7 @@ class Live:
     output: list[int] = field(default_factory=list)  # received
     attempt: int = 0  # the id of the request in the engine
     request: Request | None = None
-    call: Call | None = None
+    call: RoutedRequest | None = None
 
 
 class SimulatedCluster:
@@ -117,7 +117,7 @@ class SimulatedCluster:
         self,
         workload: Workload,
         config: SchedulerConfig,
-        policy: Policy,
+        policy: RoutingPolicy,
         *,
         num_engines: int,
         cost: CostModel,
@@ -147,11 +147,11 @@ class SimulatedCluster:
         self._homeless: list[Live] = []  # no replica is there
         self._followers: dict[int, list[int]] = {}
         self._num_missing: dict[int, int] = {}
-        self._epochs: Counter[Replica] = Counter()
+        self._epochs: Counter[ReplicaNumber] = Counter()
         # The outputs of counted requests are known, and they do not move.
         self._counts = new_runner is None and not losses
-        self._engines_with: dict[int, set[Replica]] = {}  # by state: those that may know it
-        self._engines: dict[Replica, Engine] = {}
+        self._engines_with: dict[int, set[ReplicaNumber]] = {}  # by state: those that may know it
+        self._engines: dict[ReplicaNumber, SimulatedEngine] = {}
         for number in range(num_engines):
             self._engines[number] = self._new_engine(number)
             policy.add(number)
@@ -205,7 +205,7 @@ class SimulatedCluster:
     def _push(self, at_s: float, kind: int, what: object) -> None:
         heapq.heappush(self._events, (at_s, kind, next(self._ties), what))
 
-    def _new_engine(self, number: Replica) -> Engine:
+    def _new_engine(self, number: ReplicaNumber) -> SimulatedEngine:
         feed = Feed(number, self._epochs[number])
         self._epochs[number] += 1
         config, kv_tokens = self._shape(number)
@@ -217,13 +217,15 @@ class SimulatedCluster:
             on_blocks=feed.on_blocks if self.policy.reads_feed else None,
             clock=lambda: self.now_s,
         )
-        return Engine(number, scheduler, feed, None if self._new_runner is None else self._new_runner())
+        return SimulatedEngine(
+            number, scheduler, feed, None if self._new_runner is None else self._new_runner()
+        )
 
-    def _shape(self, number: Replica) -> tuple[SchedulerConfig, int]:
+    def _shape(self, number: ReplicaNumber) -> tuple[SchedulerConfig, int]:
         """The scheduler's configuration and the pool of an engine."""
         return self.config, self.workload.kv_tokens
 
-    def _count(self, engine: Engine) -> None:
+    def _count(self, engine: SimulatedEngine) -> None:
         counters = engine.scheduler.counters
         self.counters.prompt_tokens += counters.prompt_tokens
         self.counters.cached_tokens += counters.cached_tokens
@@ -258,7 +260,7 @@ class SimulatedCluster:
                 tokens = np.concatenate((tokens, np.array(live.output, dtype=np.int32)))
             origin = self._origins.origin(live.index)
             knows = self._knows_programs
-            live.call = Call(
+            live.call = RoutedRequest(
                 live.attempt,
                 CacheKey(arrival.tenant, arrival.salt),
                 token_run(tokens),
@@ -291,7 +293,7 @@ class SimulatedCluster:
             engine.scheduler.add(request)
         self._wake(engine)
 
-    def _advance(self, engine: Engine, row: Row) -> None:
+    def _advance(self, engine: SimulatedEngine, row: Row) -> None:
         request = row.request
         live = self._live.get(request.id)
         if live is None:  # it was moved while the replica was out of reach, which goes on with it
@@ -341,14 +343,14 @@ class SimulatedCluster:
 
     # Steps.
 
-    def _wake(self, engine: Engine) -> None:
+    def _wake(self, engine: SimulatedEngine) -> None:
         """The engine has work: its next batch begins now, unless one runs."""
         if not engine.is_busy:
             engine.is_busy = True
             engine.wakes += 1
             self._push(self.now_s, _STEP_BEGINS, (engine, engine.wakes))
 
-    def _begin(self, engine: Engine, wake: int) -> None:
+    def _begin(self, engine: SimulatedEngine, wake: int) -> None:
         """The engine's next batch begins, if it has any work."""
         if engine is not self._engines[engine.number] or wake != engine.wakes:
             return
@@ -366,18 +368,18 @@ class SimulatedCluster:
             engine.wakes += 1
             self._push(self.now_s + scheduler.resumes_in_s, _STEP_BEGINS, (engine, engine.wakes))
 
-    def _cost(self, engine: Engine) -> CostModel:
+    def _cost(self, engine: SimulatedEngine) -> CostModel:
         return self.cost
 
-    def _run_step(self, engine: Engine) -> None:
+    def _run_step(self, engine: SimulatedEngine) -> None:
         """A step begins that takes ``took_s`` if the engine has its device alone."""
         self._push(self.now_s + engine.took_s, STEP_ENDS, engine)
 
     def _step_ends(self, what: object) -> None:
-        assert isinstance(what, Engine)
+        assert isinstance(what, SimulatedEngine)
         self._end_step(what)
 
-    def _end_step(self, engine: Engine) -> None:
+    def _end_step(self, engine: SimulatedEngine) -> None:
         """The engine's batch ends."""
         if engine is not self._engines[engine.number]:
             return
@@ -389,7 +391,7 @@ class SimulatedCluster:
         engine.wakes += 1
         self._push(self.now_s, _STEP_BEGINS, (engine, engine.wakes))
 
-    def _complete(self, engine: Engine) -> Sequence[Row]:
+    def _complete(self, engine: SimulatedEngine) -> Sequence[Row]:
         if isinstance(engine.scheduler, CountingScheduler):
             return engine.scheduler.complete_step(engine.took_s)
         assert engine.batch is not None
@@ -415,7 +417,7 @@ class SimulatedCluster:
         if not self.policy.receive(update):
             self._push(self.now_s + self._network.delay_s, _ASK, update.replica)
 
-    def _send_snapshot(self, number: Replica) -> None:
+    def _send_snapshot(self, number: ReplicaNumber) -> None:
         engine = self._engines[number]
         if engine.is_reachable:
             self._transmit(engine.feed.snapshot(engine.scheduler.memory.cache.stored_blocks()))
@@ -454,7 +456,7 @@ class SimulatedCluster:
         if homeless:
             self._send(homeless)
 
-    def _new_feed(self, engine: Engine) -> Feed:
+    def _new_feed(self, engine: SimulatedEngine) -> Feed:
         feed = Feed(engine.number, self._epochs[engine.number])
         self._epochs[engine.number] += 1
         return feed

@@ -55,7 +55,7 @@ def root_digest(*identities: object) -> bytes:
     return hashlib.sha256(repr(identities).encode()).digest()
 
 
-def chain(parent: bytes, run: TokenRun) -> list[bytes]:
+def chain_digests(parent: bytes, run: TokenRun) -> list[bytes]:
     """The digests of the whole blocks in ``run``, the first of which follows ``parent``."""
     size = BLOCK_TOKENS * TOKEN_BYTES
     digests: list[bytes] = []
@@ -88,7 +88,7 @@ class NodeBlocks:
         while above is not None and not above.digests:
             above = above.parent
         parent = root_digest(self._model, cache_key) if above is None else above.digests[-1]
-        digests = chain(parent, new)
+        digests = chain_digests(parent, new)
         node.digests = (*node.digests, *digests)
         self._on_blocks(BlocksStored(cache_key, parent, digests, new))
 

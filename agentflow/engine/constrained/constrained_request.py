@@ -16,13 +16,13 @@ from functools import cached_property
 import numpy as np
 
 from agentflow.engine.constrained.grammar_cache import GrammarCache
-from agentflow.engine.constrained.jump_forward import ConstrainedText, Encode, Jump
+from agentflow.engine.constrained.jump_forward import ConstrainedText, EncodeText, Jump
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
 from agentflow.engine.request import Request, Submit
 from agentflow.engine.text.channel_output import ChannelTokens
 from agentflow.engine.text.channels import CHANNEL_TOKENS
-from agentflow.engine.text.reasoning import SPACES, ReasoningTokens, Thinking
+from agentflow.engine.text.reasoning import SPACES, ReasoningFormat, ReasoningTokens
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import RequestRefused
 
@@ -277,7 +277,7 @@ class ChannelRequest(ConstrainedRequest):
     ) -> None:
         super().__init__(request, message, grammars, tokenizer)
         assert message.thinking is not None
-        self._thinking: Thinking = message.thinking
+        self._thinking: ReasoningFormat = message.thinking
         self._channels = ChannelTokens(
             is_open=self._thinking.is_open,
             has_answer=bool(self._thinking.answer),
@@ -285,7 +285,7 @@ class ChannelRequest(ConstrainedRequest):
         )
         self._is_read = True  # the grammar has read the tokens of the head so far
         if self._text is not None:
-            marks = [i for token in CHANNEL_TOKENS if (i := tokenizer.id_of(token)) is not None]
+            marks = [i for token in CHANNEL_TOKENS if (i := tokenizer.find_id(token)) is not None]
             self._mark_words = self._vocabulary.only(marks) & ~self._end_words
             self._end_of_reasoning = self._vocabulary.exactly(b"<|end|>")
             self._rest_words: dict[bytes, TokenWords] = {}
@@ -386,6 +386,6 @@ def _token_texts(
     constraint: CompiledConstraint, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
 ) -> Callable[[], ConstrainedText]:
     """Makes new texts under the constraint of a message."""
-    encode: Encode | None = tokenizer.encode_written if message.jump_forward else None
+    encode: EncodeText | None = tokenizer.encode_written if message.jump_forward else None
     matchers, vocabulary = grammars.matchers(constraint), grammars.vocabulary
     return lambda: ConstrainedText(matchers(), vocabulary, encode)

@@ -25,11 +25,11 @@ OVERLAP_TOKENS = 32
 
 CONTINUATION_BYTES = range(0x80, 0xC0)
 
-Encode = Callable[[str], list[int]]
+EncodeText = Callable[[str], list[int]]
 """Encodes text that follows other text."""
 
 
-Span = tuple[int, int]
+ByteRange = tuple[int, int]
 """Part of a text: the bytes from its start to its end."""
 
 
@@ -38,11 +38,11 @@ class Jump(NamedTuple):
 
     num_kept: int  # the first ids, which do not change
     token_ids: list[int]  # replace the rest
-    forced: Span  # the argument of ``mark_forced``
+    forced: ByteRange  # the argument of ``mark_forced``
     is_free: bool = False  # the tokens are not part of the answer, so no stop begins in them
 
 
-def mark_forced(spans: list[Span], added: Span) -> None:
+def mark_forced(spans: list[ByteRange], added: ByteRange) -> None:
     """Updates the forced parts of a text, in order, after a jump. The bytes of ``added`` are forced. The text
     ends after them, or earlier if the last token is held back: a held-back token is not part of the text
     until it is sampled."""
@@ -66,8 +66,8 @@ class ConstrainedText:
     them back. They are spans of bytes, because a jump may put both kinds into one token.
     """
 
-    def __init__(self, matcher: Matcher, vocabulary: Vocabulary, encode: Encode | None) -> None:
-        self.forced: list[Span] = []
+    def __init__(self, matcher: Matcher, vocabulary: Vocabulary, encode: EncodeText | None) -> None:
+        self.forced: list[ByteRange] = []
         self.token_ids: list[int] = []
         self.held = b""
         self._matcher = matcher

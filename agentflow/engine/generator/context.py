@@ -27,14 +27,14 @@ from agentflow.engine.messages import Finished, Placed
 from agentflow.engine.request import AWAITED_GROUPS, PATIENT_GROUPS, Origin
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.reasoning import Thinking, reasoning_marks, shown_reasoning, thinking_after
+from agentflow.engine.text.reasoning import ReasoningFormat, reasoning_marks, shown_reasoning, thinking_after
 from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import takes_system, tool_description
 from agentflow.engine.text.tools import ToolUse, tool_use
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.chat import Conversation, Message
-from agentflow.protocol.images import Medium, Video, kind_of, medium_key
+from agentflow.protocol.images import Medium, Video, medium_key, medium_kind
 from agentflow.runtime.generator import StateHint
 from agentflow.runtime.programs.place import Place
 
@@ -214,7 +214,7 @@ class EngineContext:
         else:
             description = tool_description(offered.tools) if offered.tools else ""
             self.tokens.plain_tools(description, has_system=takes_system(template))
-        self.add_chars(_num_chars_of_tools(offered))
+        self.add_chars(_count_tool_chars(offered))
         self.tools = use
 
     def add_chars(self, num_chars: int) -> None:
@@ -226,9 +226,9 @@ class EngineContext:
     def num_guessed_tokens(self) -> int:
         """The number of its tokens, with an estimate for text that is not encoded yet."""
         num_text = self.tokens.num_settled + self.num_unencoded_chars // CHARS_PER_TOKEN
-        return num_text + sum(map(_num_guessed_of, self.tokens.unread.values()))
+        return num_text + sum(map(_guess_tokens, self.tokens.unread.values()))
 
-    def thinking(self, budget: int | None = None, *, replies: bool = True) -> Thinking | None:
+    def thinking(self, budget: int | None = None, *, replies: bool = True) -> ReasoningFormat | None:
         """Returns how the output may begin with reasoning; None if it cannot. Appended text must be encoded
         first. ``replies``: the output may call tools."""
         marks = reasoning_marks(self.tokens.template.source)
@@ -331,7 +331,7 @@ class EngineContext:
         )
 
 
-def _num_guessed_of(medium: Medium) -> int:
+def _guess_tokens(medium: Medium) -> int:
     if isinstance(medium, Video):
         return TOKENS_PER_FRAME * (medium.num_frames or FRAMES_PER_VIDEO)
     return TOKENS_PER_IMAGE
@@ -376,7 +376,7 @@ def fill_conversation(
     """
     use = context.tools = tool_use(template, conversation)
     context.tokens.tools(use.tools)
-    context.add_chars(_num_chars_of_tools(conversation))
+    context.add_chars(_count_tool_chars(conversation))
     salt = f"({context.origin.cache_salt!r}, {template.values!r})"
     start = f"({salt}, {conversation.tools!r})".encode("utf-8", "backslashreplace")
     tools = hashlib.blake2b(start, digest_size=16).digest()
@@ -395,7 +395,7 @@ def fill_conversation(
         has_calls = bool(message.tool_calls) or message.role == "tool"
         if (has_calls and answer is None) or (reasoning and not is_last):
             context.tokens.turn(msgspec.structs.replace(message, reasoning=reasoning))
-            context.add_chars(_num_chars_of(message) + len(reasoning or ""))
+            context.add_chars(_count_chars(message) + len(reasoning or ""))
             continue
         context.begin_role(message.role)
         if message.images:
@@ -423,7 +423,7 @@ def fill_cost(conversation: Conversation) -> int:
     num_items = len(conversation.tools)
     num_items += sum(1 + len(message.tool_calls) for message in conversation.messages)
     # Each character of a tool's parameters may be a value, which several functions walk through.
-    num_walked = _num_chars_of_tools(conversation) // 4
+    num_walked = _count_tool_chars(conversation) // 4
     calls = [call for message in conversation.messages for call in message.tool_calls]
     num_walked += sum(len(call.arguments) for call in calls) // 4
     num_reasoning = sum(len(message.reasoning or "") for message in conversation.messages)
@@ -517,7 +517,7 @@ def conversation_keys(messages: Iterable[Message], start: bytes = b"") -> list[b
     for message in messages:
         fields = [message.role, message.content, message.tool_call_id, message.name, message.reasoning]
         for placed in message.images:
-            fields += [kind_of(placed.medium), str(placed.at), medium_key(placed.medium)]
+            fields += [medium_kind(placed.medium), str(placed.at), medium_key(placed.medium)]
         for call in message.tool_calls:
             fields += [call.name, _comparable(call.arguments)]
         digest = hashlib.blake2b(key, digest_size=16)
@@ -551,10 +551,10 @@ def _is_answer(message: Message) -> bool:
 
 def num_chars(conversation: Conversation) -> int:
     """Counts the characters of all messages, tool calls and tool definitions."""
-    return sum(map(_num_chars_of, conversation.messages)) + _num_chars_of_tools(conversation)
+    return sum(map(_count_chars, conversation.messages)) + _count_tool_chars(conversation)
 
 
-def texts_of(messages: Sequence[Message]) -> list[str]:
+def list_texts(messages: Sequence[Message]) -> list[str]:
     """Returns the contents of the messages, the arguments of their tool calls, and the reasoning of the
     latest turn: templates drop earlier reasoning."""
     last = max([n for n, message in enumerate(messages) if message.role == "user"], default=-1)
@@ -566,12 +566,12 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
     return texts
 
 
-def _num_chars_of(message: Message) -> int:
+def _count_chars(message: Message) -> int:
     """Counts the characters of a message without reasoning, which templates may drop."""
     return len(message.content) + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
 
 
-def _num_chars_of_tools(conversation: Conversation) -> int:
+def _count_tool_chars(conversation: Conversation) -> int:
     return sum(
         len(tool.name) + len(tool.description) + len(msgspec.json.encode(tool.parameters))
         for tool in conversation.tools

@@ -22,10 +22,10 @@ from agentflow.engine.messages import Finished
 from agentflow.engine.request import Origin
 from agentflow.engine.text.state.token_state import TokenState, num_common_ids
 from agentflow.errors import BadArgument
-from agentflow.protocol.decisions import Question, probabilities_of, question_text
+from agentflow.protocol.decisions import Question, compute_probabilities, question_text
 from agentflow.protocol.events import Usage
 from agentflow.runtime.generator import Decided
-from agentflow.runtime.task_group import first_of, open_task_group
+from agentflow.runtime.task_group import first_error, open_task_group
 
 MAX_NODES = 8192
 """The most nodes of one tree. More questions make several trees, of which only the first computes the
@@ -143,7 +143,7 @@ async def _probabilities(
     groups, long = _grouped(asked, min(MAX_NODES, max(1, client.info.num_slots - len(asked.prompt)) // 2))
 
     def store(index: int, logprobs: Sequence[Sequence[float]]) -> None:
-        found[index] = probabilities_of([sum(values) for values in logprobs])
+        found[index] = compute_probabilities([sum(values) for values in logprobs])
 
     async def score(group: Sequence[int], origin: Origin) -> Finished:
         end = await client.score_choices(
@@ -177,7 +177,7 @@ async def _probabilities(
             for index in long:
                 tasks.start_soon(score_long, index)
     except ExceptionGroup as failed:  # several, perhaps for the same reason
-        raise first_of(failed) from failed
+        raise first_error(failed) from failed
     return found, first
 
 

@@ -27,7 +27,7 @@ _PLAIN = EmbeddingFolder(("lasttoken",), (None,))
 EmbeddingInput = str | Sequence[int]
 
 
-class Embedder:
+class EngineEmbedder:
     """The embedding requests of one tenant. ``folder``: the settings of the model, such as its prompts."""
 
     def __init__(self, requests: TenantRequests, folder: EmbeddingFolder | None) -> None:

@@ -24,9 +24,9 @@ from agentflow.engine.generator.context import (
     number_of_name,
 )
 from agentflow.engine.generator.decide import decide
-from agentflow.engine.generator.embedding import Embedder
+from agentflow.engine.generator.embedding import EngineEmbedder
 from agentflow.engine.generator.prompt_changes import PromptChanges
-from agentflow.engine.generator.requests import Reader, TenantRequests
+from agentflow.engine.generator.requests import MediaPreparer, TenantRequests
 from agentflow.engine.generator.select import score
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
@@ -36,14 +36,14 @@ from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.reasoning import AnswerText, Thinking, reasoning_marks
+from agentflow.engine.text.reasoning import AnswerText, ReasoningFormat, reasoning_marks
 from agentflow.engine.text.state.rendered_prefixes import RenderedPrefixes
 from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_output import CallMarks
 from agentflow.engine.text.tools import ReplyText
 from agentflow.engine.watching.view import EngineView
-from agentflow.errors import BadArgument, faults_of
+from agentflow.errors import BadArgument, error_param
 from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec, read_reply
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.decisions import Question
@@ -59,7 +59,7 @@ from agentflow.runtime.generator import (
     Scored,
     StateHint,
 )
-from agentflow.runtime.turns import Turn
+from agentflow.runtime.loop_turns import LoopTurn
 
 
 class EngineGenerator:
@@ -93,7 +93,7 @@ class EngineGenerator:
         compiler: ConstraintCompiler | None = None,
         patience_s: float | None = None,
         embedding: EmbeddingFolder | None = None,
-        reader: Reader | None = None,
+        reader: MediaPreparer | None = None,
     ) -> None:
         info = client.info
         reader = reader if info.reads_media else None
@@ -115,7 +115,7 @@ class EngineGenerator:
         )
         self.requests = TenantRequests(client, tenant, gate, self.capabilities, reader)
         self.limits = self.requests.limits
-        self.embedder = Embedder(self.requests, embedding)
+        self.embedder = EngineEmbedder(self.requests, embedding)
         self.output_token_cache = OutputTokenCache()
         self.rendered_prefixes = RenderedPrefixes(client.tokenizer)
         self._ahead = PrefixesAhead(self.requests) if use_hints else None
@@ -321,7 +321,7 @@ class EngineGenerator:
 
     async def _thinking(
         self, context: EngineContext, params: SamplingParams, constraint: Constraint | None, *, replies: bool
-    ) -> Thinking | None:
+    ) -> ReasoningFormat | None:
         """Returns how the output for a program may begin with reasoning. By default a model does not reason
         before a constraint, so that reasoning does not use up the tokens of a short form."""
         if self._reasoning is None:
@@ -338,7 +338,7 @@ class EngineGenerator:
         on_progress: OnProgress,
         constraint: Constraint | None = None,
         on_sent: Callable[[], None] | None = None,
-        thinking: Thinking | None = None,
+        thinking: ReasoningFormat | None = None,
         on_compiled: Callable[[CompiledConstraint], None] | None = None,
         calls: CallMarks | None = None,
     ) -> Finished:
@@ -370,7 +370,7 @@ class EngineGenerator:
                 context.outline = None
             compiled = None
             if constraint is not None and self._compiler is not None:
-                with faults_of("constraint"):
+                with error_param("constraint"):
                     compiled = await self._compiler.compile(constraint, tenant=self.tenant.name)
                     compiled = compiled.limited(constraint)
                 if on_compiled is not None:
@@ -446,7 +446,7 @@ class EngineGenerator:
             self._ahead.fork(context)
         group = self._new_number() if count > 1 else 0
         forked: list[EngineContext] = []
-        turn = Turn(64)
+        turn = LoopTurn(64)
         try:
             for _ in range(count):
                 forked.append(self._forked(context, group))
@@ -528,9 +528,9 @@ class EngineGenerator:
         of its finished requests on this generator, and None for the rest."""
         return self._stats.shown(await self.engine_stats() if self.tenant.sees_metrics else None)
 
-    def replica_of(self, context: EngineContext) -> int | None:
+    def find_replica(self, context: EngineContext) -> int | None:
         """Returns the number of the replica on which the context's request runs, if there are several."""
-        return self._client.replica_of(context.origin.state)
+        return self._client.find_replica(context.origin.state)
 
     @contextmanager
     def watching(self) -> Iterator[EngineView]:

@@ -24,7 +24,7 @@ from agentflow.engine.watching.tenant_stats import TenantStats
 from agentflow.errors import BadArgument
 from agentflow.protocol.events import Capabilities, Usage
 from agentflow.protocol.images import Image, MediumKind, Video
-from agentflow.runtime.task_group import first_of, open_task_group
+from agentflow.runtime.task_group import first_error, open_task_group
 
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
@@ -37,7 +37,7 @@ ENCODING_THREADS = 4
 MOST_AT_ONCE = 4
 
 
-class Reader(Protocol):
+class MediaPreparer(Protocol):
     """Prepares images and videos for a model (``media.reader``). ``image_token``, ``video_token``: the text
     that a chat template writes for a medium, and that the medium's pieces replace. Without a ``video_token``,
     the model reads no videos."""
@@ -72,7 +72,7 @@ class TenantRequests:
         tenant: Tenant,
         gate: RequestGate | None,
         capabilities: Capabilities,
-        reader: Reader | None,
+        reader: MediaPreparer | None,
     ) -> None:
         self.client = client
         self.tenant = tenant
@@ -221,4 +221,4 @@ class TenantRequests:
                 for _ in range(min(MOST_AT_ONCE, len(media))):
                     group.start_soon(read)
         except ExceptionGroup as failed:  # several, perhaps for the same reason
-            raise first_of(failed) from failed
+            raise first_error(failed) from failed

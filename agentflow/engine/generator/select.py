@@ -19,9 +19,9 @@ from agentflow.engine.generator.context import CHARS_PER_TURN, EngineContext
 from agentflow.engine.generator.requests import TenantRequests
 from agentflow.engine.messages import Finished
 from agentflow.engine.request import Origin
-from agentflow.engine.text.state.choices import EncodedChoices, choices_that_begin_others, scores_of
+from agentflow.engine.text.state.choices import EncodedChoices, choices_that_begin_others, compute_scores
 from agentflow.engine.text.state.token_state import TokenState, num_common_ids
-from agentflow.engine.token_tree import check_choices
+from agentflow.engine.token_tree import check_choice_tokens
 from agentflow.runtime.generator import Scored
 from agentflow.runtime.task_group import open_task_group
 
@@ -73,7 +73,7 @@ async def select_scores(
     client: EngineClient, context: EngineContext, encoded: EncodedChoices, method: str
 ) -> tuple[list[float], Finished]:
     """Returns the score of each choice, and the end of the request that computed the prompt."""
-    check_choices(encoded.ends)
+    check_choice_tokens(encoded.ends)
     origin = context.origin_now()
     logprobs, end = await Scoring(client, origin).scored(encoded.prefix, encoded.ends, origin)
     unconditional: list[list[float]] = []
@@ -81,7 +81,7 @@ async def select_scores(
         # Not as a request of the state, whose next request will continue its prompt instead.
         stateless = msgspec.structs.replace(origin, state=0)
         unconditional, _ = await Scoring(client, origin).scored(_start_ids(client), encoded.ends, stateless)
-    return scores_of(method, encoded.ends, logprobs, unconditional), end
+    return compute_scores(method, encoded.ends, logprobs, unconditional), end
 
 
 def with_ends(tokens: TokenState, encoded: EncodedChoices, end_ids: Sequence[int]) -> EncodedChoices:

@@ -18,14 +18,14 @@ from typing import TypeAlias
 
 from agentflow.engine.grammar.regex import (
     MAX_CODE_POINT,
+    Alternation,
     CharSet,
-    Choice,
+    Concatenation,
     LookAhead,
     LookBehind,
     Ranges,
     Regex,
     Repeat,
-    Sequence,
     TooLargeForDfa,
     without_surrogates,
 )
@@ -91,11 +91,11 @@ class CharGraph:
             return NOWHERE
         if isinstance(regex, CharSet):
             return self._char(regex, after)
-        if isinstance(regex, Sequence):
+        if isinstance(regex, Concatenation):
             for part in reversed(regex.parts):
                 after = self.add(part, after)
             return after
-        if isinstance(regex, Choice):
+        if isinstance(regex, Alternation):
             return self._split([self.add(option, after) for option in regex.options])
         if isinstance(regex, Repeat):
             return self._repeat(regex, after)
@@ -208,7 +208,7 @@ class CharGraph:
         return node
 
 
-def check_size(regex: Regex) -> None:
+def check_graph_size(regex: Regex) -> None:
     """Raises ``TooLargeForDfa`` if the graph would have more than ``MAX_NODES`` nodes or the tree is too
     deep. Checked before any node is made. A subtree that occurs in several places counts each time."""
     if _size(regex, {}, 0)[0] > MAX_NODES:
@@ -224,9 +224,9 @@ def _size(regex: Regex, known: dict[int, tuple[int, int]], depth: int) -> tuple[
         return counted
     parts: tuple[Regex, ...] = ()
     times = 1
-    if isinstance(regex, Sequence):
+    if isinstance(regex, Concatenation):
         parts = regex.parts
-    elif isinstance(regex, Choice):
+    elif isinstance(regex, Alternation):
         parts = regex.options
     elif isinstance(regex, Repeat):
         parts = (regex.part,)

@@ -30,13 +30,13 @@ from agentflow.engine.grammar.char_dfa import (
     PromisedPlaces,
     WorkLimit,
     char_classes,
-    check_size,
+    check_graph_size,
     determinised,
 )
 from agentflow.engine.grammar.regex import Regex, TooLargeForDfa
 from agentflow.errors import BadArgument
 
-Row: TypeAlias = "tuple[tuple[int, int, int], ...]"
+DfaRow: TypeAlias = "tuple[tuple[int, int, int], ...]"
 """First byte, last byte, target."""
 
 _LEADS = ((0x80, 0x7FF, 0xC0, 1), (0x800, 0xFFFF, 0xE0, 2), (0x10000, 0x10FFFF, 0xF0, 3))
@@ -44,7 +44,7 @@ _LEADS = ((0x80, 0x7FF, 0xC0, 1), (0x800, 0xFFFF, 0xE0, 2), (0x10000, 0x10FFFF, 
 
 
 @lru_cache(maxsize=4096)
-def utf8_rows(labelled: Row) -> tuple[Row, ...]:
+def utf8_rows(labelled: DfaRow) -> tuple[DfaRow, ...]:
     """Returns the rows that read one character. ``labelled``: ranges of code points with their label; sorted,
     disjoint, without surrogates, labels numbered from 1. The first row reads the first byte. A byte leads to
     a label if it completes the character, else to the number of labels plus the index of the row that reads
@@ -71,11 +71,11 @@ def utf8_rows(labelled: Row) -> tuple[Row, ...]:
 
 class _RowBuilder:
     def __init__(self, num_labels: int) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[DfaRow] = []
         self._num_labels = num_labels
-        self._index_of: dict[Row, int] = {}
+        self._index_of: dict[DfaRow, int] = {}
 
-    def row(self, labelled: list[tuple[int, int, int]], base: int, num_bytes: int, lead: int) -> Row:
+    def row(self, labelled: list[tuple[int, int, int]], base: int, num_bytes: int, lead: int) -> DfaRow:
         """Returns the row for the code points from ``base``; each byte value covers 64 ** ``num_bytes`` of
         them."""
         if num_bytes == 0:
@@ -106,7 +106,7 @@ class _RowBuilder:
             target = self._number(((0x80, 0xBF, target),))
         return target
 
-    def _number(self, row: Row) -> int:
+    def _number(self, row: DfaRow) -> int:
         index = self._index_of.get(row)
         if index is None:
             self.rows.append(row)
@@ -114,7 +114,7 @@ class _RowBuilder:
         return self._num_labels + index
 
 
-def _joined(entries: list[tuple[int, int, int]]) -> Row:
+def _joined(entries: list[tuple[int, int, int]]) -> DfaRow:
     """Merges neighbours with the same target."""
     joined: list[tuple[int, int, int]] = []
     for first, last, target in entries:
@@ -206,7 +206,7 @@ def build_dfa(
     >>> build_dfa(parse_regex("[0-9]{1,3}")).matches(b"42")
     True
     """
-    check_size(regex)
+    check_graph_size(regex)
     limit = WorkLimit(max_steps)
     graph = CharGraph(limit)
     start = graph.add(regex, END)
@@ -289,7 +289,7 @@ def _transitions(dfa: CharDfa, shape: Numbers, num_rows: Numbers, table: Transit
     return transitions
 
 
-def _make_rows(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -> tuple[Row, ...]:
+def _make_rows(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -> tuple[DfaRow, ...]:
     """Returns the byte rows of a state's character sets; the first set has label 1."""
     labelled: list[tuple[int, int, int]] = []
     for label, mask in enumerate(masks, 1):
@@ -308,7 +308,7 @@ def _make_rows(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -
     return utf8_rows(tuple(joined))
 
 
-def _byte_classes(rows: list[Row]) -> tuple[Transitions, Classes]:
+def _byte_classes(rows: list[DfaRow]) -> tuple[Transitions, Classes]:
     """Returns the rows as a table with one column for each byte class, and the class of each byte."""
     entries = [(index, *entry) for index, row in enumerate(rows) for entry in row]
     if not entries:

@@ -52,7 +52,7 @@ class Grammar(Protocol):
         """Returns a matcher at the start of a new text."""
 
 
-def words_of(token_ids: Sequence[int] | NDArray[np.intp], vocab_size: int) -> TokenWords:
+def make_mask(token_ids: Sequence[int] | NDArray[np.intp], vocab_size: int) -> TokenWords:
     """Returns the mask that allows exactly these tokens."""
     bits: NDArray[np.uint8] = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[np.asarray(token_ids, dtype=np.intp)] = 1

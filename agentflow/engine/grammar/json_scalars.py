@@ -14,11 +14,11 @@ from typing import Final
 
 from agentflow.engine.grammar.regex import (
     EMPTY,
+    Alternation,
     CharSet,
-    Choice,
+    Concatenation,
     Regex,
     Repeat,
-    Sequence,
     literal,
     parse_regex,
 )
@@ -42,9 +42,9 @@ def characters(first: str, last: str) -> CharSet:
     return CharSet(((ord(first), ord(last)),))
 
 
-def one_of(options: list[Regex]) -> Regex:
+def make_union(options: list[Regex]) -> Regex:
     """Returns the union of one or more options."""
-    return options[0] if len(options) == 1 else Choice(tuple(options))
+    return options[0] if len(options) == 1 else Alternation(tuple(options))
 
 
 _DIGIT: Final = characters("0", "9")
@@ -59,28 +59,30 @@ _PLAIN_CHAR: Final = CharSet(
     ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF))  # no control, no quote, no backslash
 )
 _ESCAPES: Final = CharSet(tuple([(ord(letter), ord(letter)) for letter in '"/\\bfnrt']))
-_HIGH_HALF: Final = Sequence((literal("u"), _HEX_D, _HEX_89AB, _HEX, _HEX))
-_LOW_HALF: Final = Sequence((literal("\\u"), _HEX_D, _HEX_CDEF, _HEX, _HEX))
-_ESCAPED_UNIT: Final = Choice(
+_HIGH_HALF: Final = Concatenation((literal("u"), _HEX_D, _HEX_89AB, _HEX, _HEX))
+_LOW_HALF: Final = Concatenation((literal("\\u"), _HEX_D, _HEX_CDEF, _HEX, _HEX))
+_ESCAPED_UNIT: Final = Alternation(
     (
-        Sequence((literal("u"), _HEX_BUT_D, _HEX, _HEX, _HEX)),
-        Sequence((literal("u"), _HEX_D, characters("0", "7"), _HEX, _HEX)),
+        Concatenation((literal("u"), _HEX_BUT_D, _HEX, _HEX, _HEX)),
+        Concatenation((literal("u"), _HEX_D, characters("0", "7"), _HEX, _HEX)),
     )
 )
-_STRING_CHAR: Final = Choice(
+_STRING_CHAR: Final = Alternation(
     (
         _PLAIN_CHAR,
-        Sequence((literal("\\"), Choice((_ESCAPES, _ESCAPED_UNIT, Sequence((_HIGH_HALF, _LOW_HALF)))))),
+        Concatenation(
+            (literal("\\"), Alternation((_ESCAPES, _ESCAPED_UNIT, Concatenation((_HIGH_HALF, _LOW_HALF)))))
+        ),
     )
 )
 
-BOOLEAN: Final[Regex] = Choice((literal("true"), literal("false")))
+BOOLEAN: Final[Regex] = Alternation((literal("true"), literal("false")))
 NULL: Final[Regex] = literal("null")
 
 
 def string(least: int = 0, most: int | None = None) -> Regex:
     """Returns strings of ``least`` to ``most`` characters (code points; an escape counts as one)."""
-    return Sequence((literal('"'), Repeat(_STRING_CHAR, least, most), literal('"')))
+    return Concatenation((literal('"'), Repeat(_STRING_CHAR, least, most), literal('"')))
 
 
 def integer(least: int = -MOST_INTEGER, most: int = MOST_INTEGER) -> Regex | None:
@@ -88,8 +90,8 @@ def integer(least: int = -MOST_INTEGER, most: int = MOST_INTEGER) -> Regex | Non
     is none."""
     least, most = max(least, -MOST_INTEGER), min(most, MOST_INTEGER)
     options = _naturals(max(least, 0), most)
-    options += [Sequence((literal("-"), size)) for size in _naturals(max(-most, 1), -least)]
-    return one_of(options) if options else None
+    options += [Concatenation((literal("-"), size)) for size in _naturals(max(-most, 1), -least)]
+    return make_union(options) if options else None
 
 
 def _naturals(least: int, most: int) -> list[Regex]:
@@ -99,7 +101,7 @@ def _naturals(least: int, most: int) -> list[Regex]:
         length = len(str(least))
         longest = len(str(most + 1)) - 1  # all integers with this number of digits are at most ``most``
         if least == 10 ** (length - 1) and length <= longest:
-            found.append(Sequence((_NONZERO, Repeat(_DIGIT, length - 1, longest - 1))))
+            found.append(Concatenation((_NONZERO, Repeat(_DIGIT, length - 1, longest - 1))))
             least = 10**longest
         else:
             last = min(most, 10**length - 1)
@@ -114,18 +116,18 @@ def _same_length(low: str, high: str) -> Regex:
         return literal(low)
     rest = len(low) - 1
     if low[0] == high[0]:
-        return Sequence((literal(low[0]), _same_length(low[1:], high[1:])))
+        return Concatenation((literal(low[0]), _same_length(low[1:], high[1:])))
     first, last = int(low[0]), int(high[0])
     options: list[Regex] = []
     if low[1:] != "0" * rest:
-        options.append(Sequence((literal(low[0]), _same_length(low[1:], "9" * rest))))
+        options.append(Concatenation((literal(low[0]), _same_length(low[1:], "9" * rest))))
         first += 1
     if high[1:] != "9" * rest:
-        options.append(Sequence((literal(high[0]), _same_length("0" * rest, high[1:]))))
+        options.append(Concatenation((literal(high[0]), _same_length("0" * rest, high[1:]))))
         last -= 1
     if first <= last:
-        options.append(Sequence((characters(str(first), str(last)), Repeat(_DIGIT, rest, rest))))
-    return one_of(options)
+        options.append(Concatenation((characters(str(first), str(last)), Repeat(_DIGIT, rest, rest))))
+    return make_union(options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +190,9 @@ def number(
     options = _sizes(_highest([low, zero]), high, room)
     negative = _sizes(_highest([high.negated(), above_zero]), low.negated(), room)
     if low == top.negated() and high == top:
-        return Sequence((Repeat(literal("-"), 0, 1), one_of(options)))
-    options += [Sequence((literal("-"), size)) for size in negative]
-    return one_of(options) if options else None
+        return Concatenation((Repeat(literal("-"), 0, 1), make_union(options)))
+    options += [Concatenation((literal("-"), size)) for size in negative]
+    return make_union(options) if options else None
 
 
 def _exact(limit: float) -> Decimal:
@@ -218,8 +220,8 @@ def _sizes(low: _Limit, high: _Limit, room: int) -> list[Regex]:
     found: list[Regex] = []
     for whole, at_least, at_most in wholes:
         digits = _more_digits(at_least, at_most, room)
-        fraction = None if digits is None else Sequence((literal("."), digits))
-        found += [Sequence((whole, tail)) for tail in _tail(fraction, _may_end(at_least, at_most))]
+        fraction = None if digits is None else Concatenation((literal("."), digits))
+        found += [Concatenation((whole, tail)) for tail in _tail(fraction, _may_end(at_least, at_most))]
     return found
 
 
@@ -236,8 +238,8 @@ def _more_digits(low: _Fraction | None, high: _Fraction | None, room: int) -> Re
     for (next_low, next_high), digits in groups.items() if room else ():
         one = characters(digits[0], digits[-1])
         more = _more_digits(next_low, next_high, room - 1)
-        options += [Sequence((one, tail)) for tail in _tail(more, _may_end(next_low, next_high))]
-    return one_of(options) if options else None
+        options += [Concatenation((one, tail)) for tail in _tail(more, _may_end(next_low, next_high))]
+    return make_union(options) if options else None
 
 
 def _may_end(low: _Fraction | None, high: _Fraction | None) -> bool:
@@ -256,4 +258,4 @@ def _tail(more: Regex | None, may_end: bool) -> list[Regex]:
 def text_of_format(name: str) -> Regex | None:
     """Returns the strings of a ``format``. None for a format that is not in ``PATTERN_OF_FORMAT``."""
     pattern = PATTERN_OF_FORMAT.get(name)
-    return None if pattern is None else Sequence((literal('"'), parse_regex(pattern), literal('"')))
+    return None if pattern is None else Concatenation((literal('"'), parse_regex(pattern), literal('"')))

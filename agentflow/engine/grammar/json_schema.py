@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
 from agentflow.engine.grammar.json_scalars import (
@@ -20,17 +20,14 @@ from agentflow.engine.grammar.json_scalars import (
     MOST_INTEGER,
     NULL,
     integer,
+    make_union,
     number,
-    one_of,
     string,
     text_of_format,
 )
-from agentflow.engine.grammar.regex import EMPTY, CharSet, Choice, Regex, Repeat, Sequence, literal
+from agentflow.engine.grammar.regex import EMPTY, Alternation, CharSet, Concatenation, Regex, Repeat, literal
+from agentflow.protocol.constraint import Whitespace
 from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS, KEYWORDS_OF_TYPE
-
-Whitespace: TypeAlias = Literal["compact", "tight", "free"]
-"""The whitespace between the parts of a value: ``", "`` and ``": "`` as Python writes it, none, or chosen by
-the model."""
 
 FREE_WHITESPACE_CHARS: Final = 16
 """The limit at one place, so that a model cannot generate whitespace forever."""
@@ -46,22 +43,22 @@ class Spaces:
 
     def enclosed(self, opening: str, members: Regex, closing: str) -> Regex:
         """Returns a non-empty list of members in its brackets."""
-        return Sequence((literal(opening), self.inside, members, self.inside, literal(closing)))
+        return Concatenation((literal(opening), self.inside, members, self.inside, literal(closing)))
 
     def empty(self, opening: str, closing: str) -> Regex:
         """Returns empty brackets."""
-        return Sequence((literal(opening), self.inside, literal(closing)))
+        return Concatenation((literal(opening), self.inside, literal(closing)))
 
     def listed(self, members: list[Regex]) -> Regex:
         """Returns the members, separated by commas."""
         parts: list[Regex] = []
         for member in members:
             parts += [self.comma, member] if parts else [member]
-        return Sequence(tuple(parts))
+        return Concatenation(tuple(parts))
 
     def named(self, name: str, value: Regex) -> Regex:
         """Returns a member of an object."""
-        return Sequence((literal(json.dumps(name, ensure_ascii=False)), self.colon, value))
+        return Concatenation((literal(json.dumps(name, ensure_ascii=False)), self.colon, value))
 
 
 def layout(whitespace: Whitespace) -> Spaces:
@@ -71,8 +68,8 @@ def layout(whitespace: Whitespace) -> Spaces:
         any_space = Repeat(space, 0, FREE_WHITESPACE_CHARS)
         return Spaces(
             any_space,
-            Sequence((any_space, literal(","), any_space)),
-            Sequence((any_space, literal(":"), any_space)),
+            Concatenation((any_space, literal(","), any_space)),
+            Concatenation((any_space, literal(":"), any_space)),
         )
     gap = " " if whitespace == "compact" else ""
     return Spaces(EMPTY, literal("," + gap), literal(":" + gap))
@@ -117,7 +114,7 @@ def schema_to_regex(schema: object, whitespace: Whitespace) -> Regex | None:
     they are not a regular language, the expression is too large, or a keyword is not supported here.
 
     >>> schema_to_regex({"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "compact")
-    Choice(...)  # [], [true], [false], [true, true], ...
+    Alternation(...)  # [], [true], [false], [true, true], ...
     """
     try:
         regex = _SchemaReader(schema, whitespace).regex(schema)
@@ -167,7 +164,7 @@ class _SchemaReader:
             raise _NotRegular
         if "number" in names and "integer" in names:
             names = [name for name in names if name != "integer"]
-        return one_of([self._typed(name, schema) for name in names])
+        return make_union([self._typed(name, schema) for name in names])
 
     def _typed(self, name: str, schema: JsonObject) -> Regex:
         said = {key for key in schema if key != "type"}
@@ -186,7 +183,7 @@ class _SchemaReader:
         if "type" in schema and not all(has_type(value, schema["type"]) for value in values):
             raise _NotRegular
         found = [exactly(value, self._layout) for value in values]
-        return one_of([_needed(regex) for regex in found])
+        return make_union([_needed(regex) for regex in found])
 
     def _reference(self, reference: object) -> Regex:
         if not isinstance(reference, str) or not reference.startswith("#/") or reference in self._open:
@@ -210,7 +207,7 @@ class _SchemaReader:
     def _alternatives(self, options: object) -> Regex:
         if not isinstance(options, list) or not options:
             raise _NotRegular
-        return one_of([self.regex(option) for option in options])
+        return make_union([self.regex(option) for option in options])
 
     def _all_of(self, schemas: object) -> Regex:
         if not isinstance(schemas, list) or len(schemas) != 1:
@@ -234,7 +231,7 @@ class _SchemaReader:
             for name, value in properties.items()
         ]
         all_there = self._layout.enclosed("{", _members(members, self._layout.comma), "}")
-        return all_there if required else Choice((self._layout.empty("{", "}"), all_there))
+        return all_there if required else Alternation((self._layout.empty("{", "}"), all_there))
 
     def _array(self, said: JsonObject) -> Regex:
         if set(said) - {"items", "prefixItems", "minItems", "maxItems"}:
@@ -256,10 +253,10 @@ class _SchemaReader:
         if has_rest:
             fewest = max(least, len(heads) + 1) - len(heads)
             most_rest = None if most is None else most - len(heads) - 1
-            tail = EMPTY if most_rest == 0 else Repeat(Sequence((comma, rest)), fewest - 1, most_rest)
-            lists.append(Sequence((self._layout.listed([*heads, rest]), tail)))
+            tail = EMPTY if most_rest == 0 else Repeat(Concatenation((comma, rest)), fewest - 1, most_rest)
+            lists.append(Concatenation((self._layout.listed([*heads, rest]), tail)))
         found = [self._layout.enclosed("[", members, "]") for members in lists]
-        return one_of([self._layout.empty("[", "]"), *found] if least == 0 else found)
+        return make_union([self._layout.empty("[", "]"), *found] if least == 0 else found)
 
     def _string(self, said: JsonObject) -> Regex:
         if set(said) == {"format"} and isinstance(said["format"], str):
@@ -305,12 +302,12 @@ def _members(members: list[tuple[Regex, bool]], comma: Regex) -> Regex:
     if not required:
         return _some([member for member, _ in members], comma)
     first = required[0]
-    parts: list[Regex] = [Repeat(Sequence((member, comma)), 0, 1) for member, _ in members[:first]]
+    parts: list[Regex] = [Repeat(Concatenation((member, comma)), 0, 1) for member, _ in members[:first]]
     parts.append(members[first][0])
     for member, is_required in members[first + 1 :]:
-        next_one = Sequence((comma, member))
+        next_one = Concatenation((comma, member))
         parts.append(next_one if is_required else Repeat(next_one, 0, 1))
-    return Sequence(tuple(parts))
+    return Concatenation(tuple(parts))
 
 
 def _some(members: list[Regex], comma: Regex) -> Regex:
@@ -320,7 +317,7 @@ def _some(members: list[Regex], comma: Regex) -> Regex:
         return members[0]
     middle = len(members) // 2
     first, second = _some(members[:middle], comma), _some(members[middle:], comma)
-    return Choice((Sequence((first, Repeat(Sequence((comma, second)), 0, 1))), second))
+    return Alternation((Concatenation((first, Repeat(Concatenation((comma, second)), 0, 1))), second))
 
 
 def _needed(regex: Regex | None) -> Regex:
@@ -372,9 +369,9 @@ def _positions(regex: Regex, known: dict[int, int]) -> int:
         if isinstance(regex, Repeat):
             most = regex.least if regex.most is None else regex.most
             found = _positions(regex.part, known) * max(1, most)
-        elif isinstance(regex, Sequence):
+        elif isinstance(regex, Concatenation):
             found = sum([_positions(part, known) for part in regex.parts])
-        elif isinstance(regex, Choice):
+        elif isinstance(regex, Alternation):
             found = sum([_positions(option, known) for option in regex.options])
         else:
             found = 1

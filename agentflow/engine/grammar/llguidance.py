@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from agentflow.engine.grammar.grammar import TokenWords, is_allowed, words_of
+from agentflow.engine.grammar.grammar import TokenWords, is_allowed, make_mask
 from agentflow.errors import RequestRefused
 
 # Limits for one step (the library spends about 14,000 units of fuel, or 20,000 items, in a millisecond; an
@@ -85,7 +85,7 @@ class LlguidanceVocabulary:
     def text_tokens(self) -> TokenWords:
         """The mask of all tokens that have bytes."""
         written = [i for i in range(self.vocab_size) if self._tokenizer.token_bytes(i)]
-        return words_of(written, self.vocab_size)
+        return make_mask(written, self.vocab_size)
 
     @cached_property
     def ll_tokenizer(self) -> LLTokenizer:

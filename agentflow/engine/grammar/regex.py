@@ -6,10 +6,10 @@ categories and case-insensitive sets are looked up in Python's ``re``, so they f
 the running interpreter.
 
 >>> parse_regex(r"^a{2}|b$")
-Choice(options=(Repeat(part=CharSet(ranges=((97, 97),)), least=2, most=2), CharSet(ranges=((98, 98),))))
->>> answer = Choice((literal("yes"), literal("no")))
+Alternation(options=(Repeat(part=CharSet(ranges=((97, 97),)), least=2, most=2), CharSet(ranges=((98, 98),))))
+>>> answer = Alternation((literal("yes"), literal("no")))
 >>> digits = Repeat(CharSet(((0x30, 0x39),)), 1, 3)
->>> record = Sequence((answer, literal(", "), digits))  # "yes, 42"
+>>> record = Concatenation((answer, literal(", "), digits))  # "yes, 42"
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_CODE_POINT = 0x10FFFF
 @dataclass(frozen=True, slots=True)
 class CharSet:
     """One character of these ranges. Raises ``ValueError`` if they are not sorted and disjoint
-    (``merged``)."""
+    (``merge_ranges``)."""
 
     ranges: Ranges
 
@@ -52,14 +52,14 @@ class CharSet:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class Concatenation:
     """One part after the other. Without parts, the empty text."""
 
     parts: tuple[Regex, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Alternation:
     """Any one of the options. Without options, no text at all."""
 
     options: tuple[Regex, ...]
@@ -92,9 +92,9 @@ class LookBehind:
     at_start: bool
 
 
-Regex: TypeAlias = "CharSet | Sequence | Choice | Repeat | LookAhead | LookBehind"
+Regex: TypeAlias = "CharSet | Concatenation | Alternation | Repeat | LookAhead | LookBehind"
 
-EMPTY = Sequence(())
+EMPTY = Concatenation(())
 """The empty text."""
 
 
@@ -110,7 +110,7 @@ def literal(text: str) -> Regex:
     """Returns the tree of exactly this text."""
     if len(text) == 1:
         return one_char(ord(text))
-    return Sequence(tuple([one_char(ord(char)) for char in text]))
+    return Concatenation(tuple([one_char(ord(char)) for char in text]))
 
 
 @lru_cache(maxsize=1024)
@@ -119,10 +119,10 @@ def one_char(code_point: int) -> CharSet:
     return CharSet(((code_point, code_point),))
 
 
-def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Sorts the ranges and merges overlapping and adjacent ones, as ``CharSet`` requires.
 
-    >>> merged([(0x61, 0x66), (0x30, 0x39), (0x67, 0x7A)])
+    >>> merge_ranges([(0x61, 0x66), (0x30, 0x39), (0x67, 0x7A)])
     ((48, 57), (97, 122))
     """
     kept: list[tuple[int, int]] = []
@@ -198,7 +198,7 @@ def set_ranges(
     """
     every = [(ord(char), ord(char)) for char in literals]
     every += [pair for escape in escapes for pair in category(escape, ascii_only)]
-    ranges = merged([*every, *members])
+    ranges = merge_ranges([*every, *members])
     return all_but(ranges) if negated else ranges
 
 
@@ -213,7 +213,7 @@ def set_without_case(
     characters, Python treats ranges and literals differently, so ranges there are unchanged."""
     ranges = set_ranges(literals, members, escapes, negated, ascii_only)
     beyond = [f"\\U{first:08x}-\\U{last:08x}" for first, last in members if last > LAST_OF_PLANE]
-    within = merged([pair for pair in members if pair[1] <= LAST_OF_PLANE])
+    within = merge_ranges([pair for pair in members if pair[1] <= LAST_OF_PLANE])
     written = "".join([re.escape(char) for char in _find_cased_chars(within) + literals])
     written += "".join([*beyond, *escapes])
     if not written:
@@ -222,7 +222,7 @@ def set_without_case(
         f"[{'^' if negated else ''}{written}]", re.IGNORECASE | (re.ASCII if ascii_only else re.UNICODE)
     )
     matched = [(ord(char), ord(char)) for char in reader.findall(_cased_chars())]
-    return merged([*matched, *_without_cased(ranges)])
+    return merge_ranges([*matched, *_without_cased(ranges)])
 
 
 def _find_cased_chars(ranges: Ranges) -> str:
@@ -305,7 +305,7 @@ _AT_START = LookBehind((), at_start=True)
 _AT_LINE_START = LookBehind(_NEWLINE.ranges, at_start=True)
 _AT_END = LookAhead(EMPTY, wanted=True)
 _AT_LAST_LINE_END = LookAhead(Repeat(_NEWLINE, 0, 1), wanted=True)
-_AT_LINE_END = LookAhead(Choice((EMPTY, Sequence((_NEWLINE, _ANY_TEXT)))), wanted=True)
+_AT_LINE_END = LookAhead(Alternation((EMPTY, Concatenation((_NEWLINE, _ANY_TEXT)))), wanted=True)
 _NO_BOUNDARY_IN_NOTHING = re.fullmatch(r"\B", "") is not None  # true from Python 3.14 on
 _TOO_DEEP = f"regex: groups and repeats nest deeper than {MAX_DEPTH}"
 _REFUSED = {
@@ -368,7 +368,7 @@ class _Reader:
         kept = tuple([part for part in parts if part is not EMPTY])
         if len(kept) == 1:
             return kept[0]
-        return Sequence(kept) if kept else EMPTY
+        return Concatenation(kept) if kept else EMPTY
 
     def _item(self, op: Any, value: Any, flags: int, at_start: bool, at_end: bool, depth: int) -> Regex:
         name = str(op)
@@ -382,7 +382,7 @@ class _Reader:
             return self.sequence(list(value[3]), _inner_flags(flags, value), at_start, at_end, depth + 1)
         if name == "BRANCH":
             options = [self.sequence(list(option), flags, at_start, at_end, depth + 1) for option in value[1]]
-            return Choice(tuple(options))
+            return Alternation(tuple(options))
         if name == "AT":
             return self._place(str(value), flags, at_start, at_end)
         if name in ("ASSERT", "ASSERT_NOT"):
@@ -390,7 +390,7 @@ class _Reader:
             inner = self.sequence(list(part), flags, False, False, depth + 1)
             if direction < 0:
                 return _look_behind(inner, name == "ASSERT")
-            return LookAhead(Sequence((inner, _ANY_TEXT)), name == "ASSERT")
+            return LookAhead(Concatenation((inner, _ANY_TEXT)), name == "ASSERT")
         raise BadArgument(f"regex: {_REFUSED.get(name, f'{name} is not supported')}")
 
     def _place(self, name: str, flags: int, at_start: bool, at_end: bool) -> Regex:
@@ -467,14 +467,14 @@ def _repeat(part: Regex, least: int, most: int | None) -> Regex:
             is_endless = (most is None and inner_most != 0) or (inner_most is None and most != 0)
             total = None if is_endless else (most or 0) * (inner_most or 0)
             return Repeat(part.part, least * part.least, total)
-    if most is not None and least <= 1 < most and isinstance(part, Sequence):
+    if most is not None and least <= 1 < most and isinstance(part, Concatenation):
         words = _words(part, most)
         if words is not None:
             return words if least else Repeat(words, 0, 1)
     return Repeat(part, least, most)
 
 
-def _words(part: Sequence, most: int) -> Regex | None:
+def _words(part: Concatenation, most: int) -> Regex | None:
     """Rewrites ``(A+ B?){1,most}`` as ``A+ (B A+){0,most-1} B?``, which matches the same texts: groups
     without a ``B`` between them are one. The first form gives a text exponentially many parses. Several gaps
     are treated alike."""
@@ -483,9 +483,11 @@ def _words(part: Sequence, most: int) -> Regex | None:
             gaps = [gap for gap in rest if isinstance(gap, Repeat) and gap.least == 0 and gap.most != 0]
             if len(gaps) == len(rest):
                 # The gap without the empty text: one alternative for each part that may be its first.
-                firsts = [Sequence((Repeat(g.part, 1, g.most), *gaps[at + 1 :])) for at, g in enumerate(gaps)]
-                more = Sequence((Choice(tuple(firsts)), word))
-                return Sequence((word, Repeat(more, 0, most - 1), *gaps))
+                firsts = [
+                    Concatenation((Repeat(g.part, 1, g.most), *gaps[at + 1 :])) for at, g in enumerate(gaps)
+                ]
+                more = Concatenation((Alternation(tuple(firsts)), word))
+                return Concatenation((word, Repeat(more, 0, most - 1), *gaps))
     return None
 
 
@@ -497,22 +499,22 @@ def _is_empty(item: Any) -> bool:
 def _word_boundary(word: Ranges) -> Regex:
     r"""``\b``: exactly one of the characters before and after is a word character. The ends of the text count
     as none."""
-    before_word = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=True)
-    before_none = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=False)
+    before_word = LookAhead(Concatenation((CharSet(word), _ANY_TEXT)), wanted=True)
+    before_none = LookAhead(Concatenation((CharSet(word), _ANY_TEXT)), wanted=False)
     after_word, after_none = LookBehind(word, at_start=False), LookBehind(all_but(word), at_start=True)
-    return Choice((Sequence((after_word, before_none)), Sequence((after_none, before_word))))
+    return Alternation((Concatenation((after_word, before_none)), Concatenation((after_none, before_word))))
 
 
 def _no_word_boundary(word: Ranges) -> Regex:
     r"""``\B``: both are word characters or neither is; before Python 3.14, never in an empty text."""
-    before_word = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=True)
-    before_none = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=False)
-    before_other = LookAhead(Sequence((CharSet(all_but(word)), _ANY_TEXT)), wanted=True)
-    return Choice(
+    before_word = LookAhead(Concatenation((CharSet(word), _ANY_TEXT)), wanted=True)
+    before_none = LookAhead(Concatenation((CharSet(word), _ANY_TEXT)), wanted=False)
+    before_other = LookAhead(Concatenation((CharSet(all_but(word)), _ANY_TEXT)), wanted=True)
+    return Alternation(
         (
-            Sequence((LookBehind(word, at_start=False), before_word)),
-            Sequence((LookBehind(all_but(word), at_start=False), before_none)),
-            Sequence((_AT_START, before_none if _NO_BOUNDARY_IN_NOTHING else before_other)),
+            Concatenation((LookBehind(word, at_start=False), before_word)),
+            Concatenation((LookBehind(all_but(word), at_start=False), before_none)),
+            Concatenation((_AT_START, before_none if _NO_BOUNDARY_IN_NOTHING else before_other)),
         )
     )
 
@@ -520,8 +522,10 @@ def _no_word_boundary(word: Ranges) -> Regex:
 def _look_behind(part: Regex, wanted: bool) -> Regex:
     """Returns a look-behind of one character. Raises ``BadArgument`` for others: a DFA cannot read
     backwards."""
-    options = part.options if isinstance(part, Choice) else (part,)
-    ranges = merged([pair for option in options if isinstance(option, CharSet) for pair in option.ranges])
+    options = part.options if isinstance(part, Alternation) else (part,)
+    ranges = merge_ranges(
+        [pair for option in options if isinstance(option, CharSet) for pair in option.ranges]
+    )
     if not all(isinstance(option, CharSet) for option in options):
         raise BadArgument("regex: a look-behind (?<…) must match one character")
     return LookBehind(ranges, at_start=False) if wanted else LookBehind(all_but(ranges), at_start=True)

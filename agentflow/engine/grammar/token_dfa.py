@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.engine.grammar.dfa import DEAD, START, Dfa
-from agentflow.engine.grammar.grammar import TokenWords, words_of
+from agentflow.engine.grammar.grammar import TokenWords, make_mask
 
 Indices: TypeAlias = NDArray[np.intp]
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -70,7 +70,7 @@ class Vocabulary:
 
     def only(self, token_ids: Sequence[int] | Indices) -> TokenWords:
         """Returns the mask of exactly these tokens."""
-        return words_of(token_ids, self.vocab_size)
+        return make_mask(token_ids, self.vocab_size)
 
     def beginning_with(self, prefix: bytes) -> TokenWords:
         """Returns the mask of all tokens whose bytes begin with ``prefix``."""

@@ -53,7 +53,7 @@ class FreeMemory:
         """Whether a model with this ``device`` option (None: a GPU if there is one) runs on the GPU."""
         return self.cuda_bytes is not None and device != "cpu"
 
-    def bytes_of(self, gpu: int) -> int:
+    def count_bytes(self, gpu: int) -> int:
         """The free memory of a GPU. ``BadArgument`` if there is none of this number."""
         found = self.other_cuda_bytes.get(gpu) if gpu else self.cuda_bytes
         if found is None:

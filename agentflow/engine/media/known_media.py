@@ -17,7 +17,7 @@ import numpy as np
 
 from agentflow.engine.media_run import MediaPiece, PreparedMedium, SubmittedRun, pseudo_tokens
 from agentflow.errors import EngineFailed, Overloaded
-from agentflow.runtime.limits import part_of
+from agentflow.runtime.limits import tenant_part
 
 MOST_BYTES = 2 * 2**30
 """Pixels of all images together."""
@@ -62,7 +62,7 @@ class KnownMedia:
         if known is not None and (same := known.medium()) is not None:
             return same, False
         total, own = sum(self._bytes_of.values()), self._bytes_of[tenant]
-        most = part_of(self._most_bytes, tenant)
+        most = tenant_part(self._most_bytes, tenant)
         if total + medium.nbytes > self._most_bytes or own + medium.nbytes > most:
             raise Overloaded(
                 "the images of open states take too much memory: close states that are not needed any more, "

@@ -23,7 +23,7 @@ import anyio.to_thread
 
 from agentflow.engine.media.messages import MAX_SAMPLED_FRAMES, MediaLimits, ReadMedium
 from agentflow.engine.media.processors.registry import PROCESSORS
-from agentflow.engine.media.settings import MediaSettings, PixelScaling, read_settings
+from agentflow.engine.media.settings import MediaSettings, PixelScaling, read_media_settings
 from agentflow.engine.media.worker_handle import Killed, MediaWorkerHandle
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded
@@ -67,7 +67,7 @@ def media_reader(
         BadModelFolder: Its settings are damaged.
         NotSupported: It has settings that are not supported.
     """
-    settings = read_settings(folder)
+    settings = read_media_settings(folder)
     if settings.family not in PROCESSORS or not settings.image:
         return None
     if importlib.util.find_spec("PIL") is None:

@@ -69,7 +69,7 @@ class MediaSettings(msgspec.Struct, frozen=True):
         )
 
 
-def read_settings(folder: Path) -> MediaSettings:
+def read_media_settings(folder: Path) -> MediaSettings:
     """Reads the settings of the model in ``folder``, or in a GGUF file. ``BadModelFolder`` if a file is
     damaged."""
     if (gguf := find_gguf(folder)) is not None:
@@ -89,7 +89,7 @@ def read_settings(folder: Path) -> MediaSettings:
 
 def pixel_scaling(folder: Path) -> PixelScaling:
     """How the tower of the model in ``folder`` scales pixels. ``BadModelFolder`` if a file is damaged."""
-    return read_settings(folder).scaling
+    return read_media_settings(folder).scaling
 
 
 def _of_media(config: dict[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class MediaWorker:
             return placed
 
         return MediumRead(
-            identity_of(prepared, self._settings),
+            hash_medium(prepared, self._settings),
             {name: place(array) for name, array in prepared.arrays.items()},
             tuple(
                 [
@@ -180,7 +180,7 @@ class MediaWorker:
         self._connection.sendall(to_frame(content))
 
 
-def identity_of(prepared: Prepared, settings: bytes) -> str:
+def hash_medium(prepared: Prepared, settings: bytes) -> str:
     """Returns the identity of a ``PreparedMedium``. All parts are framed by their lengths. The pieces count:
     equal frames of videos with other times have other markup or positions."""
     digest = hashlib.sha256(settings)

@@ -136,7 +136,7 @@ def read_folder(folder: Path) -> tuple[RawConfig, RawConfig]:
     return raw, read_json(folder / "generation_config.json") or {}
 
 
-def architectures_of(raw: RawConfig) -> list[Any]:
+def read_architectures(raw: RawConfig) -> list[Any]:
     """Returns the config's architectures; older configs have one name instead of a list."""
     names = raw.get("architectures") or []
     return names if isinstance(names, list) else [names]

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows, joined
 from agentflow.engine.models.device_table import DeviceTable, write_slots
-from agentflow.engine.models.forward.decode_graphs import DeviceInput, arrays_of, on_device
+from agentflow.engine.models.forward.decode_graphs import DeviceInput, list_arrays, on_device
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.sampler import ChosenTensors, StagedRows, choose_tensors, stage
-from agentflow.kernels.device_stream import DeviceStream, Mark
+from agentflow.kernels.device_stream import DeviceStream, StreamMark
 from agentflow.kernels.inputs import ForwardInput
 from agentflow.kernels.sampling.sampler import Sampler
 
@@ -26,7 +26,7 @@ MAX_LOGIT_ROWS = 256
 """The most rows of logits in memory: 200 kB each for a vocabulary of 50,000."""
 
 
-def parts_of(sampled: SampledRows) -> list[SampledRows]:
+def divide_rows(sampled: SampledRows) -> list[SampledRows]:
     """Divides sampled rows into parts of at most ``MAX_LOGIT_ROWS``."""
     if 0 < len(sampled.rows) <= MAX_LOGIT_ROWS:
         return [sampled]
@@ -36,12 +36,12 @@ def parts_of(sampled: SampledRows) -> list[SampledRows]:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A batch that was launched. ``chosen`` and ``copies`` have one item for each of ``parts_of``."""
+    """A batch that was launched. ``chosen`` and ``copies`` have one item for each of ``divide_rows``."""
 
     sampled: SampledRows
     chosen: list[ChosenTensors] = field(default_factory=list)  # on the device
     copies: list[Tensor] = field(default_factory=list)  # the results on the host, after the mark
-    mark: Mark | None = None  # behind all work of the batch
+    mark: StreamMark | None = None  # behind all work of the batch
 
     @property
     def tokens(self) -> Tensor:
@@ -92,7 +92,7 @@ class DeviceSteps:
         return step
 
     def _launch(self, batch: Batch, given: ForwardInput, before: DeviceStep | None) -> DeviceStep:
-        arrays = arrays_of(given) | self.table.changes(batch)
+        arrays = list_arrays(given) | self.table.changes(batch)
         if batch.pending is not None:
             arrays |= {"places": batch.pending.places, "outputs": batch.pending.outputs}
         arrived = self._stream.upload(arrays)
@@ -104,7 +104,7 @@ class DeviceSteps:
         write, hidden = partial(write_slots, self.table.slots, arrived), list[Tensor]()
         self._stream.run(partial(self._forward, hidden, write, on_device(given, arrived), pending))
         # Computes the token masks, while the device runs the forward pass.
-        staged = [stage(part, self._sampler, self._stream.device) for part in parts_of(batch.sampled)]
+        staged = [stage(part, self._sampler, self._stream.device) for part in divide_rows(batch.sampled)]
         self._stream.run(partial(self._choose, step, hidden, staged))
         step.mark = self._stream.mark()
         return step

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, FloatArray
-from agentflow.engine.models.config import architectures_of, read_folder
+from agentflow.engine.models.config import read_architectures, read_folder
 from agentflow.engine.models.memory_need import ID_BYTES
 from agentflow.engine.models.pooling import EmbeddingHead, pooled
-from agentflow.engine.models.sampler import embedded
+from agentflow.engine.models.sampler import make_embedding_output
 from agentflow.engine.models.torch_runner import (
     device_failure,
     device_named,
@@ -113,7 +113,7 @@ class EncoderRunner:
             for owner in owners.tolist()
         ]
         try:
-            return embedded(batch.sampled, self._embeddings(texts))
+            return make_embedding_output(batch.sampled, self._embeddings(texts))
         except (RuntimeError, MemoryError) as error:
             failure = device_failure(error)
             if failure is None:
@@ -174,7 +174,7 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """Raises ``BadModelFolder`` if transformers is not installed, does not know the architecture, or weights
     are missing."""
     raw, _ = read_folder(folder)
-    architecture = ", ".join(map(str, architectures_of(raw))) or f"model_type {raw.get('model_type')!r}"
+    architecture = ", ".join(map(str, read_architectures(raw))) or f"model_type {raw.get('model_type')!r}"
     where = f"{folder}: its architecture is {architecture}"
     if importlib.util.find_spec("transformers") is None:
         raise BadModelFolder(

@@ -22,7 +22,7 @@ from torch import Tensor
 from agentflow.engine.models.config import DecoderConfig, read_json
 from agentflow.engine.models.families.family import WeightNames
 from agentflow.engine.models.families.registry import FAMILIES
-from agentflow.engine.models.forward.adapted_products import Place
+from agentflow.engine.models.forward.adapted_products import ProductName
 from agentflow.engine.models.weights.row_order import qkv_order
 from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS
 from agentflow.errors import BadModelFolder
@@ -60,7 +60,7 @@ class _Projection:
     """The place of one projection: some outputs of one product of a layer."""
 
     layer: int
-    place: Place
+    place: ProductName
     num_in: int
     first: int  # output of the product
     num_out: int
@@ -73,13 +73,13 @@ class AdapterWeights:
 
     num_layers: int
     # The changes of each product of each layer: A [rank, in] and the scaled B [out, rank] of projections.
-    parts: Mapping[tuple[int, Place], Sequence[tuple[_Projection, Tensor, Tensor]]]
+    parts: Mapping[tuple[int, ProductName], Sequence[tuple[_Projection, Tensor, Tensor]]]
 
     @torch.inference_mode()
     def packed(self, device: torch.device, linear: LinearMethod) -> Adapter:
         """Returns the adapter on the model's device, in the layout of ``linear``."""
 
-        def product(layer: int, place: Place) -> LowRank | None:
+        def product(layer: int, place: ProductName) -> LowRank | None:
             found = sorted(self.parts.get((layer, place), ()), key=lambda part: part[0].first)
             if not found:
                 return None
@@ -102,7 +102,7 @@ def read_adapter(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> Ada
     patterns = _Patterns(folder, settings)
     known = dict(_projections(config))
     tensors = _read_tensors(folder)
-    parts: dict[tuple[int, Place], list[tuple[_Projection, Tensor, Tensor]]] = {}
+    parts: dict[tuple[int, ProductName], list[tuple[_Projection, Tensor, Tensor]]] = {}
     for module in sorted(tensors):
         projection = known.get(module)
         if projection is None:
@@ -149,11 +149,11 @@ def _projections_named(config: DecoderConfig, names: WeightNames) -> Iterator[tu
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = [queries, keys, keys] if len(names.qkv) == 3 else [queries + 2 * keys]
     gate_up = inner * (2 if config.is_gated else 1) // len(names.gate_up)
-    dense: list[tuple[Place, tuple[str, ...], list[int], int]] = [
+    dense: list[tuple[ProductName, tuple[str, ...], list[int], int]] = [
         ("gate_up", names.gate_up, [gate_up] * len(names.gate_up), hidden),
         ("down", (names.down,), [hidden], inner),
     ]
-    attention: list[tuple[Place, tuple[str, ...], list[int], int]] = [
+    attention: list[tuple[ProductName, tuple[str, ...], list[int], int]] = [
         ("qkv", names.qkv, qkv, hidden),
         ("output", (names.output,), [hidden], queries),
     ]

@@ -47,10 +47,10 @@ class RopeConfig:
 def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     """Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
     parameters = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    return rope_of(raw, parameters)
+    return make_rope(raw, parameters)
 
 
-def rope_of(raw: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConfig:
+def make_rope(raw: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConfig:
     """Returns the rope of ``parameters``; missing ones are read from ``raw``."""
     theta = float(parameters.get("rope_theta", raw.get("rope_theta") or 10000.0))
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))

@@ -159,7 +159,7 @@ def choose_tensors(logits: Tensor, staged: StagedRows, sampler: Sampler) -> Chos
     return ChosenTensors(results, staged.wants_top)
 
 
-def embedded(sampled: SampledRows, embeddings: FloatArray) -> BatchOutput:
+def make_embedding_output(sampled: SampledRows, embeddings: FloatArray) -> BatchOutput:
     """Returns the output of a model that makes embeddings. Rows that are not finite get ``NOT_FINITE``."""
     is_finite = np.isfinite(embeddings).all(axis=1)
     return BatchOutput(np.where(is_finite, sampled.target_ids, NOT_FINITE), None, embeddings=embeddings)

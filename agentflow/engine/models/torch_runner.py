@@ -19,13 +19,18 @@ from agentflow.engine.batch import Batch, BatchOutput, IntArray, SampledRows, jo
 from agentflow.engine.machine.resources import free_cuda_bytes, free_host_bytes, gpu_number, usable_cpus
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.models.config import DecoderConfig
-from agentflow.engine.models.device_steps import MAX_LOGIT_ROWS, DeviceStep, DeviceSteps, parts_of
+from agentflow.engine.models.device_steps import MAX_LOGIT_ROWS, DeviceStep, DeviceSteps, divide_rows
 from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.lora import AdapterWeights, read_adapter
 from agentflow.engine.models.pooling import EmbeddingHead
-from agentflow.engine.models.sampler import choice_rows, choose_tokens, embedded, wants_only_tokens
+from agentflow.engine.models.sampler import (
+    choice_rows,
+    choose_tokens,
+    make_embedding_output,
+    wants_only_tokens,
+)
 from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
 from agentflow.engine.models.vision.encoding import TowerEncoding
 from agentflow.engine.models.vision.features import MediaFeatures
@@ -51,7 +56,7 @@ from agentflow.kernels.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 
-def forward_input_of(
+def make_forward_input(
     batch: Batch,
     kernels: Kernels,
     kv_layers: tuple[Tensor, ...],
@@ -314,7 +319,7 @@ class TorchRunner:
     def _launch(self, batch: Batch) -> _Launched | DeviceStep:
         adapters = _adapter_rows(batch, self._adapters)
         table = None if self._ahead is None else self._ahead.table.sized_for(batch)
-        given = forward_input_of(batch, self._kernels, self._kv_pool.layers, adapters, self.media, table)
+        given = make_forward_input(batch, self._kernels, self._kv_pool.layers, adapters, self.media, table)
         if self._ahead is not None:
             return self._ahead.launch(batch, given)
         assert batch.pending is None
@@ -343,13 +348,13 @@ class TorchRunner:
         assert launched.hidden is not None
         hidden = launched.hidden()
         if self._embedding_head is not None:
-            return embedded(sampled, self._embedding_head(hidden))
+            return make_embedding_output(sampled, self._embedding_head(hidden))
         if launched.choice is not None:
             logits, sampler = self._model.logits(hidden), self._kernels.sampler
             tokens = sampler.choose(logits, sampler.stage(launched.choice, logits.device))
             return BatchOutput(tokens.cpu().numpy(), None)
         outputs: list[BatchOutput] = []
-        for part in parts_of(sampled):
+        for part in divide_rows(sampled):
             logits = self._model.logits(hidden[len(outputs) * MAX_LOGIT_ROWS :][: len(part.rows)])
             outputs.append(choose_tokens(logits, part, self._kernels.sampler))
         return joined(outputs) if outputs else BatchOutput(sampled.target_ids.copy(), None)

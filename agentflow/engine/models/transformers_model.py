@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.engine.models.config import RawConfig, architectures_of, end_token_ids, read_folder
+from agentflow.engine.models.config import RawConfig, end_token_ids, read_architectures, read_folder
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.attention.groups import MaskedPlans
@@ -285,7 +285,7 @@ def load_transformers(
     """Loads the causal model of ``folder``. Raises ``BadModelFolder`` if transformers is not installed or
     does not know the architecture, or if the model cannot run on a paged KV pool."""
     raw, generation = read_folder(folder)
-    architectures = architectures_of(raw)
+    architectures = read_architectures(raw)
     if not architectures:
         raise BadModelFolder(
             f"{folder}: config.json names no architecture (model_type {raw.get('model_type')!r})",

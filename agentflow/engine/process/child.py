@@ -49,6 +49,6 @@ class EngineChild(ChildProcess):
         return cls.run("agentflow.engine.process.worker", start)
 
 
-async def start_process(start: Start) -> Child:
+async def start_child_process(start: Start) -> Child:
     """The ``StartChild`` of this machine."""
     return EngineChild.start(start)

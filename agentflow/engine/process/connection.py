@@ -46,7 +46,7 @@ class Hung(Unusable):
     """The process was silent for longer than its deadline."""
 
 
-class Connection:
+class ProcessConnection:
     """The messages of one process, in its scope.
 
     Args:
@@ -70,7 +70,7 @@ class Connection:
         self.sent_keys: set[str] = set()
         """Of the constraints that were sent."""
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> ProcessConnection:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -24,13 +24,13 @@ def medium_parts(medium: PreparedMedium) -> Iterator[MediumPart]:
         [(name, array.dtype.str, list(array.shape)) for name, array in medium.arrays.items()],
         [piece if isinstance(piece, str) else _written(piece) for piece in medium.pieces],
     )
-    for data in _pieces_of(medium.arrays):
+    for data in _cut_pieces(medium.arrays):
         yield MediumPart(medium.identity, data, head)
         head = None
     yield MediumPart(medium.identity, b"", head, is_last=True)
 
 
-def _pieces_of(arrays: Mapping[str, NDArray[Any]]) -> Iterator[bytes]:
+def _cut_pieces(arrays: Mapping[str, NDArray[Any]]) -> Iterator[bytes]:
     for array in arrays.values():
         view = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         for start in range(0, len(view), PART_BYTES):

@@ -46,8 +46,8 @@ from agentflow.engine.messages import (
     ToEngine,
     UnloadAdapter,
 )
-from agentflow.engine.process.child import Child, StartChild, start_process
-from agentflow.engine.process.connection import Connection, Hung, Unusable
+from agentflow.engine.process.child import Child, StartChild, start_child_process
+from agentflow.engine.process.connection import Hung, ProcessConnection, Unusable
 from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.request_journal import RequestJournal, Unfinished, aborted
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
@@ -99,7 +99,7 @@ async def supervised_engine(
     deadlines: Deadlines | None = None,
     exits_when_down: bool = False,
     shutdown: ShutdownBudget | None = None,
-    start_child: StartChild = start_process,
+    start_child: StartChild = start_child_process,
 ) -> AsyncIterator[EngineClient]:
     """Runs an engine in a separate process within the scope. An error of the first load is raised here, as
     the same class if it is one of agentflow's.
@@ -205,7 +205,7 @@ class EngineSupervisor:
         deadlines: Deadlines,
         exits_when_down: bool,
         shutdown: ShutdownBudget,
-        start_child: StartChild = start_process,
+        start_child: StartChild = start_child_process,
         name: str = "the engine",
     ) -> None:
         self.receiver: Receiver | None = None
@@ -224,7 +224,7 @@ class EngineSupervisor:
         self._load_failure: AgentflowError | ModuleNotFoundError | None = None
         self._first_load = anyio.Event()  # it ended
         self._child: Child | None = None
-        self._connection: Connection | None = None  # to a process that has loaded
+        self._connection: ProcessConnection | None = None  # to a process that has loaded
         self._journal = RequestJournal()
         self._queries: set[int] = set()
         self._loads: set[int] = set()  # the tickets of adapters, which may take long to read
@@ -404,7 +404,7 @@ class EngineSupervisor:
         """Waits until the process is ready, and exchanges messages with it until it dies (raises
         ``EOFError``), hangs, or is replaced. Raises ``_LoadError`` if it cannot load, or loaded another
         model."""
-        with Connection(child, self._deadlines, lambda: self._is_owed) as connection:
+        with ProcessConnection(child, self._deadlines, lambda: self._is_owed) as connection:
             self._check_loaded(await connection.load())
             self._loaded_at = anyio.current_time()
             self._journal.media.clear()
@@ -467,14 +467,14 @@ class EngineSupervisor:
         self._hand_over(handed)
         self._forward()
 
-    def _load_adapters(self, connection: Connection) -> None:
+    def _load_adapters(self, connection: ProcessConnection) -> None:
         """Loads the adapters of the last process in a new one. Requests wait for their adapters."""
         self._reloads.clear()
         for adapter in self._adapters:
             adapter.is_loaded = False
             self._load_adapter(adapter, connection)
 
-    def _load_adapter(self, adapter: _Adapter, connection: Connection) -> None:
+    def _load_adapter(self, adapter: _Adapter, connection: ProcessConnection) -> None:
         ticket = next(self._reload_tickets)
         self._reloads[ticket] = adapter
         self._journal.wait_for([adapter.identity])

@@ -9,7 +9,7 @@ from agentflow.engine.batch import BatchOutput
 from agentflow.engine.request import SAMPLED_ONCE, CacheKey, Request, Row, Work
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.rows.select import ScoredNodes, num_scored_nodes, scored_nodes, store_scores
-from agentflow.engine.scheduling.step_limits import Features
+from agentflow.engine.scheduling.step_limits import StepFeatures
 from agentflow.errors import BadArgument, EngineFailed, RequestRefused
 from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
 
@@ -47,7 +47,7 @@ class Launched:
 
     rows: list[Row]
     scored: list[ScoredNodes]  # the rows and nodes of trees that have tokens to score
-    features: Features  # its costs, for ``StepCost``
+    features: StepFeatures  # its costs, for ``StepCost``
 
 
 class InFlight:
@@ -66,7 +66,7 @@ class InFlight:
         self._prefills = prefills
         self._counters = counters
 
-    def launch(self, rows: list[Row], features: Features, *, is_scored: bool) -> None:
+    def launch(self, rows: list[Row], features: StepFeatures, *, is_scored: bool) -> None:
         """The batch of these rows is launched, after the batches in flight. ``is_scored``: it scores
         tokens of trees."""
         scored: list[ScoredNodes] = []
@@ -184,7 +184,7 @@ class InFlight:
         if logprobs is not None and request.tree is None:
             row.logprobs = logprobs[first:end]
         if request.params.top_logprobs:
-            row.tops = [output.top_of(i, request.params.top_logprobs) for i in range(first, end)]
+            row.tops = [output.list_top(i, request.params.top_logprobs) for i in range(first, end)]
         if output.embeddings is not None:
             row.embedding = output.embeddings[end - 1].tobytes()
         if request.score_from and output.ranks is not None:
@@ -224,7 +224,7 @@ class InFlight:
         return [(row.request, row.num_tokens + row.num_nodes) for row in rows]
 
 
-_Place = tuple[CacheKey, int, int]  # identity, position and id of the next token that is not cached
+_Place = tuple[CacheKey, int, int]  # cache key, position and id of the next token that is not cached
 
 
 class InProgressPrefixes:

@@ -43,8 +43,8 @@ _numbers: Final = itertools.count()
 """Numbers of changes, unique among all tables: a copy of one table must not take the changes of another."""
 
 
-def _tenant_of(identity: CacheKey) -> Hashable:
-    return identity.tenant
+def _find_tenant(cache_key: CacheKey) -> Hashable:
+    return cache_key.tenant
 
 
 class KVMemory:
@@ -74,7 +74,7 @@ class KVMemory:
         new_liveness: NewLiveness | None = None,
     ) -> None:
         self.slots = KVSlots(num_slots)
-        self.cache = RadixCache(_tenant_of, IDLE_AFTER_POOLS * num_slots, model=model, on_blocks=on_blocks)
+        self.cache = RadixCache(_find_tenant, IDLE_AFTER_POOLS * num_slots, model=model, on_blocks=on_blocks)
         self.liveness = (new_liveness or Liveness)(self.cache, num_slots, clock)
         self.marks = PrefixMarks(self.cache)
         self._clock = clock
@@ -109,9 +109,9 @@ class KVMemory:
         """Slots that are free or that the tenant gets before its open states lose tokens."""
         return self.slots.num_free + self.cache.room_for(tenant)
 
-    def peek(self, identity: CacheKey, run: TokenRun) -> int:
+    def peek(self, cache_key: CacheKey, run: TokenRun) -> int:
         """How many tokens of the run are cached."""
-        return self.cache.peek(identity, run) if self._use_cache else 0
+        return self.cache.peek(cache_key, run) if self._use_cache else 0
 
     def match(self, request: Request) -> PrefixMatch:
         """The longest cached prefix of the request, locked. ``attach`` it or ``cache.unlock`` it."""

@@ -111,7 +111,7 @@ class Retries:
         """Parts of at most ``num_tokens`` tokens each, or larger ones with a single prompt that must be
         whole."""
         if not self._whole_prompts:
-            return divided(work, num_tokens)
+            return divide_work(work, num_tokens)
         parts: list[list[Work]] = []
         room = 0
         for item in work:
@@ -123,7 +123,7 @@ class Retries:
         return parts
 
 
-def divided(work: Sequence[Work], num_tokens: int) -> list[list[Work]]:
+def divide_work(work: Sequence[Work], num_tokens: int) -> list[list[Work]]:
     """The work as parts of at most ``num_tokens`` tokens and nodes each, or larger ones with a single run of
     a medium that attends both ways."""
     parts: list[list[Work]] = [[]]

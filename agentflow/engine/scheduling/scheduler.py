@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.media_run import MediaRun
-from agentflow.engine.request import Objective, Origin, Request, Row, Status, check_size, make_rows
+from agentflow.engine.request import Objective, Origin, Request, Row, Status, check_total_tokens, make_rows
 from agentflow.engine.scheduling.admission import Admission, OutputReserve
 from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLICY, MAX_RUNNING
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgressPrefixes
@@ -40,7 +40,7 @@ from agentflow.engine.scheduling.policies.policy import (
     Clock,
     FirstCome,
     LongestPrefix,
-    Peek,
+    PeekCache,
     Policy,
     RandomOrder,
 )
@@ -55,8 +55,8 @@ from agentflow.engine.scheduling.step_limits import (
     MIN_STEP_S,
     PROMPT_STEP_S,
     Draft,
-    Features,
     StepCost,
+    StepFeatures,
     batch_features,
 )
 from agentflow.errors import BadArgument
@@ -66,7 +66,7 @@ MAX_FORCED_TOKENS = 32
 scheduled in chunks, like a prompt."""
 MAX_DISPLACED = 64
 """A request may evict this many tokens that open states need next if the batch has room."""
-NewPolicy = Callable[[Peek, int, Clock], Policy]
+NewPolicy = Callable[[PeekCache, int, Clock], Policy]
 """Makes a policy for a scheduler with this token budget and clock."""
 POLICIES: Mapping[str, NewPolicy] = {
     DEFAULT_POLICY: FairLongestPrefix,
@@ -185,7 +185,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. ``PromptTooLong`` if it could never run."""
-        check_size(request, self.max_total_tokens, self.memory.slots.total)
+        check_total_tokens(request, self.max_total_tokens, self.memory.slots.total)
         room = self.max_total_tokens - request.num_prompt
         request.max_new_tokens = min(request.max_new_tokens, room)
         request.arrival = next(self._arrivals)
@@ -510,7 +510,7 @@ class Scheduler:
         self._count_step()
         return results
 
-    def _observe(self, features: Features, took_s: float) -> None:
+    def _observe(self, features: StepFeatures, took_s: float) -> None:
         self.cost.observe(features, took_s)
         if self._pace is not None:
             self._pace.ran(took_s)

@@ -20,7 +20,7 @@ from agentflow.engine.batch import Batch
 from agentflow.engine.request import Request, Work
 from agentflow.engine.scheduling.media_work import MediaWork
 
-Features = NDArray[np.float64]
+StepFeatures = NDArray[np.float64]
 
 MEMORY_STEPS = 100
 """The weight of a step in the fit halves about every 70 later steps of its kind."""
@@ -40,7 +40,7 @@ MIN_CHUNK = 16
 """A chunk is an eighth of the tokens that prompts have in a step, but at least this many."""
 
 
-def batch_features(batch: Batch) -> Features:
+def batch_features(batch: Batch) -> StepFeatures:
     """The five amounts that the coefficients multiply, in the module's order."""
     chunks, ends = batch.query_lens[batch.num_decode :], batch.kv_lens[batch.num_decode :]
     pairs = float((chunks * (ends - chunks / 2)).sum()) if len(chunks) else 0.0
@@ -89,7 +89,7 @@ class StepCost:
         divisor = linear + math.sqrt(linear * linear + 4 * quadratic * seconds)
         return int(min(2 * seconds / divisor, 2**31)) if divisor > 0 else 2**31
 
-    def observe(self, features: Features, took_s: float) -> None:
+    def observe(self, features: StepFeatures, took_s: float) -> None:
         """Learns from a step with these features and duration."""
         kind = 1 if features[4] > 0 else 0
         relative = features / took_s
@@ -115,7 +115,7 @@ class StepCost:
         self._base_s, self._token_s, self._logits_s, self._read_s, self._pair_s = found.tolist()
 
 
-def _fit_nonnegative(matrix: Features, target: Features) -> Features:
+def _fit_nonnegative(matrix: StepFeatures, target: StepFeatures) -> StepFeatures:
     """A non-negative solution of the normal equations ``matrix @ x = target``: drops the most negative
     coefficient and solves for the rest again."""
     used = list(range(len(target)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from agentflow.engine.request import Request
-from agentflow.engine.scheduling.policies.policy import Clock, LongestPrefix, Peek
+from agentflow.engine.scheduling.policies.policy import Clock, LongestPrefix, PeekCache
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingNode
 from agentflow.engine.scheduling.scheduler import POLICIES, NewPolicy
 
@@ -19,7 +19,7 @@ class DepthFirst(LongestPrefix):
     """Depth first through the tree of waiting requests: below the request that was admitted last as long as
     there are any, and otherwise into the subtree with the most requests."""
 
-    def __init__(self, peek: Peek, token_budget: int, clock: Clock) -> None:
+    def __init__(self, peek: PeekCache, token_budget: int, clock: Clock) -> None:
         super().__init__(peek, token_budget, clock)
         self._path: list[WaitingNode] = []  # from the root to the end of the last admitted request
 

@@ -149,7 +149,7 @@ class FakeRunner:
         return encoding
 
     def feature_bytes(self, medium: PreparedMedium) -> int:
-        return BYTES_PER_FEATURE * num_features(medium)
+        return BYTES_PER_FEATURE * num_feature_rows(medium)
 
     def drop_medium(self, identity: str) -> None:
         del self.encodings[identity]
@@ -260,7 +260,7 @@ class FakeEncoding:
     def features(self) -> NDArray[np.int64]:
         """A number for each row, above those of tokens."""
         pixels = b"".join([name.encode() + array.tobytes() for name, array in self._medium.arrays.items()])
-        rows = range(num_features(self._medium))
+        rows = range(num_feature_rows(self._medium))
         return np.array([2**32 + zlib.crc32(pixels + b"%d" % row) for row in rows], dtype=np.int64)
 
     def check_whole(self, places: NDArray[np.int64]) -> None:
@@ -272,7 +272,7 @@ class FakeEncoding:
                 assert len(counts) == 1, "a run that attends both ways is divided"
 
 
-def num_features(medium: PreparedMedium) -> int:
+def num_feature_rows(medium: PreparedMedium) -> int:
     """The rows of the features."""
     runs = [piece for piece in medium.pieces if not isinstance(piece, str)]
     return max([piece.first + len(piece.positions[0]) for piece in runs])

@@ -540,7 +540,7 @@ GENERATORS: dict[str, Callable[..., list[Arrival]]] = {
 }
 
 
-def generate(name: str, parameters: Mapping[str, float | int]) -> list[Arrival]:
+def make_arrivals(name: str, parameters: Mapping[str, float | int]) -> list[Arrival]:
     """Returns the requests of a generator. Raises ``BadArgument`` for an unknown name or parameter."""
     if name not in GENERATORS:
         raise BadArgument(f"unknown workload generator {name!r}; known: {', '.join(GENERATORS)}")

@@ -15,7 +15,7 @@ from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.liveness import Liveness, NewLiveness, ProgramKey, _End
-from agentflow.engine.scheduling.policies.policy import Clock, FirstCome, Peek
+from agentflow.engine.scheduling.policies.policy import Clock, FirstCome, PeekCache
 from agentflow.engine.scheduling.scheduler import NewPolicy
 from agentflow.engine.simulator.cost_model import CostModel
 
@@ -129,7 +129,7 @@ class ProgramOrder(FirstCome):
 
     memory: KVMemory
 
-    def __init__(self, peek: Peek, token_budget: int, clock: Clock) -> None:
+    def __init__(self, peek: PeekCache, token_budget: int, clock: Clock) -> None:
         super().__init__(peek, token_budget, clock)
         self._known: dict[ProgramKey, _Known] = {}
 

@@ -30,7 +30,7 @@ from agentflow.errors import PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 
 _PARAMS = SamplingParams()
-OnProgress = Callable[[int, int], None]
+ReportCounts = Callable[[int, int], None]
 """Called with the number of finished requests and their total."""
 
 
@@ -280,7 +280,7 @@ def simulate(
     cost: CostModel | None = None,
     kv_tokens: int | None = None,
     max_context: int = SIMULATED_CONTEXT,
-    on_progress: OnProgress | None = None,
+    on_progress: ReportCounts | None = None,
     knows_programs: bool = True,
     knows_returns: bool = False,
     rules: Rules | None = None,

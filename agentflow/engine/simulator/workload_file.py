@@ -22,7 +22,7 @@ import numpy as np
 
 from agentflow.engine.cache.token_run import common_prefix_len, token_run
 from agentflow.engine.request import Objective
-from agentflow.engine.simulator.generators import generate
+from agentflow.engine.simulator.generators import make_arrivals
 from agentflow.engine.simulator.workload import Arrival, Workload
 from agentflow.errors import BadArgument
 
@@ -143,7 +143,7 @@ def read_workload(path: Path) -> Workload:
             if path.name.removesuffix(".gz").endswith(".json"):
                 spec = msgspec.json.decode(source.read(), type=_Generated)
                 name = spec.name or workload_name(path)
-                return Workload(name, generate(spec.generator, spec.parameters), spec.kv_tokens)
+                return Workload(name, make_arrivals(spec.generator, spec.parameters), spec.kv_tokens)
             header = msgspec.json.decode(source.readline(), type=_Header)
             if header.agentflow_workload != VERSION:
                 raise BadArgument(

@@ -33,14 +33,14 @@ def named_adapters(texts: Iterable[str]) -> Mapping[str, str]:
         name, _, path = text.partition("=")
         if not path:
             raise BadArgument(f"lora must be NAME=PATH, not {text!r}", param="lora")
-        check_name(name)
+        check_adapter_name(name)
         if name in found:
             raise BadArgument(f"lora names the adapter {name!r} twice", param="lora")
         found[name] = path
     return found
 
 
-def check_name(name: str) -> None:
+def check_adapter_name(name: str) -> None:
     """Raises ``BadArgument`` for a name that cannot be part of a model's name."""
     if not name or len(name) > 100 or not name.isprintable() or any(c in " :/=" for c in name):
         raise BadArgument(

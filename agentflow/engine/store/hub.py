@@ -28,7 +28,7 @@ from agentflow.engine.store.embedding_folder import EMBEDDING_FILES, module_file
 from agentflow.engine.store.gguf.names import is_mmproj, mmproj_among
 from agentflow.engine.store.hub_errors import explained
 from agentflow.engine.store.hub_names import COMMIT, HubName, cache_folder, gguf_files, repository_folder
-from agentflow.engine.store.model_folder import INDEX, faults_of, json_object, pickles_in, shards_in
+from agentflow.engine.store.model_folder import INDEX, find_faults, json_object, pickles_in, shards_in
 from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
 from agentflow.engine.store.pull_progress import PullListener
 from agentflow.engine.store.weight_scheme import read_scheme
@@ -167,7 +167,7 @@ class _Pull:
         try:
             if is_adapter:
                 check_adapter(self._snapshot)
-            elif faults := faults_of(self._snapshot):
+            elif faults := find_faults(self._snapshot):
                 raise BadModelFolder("; ".join(faults), param=self._name.repository)
         except BadModelFolder as error:
             raise PullFailed(f"{self._name} cannot be used: {error}", param=error.param) from error

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from agentflow.engine.store.catalog import CATALOG
-from agentflow.engine.store.model_folder import faults_of, gguf_parts
+from agentflow.engine.store.model_folder import find_faults, gguf_parts
 from agentflow.errors import PullFailed
 
 MAIN: Final = "main"
@@ -87,7 +87,7 @@ def cached_model(name: HubName) -> Path | None:
     if snapshot is None:
         return None
     if not name.gguf:
-        return None if faults_of(snapshot) else snapshot
+        return None if find_faults(snapshot) else snapshot
     files = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*.gguf") if file.is_file()]
     try:
         return snapshot / gguf_files(name, files)[0]
@@ -124,7 +124,7 @@ def cached_models() -> Iterator[tuple[HubName, Path]]:
             snapshot = cached_snapshot(plain)
             if snapshot is None:
                 continue
-            if not faults_of(snapshot):
+            if not find_faults(snapshot):
                 yield plain, snapshot
             yield from _cached_ggufs(plain, snapshot)
 

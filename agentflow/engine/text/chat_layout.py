@@ -32,10 +32,10 @@ from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
 
-from agentflow.engine.text.chat_template import ChatTemplate, Mark, unmarked
+from agentflow.engine.text.chat_template import ChatTemplate, MarkText, unmarked
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolSpec
-from agentflow.protocol.images import Medium, MediumKind, kind_of, placed_in
+from agentflow.protocol.images import Medium, MediumKind, medium_kind, placed_in
 
 _NO_MEDIA: Mapping[MediumKind, str] = {}
 
@@ -176,16 +176,16 @@ def common_suffix(a: str, b: str) -> int:
     return common_prefix(a[::-1], b[::-1])
 
 
-Place: TypeAlias = "tuple[int, int]"
+TextRange: TypeAlias = "tuple[int, int]"
 """Start and end of a stretch of text."""
 
-Places: TypeAlias = Callable[[str], "Sequence[Place]"]
+Places: TypeAlias = Callable[[str], "Sequence[TextRange]"]
 """Finds the places of tokens that no content may have, such as ``Tokenizer.closed_places``."""
 
 
 def find_untrusted_spans(
-    render: Callable[[Mark], str], text: str, closed_places: Places
-) -> tuple[Place, ...]:
+    render: Callable[[MarkText], str], text: str, closed_places: Places
+) -> tuple[TextRange, ...]:
     """Returns the untrusted spans of ``text``, in order. ``render`` applies a mark to each untrusted string;
     with ``unmarked`` it returns ``text``.
 
@@ -193,7 +193,7 @@ def find_untrusted_spans(
     marked ones; then only strings that contain a special token are marked. Raises ``NotSupported`` if the
     template does not show these unchanged.
     """
-    for around in (_all_of, closed_places):
+    for around in (_whole_text, closed_places):
         nonce = new_nonce()
         try:
             marked = render(partial(_marked, nonce, around))
@@ -210,8 +210,8 @@ def find_untrusted_spans(
 
 
 def closed_untrusted_spans(
-    text: str, start: int, end: int, untrusted: Sequence[Place], closed_places: Places
-) -> list[Place]:
+    text: str, start: int, end: int, untrusted: Sequence[TextRange], closed_places: Places
+) -> list[TextRange]:
     """Returns the places of closed tokens that are at least partly in an untrusted span, in order and
     disjoint.
 
@@ -223,7 +223,7 @@ def closed_untrusted_spans(
         closed_places: finds closed tokens.
     """
     firsts, ends = [place[0] for place in untrusted], [place[1] for place in untrusted]
-    found: list[Place] = []
+    found: list[TextRange] = []
     unread = [(start, end)]
     while unread:
         low, high = unread.pop()
@@ -248,7 +248,7 @@ def new_nonce() -> str:
     return str(10**38 + secrets.randbelow(10**38))
 
 
-def _all_of(string: str) -> list[Place]:
+def _whole_text(string: str) -> list[TextRange]:
     """Returns the place of the string without white space at its ends, which templates trim."""
     return [(len(string) - len(string.lstrip()), len(string.rstrip()))]
 
@@ -263,8 +263,8 @@ def _marked(nonce: str, around: Places, string: str) -> str:
     return "".join([*parts, string[at:]])
 
 
-def _inside(parts: list[str]) -> tuple[Place, ...]:
-    places: list[Place] = []
+def _inside(parts: list[str]) -> tuple[TextRange, ...]:
+    places: list[TextRange] = []
     at = 0
     for number, part in enumerate(parts):
         if number % 2 and part:
@@ -283,7 +283,7 @@ MIN_RENDERINGS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LayoutPiece:
     """A part of a rendering."""
 
     kind: Literal["markup", "content"]
@@ -301,14 +301,14 @@ class Layout:
     text: str
     shown: tuple[Shown, ...]  # in the order of the text
     tools: tuple[ToolSpec, ...] = ()
-    untrusted_spans: tuple[Place, ...] = ()  # strings of tools and tool calls in the markup, if requested
+    untrusted_spans: tuple[TextRange, ...] = ()  # strings of tools and tool calls in the markup, if requested
     # The places of the placeholders of images and videos, in the order of the text.
-    media: tuple[tuple[Place, Medium], ...] = ()
+    media: tuple[tuple[TextRange, Medium], ...] = ()
 
     @property
     def placeholders(self) -> dict[MediumKind, str]:
         """The template's text for its media."""
-        return {kind_of(medium): self.text[low:high] for (low, high), medium in self.media}
+        return {medium_kind(medium): self.text[low:high] for (low, high), medium in self.media}
 
     def contents(self) -> list[Shown]:
         """Returns the places of the texts and of the placeholders of media, in the order of the text."""
@@ -316,15 +316,15 @@ class Layout:
         placed = [Shown(turn, *place) for turn, (place, _) in zip(turns, self.media, strict=True)]
         return sorted([*self.shown, *placed], key=lambda part: (part.start, part.end))
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[LayoutPiece]:
         """Returns the whole text in pieces: markup, content, markup, …, markup. Markup may be empty."""
-        pieces: list[Piece] = []
+        pieces: list[LayoutPiece] = []
         at = 0
         for part in self.shown:
-            pieces.append(Piece("markup", self.text[at : part.start], None))
-            pieces.append(Piece("content", self.text[part.start : part.end], part.turn))
+            pieces.append(LayoutPiece("markup", self.text[at : part.start], None))
+            pieces.append(LayoutPiece("content", self.text[part.start : part.end], part.turn))
             at = part.end
-        return [*pieces, Piece("markup", self.text[at:], None)]
+        return [*pieces, LayoutPiece("markup", self.text[at:], None)]
 
 
 def lay_out(
@@ -371,7 +371,7 @@ def lay_out(
         shown = _one_by_one(text, asked, marks, previous)
     found = [(part, asked.owners[part.turn]) for part in _whole_generations(text, asked.units, shown)]
     shown = [Shown(turn, part.start, part.end, number) for part, (turn, number) in found]
-    untrusted: tuple[Place, ...] = ()
+    untrusted: tuple[TextRange, ...] = ()
     if closed_places is not None and asked.says_more_than_contents:
         untrusted = find_untrusted_spans(lambda mark: asked.render(asked.units, mark), text, closed_places)
     media = [placed.medium for message in asked.messages for placed in message.images]
@@ -384,18 +384,18 @@ def _places_of_media(
     placeholders: Mapping[MediumKind, str],
     text: str,
     shown: Sequence[Shown],
-    untrusted: Sequence[Place],
-) -> tuple[tuple[Place, Medium], ...]:
+    untrusted: Sequence[TextRange],
+) -> tuple[tuple[TextRange, Medium], ...]:
     """Returns the media with their places, in the order of the text. Media with the same placeholder are in
     the order of the conversation; a template may write all images before all videos."""
     by_placeholder: dict[str, list[Medium]] = {}
     for medium in media:
-        by_placeholder.setdefault(placeholders.get(kind_of(medium), ""), []).append(medium)
-    found: list[tuple[Place, Medium]] = []
+        by_placeholder.setdefault(placeholders.get(medium_kind(medium), ""), []).append(medium)
+    found: list[tuple[TextRange, Medium]] = []
     for placeholder, same in by_placeholder.items():
         places = _placeholders(text, shown, untrusted, placeholder)
         if len(places) != len(same):
-            kinds = " and ".join(sorted({f"{kind_of(medium)}s" for medium in same}))
+            kinds = " and ".join(sorted({f"{medium_kind(medium)}s" for medium in same}))
             raise NotSupported(
                 f"the model's chat template shows {len(places)} of {len(same)} {kinds} of this conversation"
             )
@@ -404,10 +404,10 @@ def _places_of_media(
 
 
 def _placeholders(
-    text: str, shown: Sequence[Shown], untrusted: Sequence[Place], placeholder: str
-) -> list[Place]:
+    text: str, shown: Sequence[Shown], untrusted: Sequence[TextRange], placeholder: str
+) -> list[TextRange]:
     """Returns the places of the placeholders that the template wrote, in order."""
-    found: list[Place] = []
+    found: list[TextRange] = []
     firsts, ends = [place[0] for place in untrusted], [place[1] for place in untrusted]
     edges = [0, *[edge for part in shown for edge in (part.start, part.end)], len(text)]
     for low, high in zip(edges[::2], edges[1::2], strict=True):
@@ -455,7 +455,7 @@ class _Asked:
             for message in self.messages
         )
 
-    def render(self, units: Sequence[Message], mark: Mark = unmarked) -> str:
+    def render(self, units: Sequence[Message], mark: MarkText = unmarked) -> str:
         messages = self._with_texts(units)
         if self.open_role is None or self.open_role == "assistant":
             opens = self.open_role is not None

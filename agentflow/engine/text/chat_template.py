@@ -35,10 +35,10 @@ from agentflow.engine.text.tokenizer_files import (
 from agentflow.errors import BadModelFolder, NotSupported, no_chat_template
 from agentflow.protocol.bounds.json_bounds import MOST_NESTING, nests_deeper
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
-from agentflow.protocol.images import MediumKind, kind_of
+from agentflow.protocol.images import MediumKind, medium_kind
 from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS
 
-Mark: TypeAlias = Callable[[str], str]
+MarkText: TypeAlias = Callable[[str], str]
 """Makes an untrusted string recognisable in a rendering."""
 
 SHORT_ID_CHARS = 9
@@ -77,14 +77,14 @@ def unmarked(text: str) -> str:
 
 
 def message_values(
-    messages: Sequence[Message], dialect: ToolDialect, mark: Mark = unmarked, *, in_parts: bool = False
+    messages: Sequence[Message], dialect: ToolDialect, mark: MarkText = unmarked, *, in_parts: bool = False
 ) -> list[dict[str, Any]]:
     """Returns messages in the form of OpenAI's API. ``in_parts``: also the contents without images are lists
     of parts."""
     return [_message_value(message, dialect, mark, in_parts=in_parts) for message in messages]
 
 
-def tool_values(tools: Sequence[ToolSpec], mark: Mark = unmarked) -> list[dict[str, Any]] | None:
+def tool_values(tools: Sequence[ToolSpec], mark: MarkText = unmarked) -> list[dict[str, Any]] | None:
     """Returns tools in the form of OpenAI's API; None if there are none, because templates test for None."""
     if not tools:
         return None
@@ -101,7 +101,7 @@ def tool_values(tools: Sequence[ToolSpec], mark: Mark = unmarked) -> list[dict[s
     ]
 
 
-def marked_leaves(value: Any, mark: Mark) -> Any:
+def marked_leaves(value: Any, mark: MarkText) -> Any:
     """Returns a JSON value with all strings marked, including names of members, except words of JSON schema,
     for which templates test."""
     if isinstance(value, str):
@@ -155,11 +155,13 @@ def _with_stand_ins(value: Any, texts: dict[str, str]) -> Any:
     return value
 
 
-def _message_value(message: Message, dialect: ToolDialect, mark: Mark, *, in_parts: bool) -> dict[str, Any]:
+def _message_value(
+    message: Message, dialect: ToolDialect, mark: MarkText, *, in_parts: bool
+) -> dict[str, Any]:
     value: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.images or in_parts:
         value["content"] = [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": kind_of(part)}
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": medium_kind(part)}
             for part in message.parts or [""]
         ]
     if message.reasoning is not None:
@@ -175,7 +177,7 @@ def _message_value(message: Message, dialect: ToolDialect, mark: Mark, *, in_par
     return value
 
 
-def _call_value(call: CalledTool, dialect: ToolDialect, mark: Mark) -> dict[str, Any]:
+def _call_value(call: CalledTool, dialect: ToolDialect, mark: MarkText) -> dict[str, Any]:
     members = list_members(call)
     text = mark(call.arguments)
     as_object = dialect.arguments == "object"
@@ -184,7 +186,7 @@ def _call_value(call: CalledTool, dialect: ToolDialect, mark: Mark) -> dict[str,
     return {"id": _id(call.id, dialect, mark), "type": "function", "function": function}
 
 
-def _id(call_id: str, dialect: ToolDialect, mark: Mark) -> str:
+def _id(call_id: str, dialect: ToolDialect, mark: MarkText) -> str:
     if not dialect.short_ids:
         return mark(call_id)
     if len(call_id) == SHORT_ID_CHARS and call_id.isascii() and call_id.isalnum():
@@ -353,7 +355,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         now: datetime | None = None,
         dialect: ToolDialect | None = None,
-        mark: Mark = unmarked,
+        mark: MarkText = unmarked,
         in_parts: bool | None = None,
     ) -> str:
         """Renders a conversation.

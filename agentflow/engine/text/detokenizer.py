@@ -91,7 +91,7 @@ class Detokenizer:
             count -= 1
         return count
 
-    def ids_of(self, start: int, end: int) -> list[int]:
+    def list_ids(self, start: int, end: int) -> list[int]:
         """Returns ids whose text is exactly ``text[start:end]``: ids that are completely inside are kept, and
         the part of a token that crosses ``start`` or ``end`` is encoded again."""
         last = self.num_ids_within(end)
@@ -260,7 +260,7 @@ class TextEnd:
         detokenizer = self._detokenizer
         end = detokenizer.num_chars if self._stopped_at is None else self._stopped_at
         text = detokenizer.text[:end]
-        ids = detokenizer.ids_of(0, end)
+        ids = detokenizer.list_ids(0, end)
         return Ending(ids, text, kept=detokenizer.num_ids_within(end), rest=text[self._num_delivered :])
 
     def _search(self, new: str, at: int) -> int:

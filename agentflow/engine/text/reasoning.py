@@ -31,7 +31,7 @@ from agentflow.engine.text.channels import (
     has_channels,
 )
 from agentflow.engine.text.tool_output import ToolOutput, overlap
-from agentflow.protocol.chat import Piece, ReasoningPiece, TextPiece
+from agentflow.protocol.chat import ReasoningPiece, ReplyPiece, TextPiece
 
 WHITE_SPACE = " \t\r\n"
 SPACES = WHITE_SPACE.encode()
@@ -91,7 +91,7 @@ def _has_variable(source: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", source) is not None
 
 
-class Thinking(msgspec.Struct, frozen=True, array_like=True):
+class ReasoningFormat(msgspec.Struct, frozen=True, array_like=True):
     """How one output may begin with reasoning."""
 
     begin: str  # the mark before reasoning
@@ -107,7 +107,7 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
         """Whether the model writes in channels."""
         return bool(self.answer or self.calls)
 
-    def for_answer(self, *, has_calls: bool, must_call: bool) -> Thinking:
+    def for_answer(self, *, has_calls: bool, must_call: bool) -> ReasoningFormat:
         """Returns it for an answer that may, or must, call tools."""
         if not self.has_channels:
             return self
@@ -117,7 +117,7 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
 
 def thinking_after(
     marks: ReasoningMarks, opening: str, written: str, *, budget: int | None = None
-) -> Thinking | None:
+) -> ReasoningFormat | None:
     """Returns how an answer may begin with reasoning. None if it has none: the prompt ended it, or began the
     answer.
 
@@ -131,10 +131,10 @@ def thinking_after(
     text = opening + written
     begun, ended = text.rfind(begin), text.rfind(end)
     if begun > ended:
-        return Thinking(begin, end, True, budget, answer)
+        return ReasoningFormat(begin, end, True, budget, answer)
     if written or (not answer and opening.rstrip(WHITE_SPACE).endswith(end)):
         return None
-    return Thinking(begin, end, False, budget, answer)
+    return ReasoningFormat(begin, end, False, budget, answer)
 
 
 class _State(Enum):
@@ -152,7 +152,7 @@ class ReasoningOutput:
     ``answer_at`` comes from ``Progress``, together with the text: the character at which the answer begins,
     counted from the first of the output, or -1 if it has not begun.
 
-    >>> output = ReasoningOutput(Thinking("<think>", "</think>", is_open=False))
+    >>> output = ReasoningOutput(ReasoningFormat("<think>", "</think>", is_open=False))
     >>> output.push("<think>\nIt is a gre", -1) + output.push("eting.\n</think>\n\nHello", 37)
     [ReasoningPiece(text='It is a gre'), ReasoningPiece(text='eting.'), TextPiece(text='Hello')]
 
@@ -160,7 +160,7 @@ class ReasoningOutput:
     that ends within its reasoning has no answer.
     """
 
-    def __init__(self, thinking: Thinking, output: ToolOutput | None = None) -> None:
+    def __init__(self, thinking: ReasoningFormat, output: ToolOutput | None = None) -> None:
         self._marks = thinking
         self._output = output
         self._state = _State.REASONING if thinking.is_open else _State.START
@@ -183,19 +183,19 @@ class ReasoningOutput:
         """Whether reasoning has begun, and the answer has not."""
         return self._state is _State.REASONING
 
-    def push(self, text: str, answer_at: int) -> list[Piece]:
+    def push(self, text: str, answer_at: int) -> list[ReplyPiece]:
         """Reads more text. Returns the pieces that are now certain."""
         return self._read(text, answer_at, is_over=False, is_truncated=False)
 
-    def finish(self, rest: str, answer_at: int, *, is_truncated: bool = False) -> list[Piece]:
+    def finish(self, rest: str, answer_at: int, *, is_truncated: bool = False) -> list[ReplyPiece]:
         """Reads ``rest`` and ends the output. Returns all remaining pieces. ``is_truncated``: as for
         ``ToolOutput``."""
         return self._read(rest, answer_at, is_over=True, is_truncated=is_truncated)
 
-    def _read(self, text: str, answer_at: int, *, is_over: bool, is_truncated: bool) -> list[Piece]:
+    def _read(self, text: str, answer_at: int, *, is_over: bool, is_truncated: bool) -> list[ReplyPiece]:
         self._held += text
         self._num_read += len(text)
-        pieces: list[Piece] = []
+        pieces: list[ReplyPiece] = []
         if self._state is not _State.ANSWER:
             self._read_reasoning(answer_at, is_over, pieces)
         if self._state is _State.ANSWER:
@@ -208,7 +208,7 @@ class ReasoningOutput:
                 pieces += self._output.push(answer)
         return pieces
 
-    def _read_reasoning(self, answer_at: int, is_over: bool, pieces: list[Piece]) -> None:
+    def _read_reasoning(self, answer_at: int, is_over: bool, pieces: list[ReplyPiece]) -> None:
         has_answer = answer_at >= 0
         num_before = len(self._held) - (self._num_read - answer_at) if has_answer else len(self._held)
         before, answer = self._held[:num_before], self._held[num_before:]
@@ -221,7 +221,7 @@ class ReasoningOutput:
             self._state, before = _State.ANSWER, "" if has_answer else before
         self._held = before + answer
 
-    def _deliver(self, reasoning: str, pieces: list[Piece], *, is_whole: bool) -> str:
+    def _deliver(self, reasoning: str, pieces: list[ReplyPiece], *, is_whole: bool) -> str:
         """Delivers reasoning, and returns the text to hold back: the end of the reasoning that may be white
         space and the mark after it. If the reasoning is complete, this text is dropped."""
         if not self._has_reasoning:
@@ -243,7 +243,7 @@ AnswerOutput: TypeAlias = ToolOutput | ReasoningOutput | ChannelOutput
 """The reader of an answer that has more than text."""
 
 
-def push_output(output: AnswerOutput, text: str, answer_at: int | None) -> list[Piece]:
+def push_output(output: AnswerOutput, text: str, answer_at: int | None) -> list[ReplyPiece]:
     """``output.push``, with ``answer_at`` of the ``Progress`` that had the text."""
     if isinstance(output, ReasoningOutput):
         return output.push(text, -1 if answer_at is None else answer_at)
@@ -252,7 +252,7 @@ def push_output(output: AnswerOutput, text: str, answer_at: int | None) -> list[
 
 def finish_output(
     output: AnswerOutput, rest: str, answer_at: int | None, *, is_truncated: bool = False
-) -> list[Piece]:
+) -> list[ReplyPiece]:
     """``output.finish``, with ``answer_at`` of ``Finished``."""
     if isinstance(output, ReasoningOutput):
         return output.finish(rest, -1 if answer_at is None else answer_at, is_truncated=is_truncated)
@@ -269,7 +269,7 @@ class ReasoningText:
     def __str__(self) -> str:
         return "".join(self._texts)
 
-    def take(self, pieces: Sequence[Piece]) -> None:
+    def take(self, pieces: Sequence[ReplyPiece]) -> None:
         """Appends the reasoning among the pieces."""
         self._texts += [piece.text for piece in pieces if isinstance(piece, ReasoningPiece)]
 
@@ -282,7 +282,7 @@ class ReasoningText:
 class AnswerText:
     """The answer in one output, without the ``reasoning`` before it."""
 
-    def __init__(self, thinking: Thinking) -> None:
+    def __init__(self, thinking: ReasoningFormat) -> None:
         self._output: ReasoningOutput | ChannelOutput = (
             ChannelOutput((), is_open=thinking.is_open)
             if thinking.has_channels
@@ -302,7 +302,7 @@ class AnswerText:
         self._take(finish_output(self._output, text[self._num_chars :], answer_at))
         return "".join(self._answer)
 
-    def _take(self, pieces: Sequence[Piece]) -> str:
+    def _take(self, pieces: Sequence[ReplyPiece]) -> str:
         self.reasoning.take(pieces)
         answer = "".join([piece.text for piece in pieces if isinstance(piece, TextPiece)])
         self._answer.append(answer)
@@ -318,7 +318,7 @@ class ReasoningTokens:
     ``data``: the bytes of all tokens before the answer. ``num_tokens``: the number of these tokens, if there
     is reasoning; ``num_inside``: the tokens of reasoning after the first mark."""
 
-    def __init__(self, thinking: Thinking, *, has_end_token: bool = False) -> None:
+    def __init__(self, thinking: ReasoningFormat, *, has_end_token: bool = False) -> None:
         self.end_mark = thinking.end
         self._begin, self._end = thinking.begin.encode(), thinking.end.encode()
         self._has_end_token = has_end_token

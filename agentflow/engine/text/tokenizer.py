@@ -279,11 +279,11 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        return None if self.bos is None else self.id_of(self.bos)
+        return None if self.bos is None else self.find_id(self.bos)
 
     @property
     def eos_id(self) -> int | None:
-        return None if self.eos is None else self.id_of(self.eos)
+        return None if self.eos is None else self.find_id(self.eos)
 
     @property
     def closed_ids(self) -> frozenset[int]:
@@ -291,7 +291,7 @@ class Tokenizer:
         in tool calls."""
         return self._closed_ids
 
-    def id_of(self, token: str) -> int | None:
+    def find_id(self, token: str) -> int | None:
         """Returns the id of a token in written form; None if it is not in the vocabulary."""
         found: int | None = self._markup.token_to_id(token)
         return found
@@ -412,7 +412,7 @@ class Tokenizer:
         text = b"".join([table[i] for i in ids if 0 <= i < size]).decode(errors="replace")
         return text if continues else text[self.leading_spaces(text) :]
 
-    def texts_of(self, ids: Iterable[int]) -> list[str]:
+    def list_texts(self, ids: Iterable[int]) -> list[str]:
         """Returns the text of each token, including special ones. A character that several tokens form
         belongs to the last of them. Joined, the texts are ``decode(ids, skip_special=False,
         continues=True)``."""

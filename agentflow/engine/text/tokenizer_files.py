@@ -23,7 +23,7 @@ NAMED_TOKENS = (
 )
 
 
-def read_text(file: Path) -> str | None:
+def read_file(file: Path) -> str | None:
     """Returns the file's text; None if there is no such file. Raises ``BadModelFolder`` if it cannot be
     read."""
     try:
@@ -37,7 +37,7 @@ def read_text(file: Path) -> str | None:
 def read_json(file: Path) -> dict[str, Any] | None:
     """Returns the file's JSON object; None if there is no such file. Raises ``BadModelFolder`` if it is
     invalid."""
-    text = read_text(file)
+    text = read_file(file)
     if text is None:
         return None
     try:
@@ -105,7 +105,7 @@ def chat_template_source(folder: Path) -> str | None:
     """
     if (gguf := find_gguf(folder)) is not None:
         return open_gguf(gguf).chat_template
-    source = read_text(folder / "chat_template.jinja")
+    source = read_file(folder / "chat_template.jinja")
     if source is not None:
         return source
     for file_name in ("chat_template.json", "tokenizer_config.json"):

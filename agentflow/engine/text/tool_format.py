@@ -21,7 +21,7 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.constraint import Whitespace
-from agentflow.protocol.images import PlacedImage, moved
+from agentflow.protocol.images import PlacedImage, shift_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ def num_plain_turns(messages: Sequence[Message]) -> int:
 
 def _after(text: str, message: Message) -> Message:
     """Returns the message with ``text`` before its content."""
-    return replace(message, content=text + message.content, images=moved(message.images, len(text)))
+    return replace(message, content=text + message.content, images=shift_images(message.images, len(text)))
 
 
 def _on_lines(message: Message, said: Sequence[Message]) -> Message:
@@ -275,7 +275,7 @@ def _on_lines(message: Message, said: Sequence[Message]) -> Message:
     images: list[PlacedImage] = []
     num_chars = 0
     for line in said:
-        images += moved(line.images, num_chars)
+        images += shift_images(line.images, num_chars)
         num_chars += len(line.content) + 1
     content = "\n".join([line.content for line in said])
     return replace(message, content=content, images=tuple(images))

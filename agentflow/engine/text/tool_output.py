@@ -20,7 +20,7 @@ import msgspec
 import regex
 
 from agentflow.engine.text.tool_format import ToolFormat
-from agentflow.protocol.chat import Arguments, CallBegun, Piece, TextPiece
+from agentflow.protocol.chat import Arguments, CallBegun, ReplyPiece, TextPiece
 
 
 class CallMarks(msgspec.Struct, frozen=True, array_like=True):
@@ -57,24 +57,24 @@ class PieceReader(ABC):
     def __init__(self) -> None:
         self.num_calls = 0
         self._held = ""
-        self._pieces: list[Piece] = []
+        self._pieces: list[ReplyPiece] = []
         self._is_truncated = False
         self._extent = JsonExtent()
         self._num_read = 0  # the characters of the held text that the ``JsonExtent`` has read
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[ReplyPiece]:
         """Reads more text. Returns the pieces that are now certain."""
         self._held += text
         return self._go_on(is_over=False)
 
-    def finish(self, rest: str = "", *, is_truncated: bool = False) -> list[Piece]:
+    def finish(self, rest: str = "", *, is_truncated: bool = False) -> list[ReplyPiece]:
         """Reads ``rest`` and ends the answer. Returns all remaining pieces. ``is_truncated``: the answer
         reached a limit, so that an incomplete call counts as a call."""
         self._held += rest
         self._is_truncated = is_truncated
         return self._go_on(is_over=True)
 
-    def _go_on(self, *, is_over: bool) -> list[Piece]:
+    def _go_on(self, *, is_over: bool) -> list[ReplyPiece]:
         while self._step(is_over):
             continue
         pieces, self._pieces = self._pieces, []
@@ -251,7 +251,7 @@ class ToolOutput(PieceReader):
                 return False
             if self._is_truncated:
                 return self._drop_call()
-        name = None if found is None or found.partial else _name_of(found)
+        name = None if found is None or found.partial else _read_name(found)
         if found is None or name is None or name not in self._names:
             self._extent, self._num_read = JsonExtent(), 0
             self._state = _State.WHOLE_CALL
@@ -378,7 +378,7 @@ def _could_be_json(text: str) -> bool:
         return False
 
 
-def _name_of(found: regex.Match[str]) -> str | None:
+def _read_name(found: regex.Match[str]) -> str | None:
     """Returns the name in a complete match of a call's head; None if it is not a JSON string."""
     try:
         return msgspec.json.decode(found["name"], type=str)

@@ -21,9 +21,9 @@ from agentflow.engine.text.channels import CALL_MARK, call_head
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.reasoning import (
     AnswerOutput,
+    ReasoningFormat,
     ReasoningOutput,
     ReasoningText,
-    Thinking,
     finish_output,
     push_output,
 )
@@ -36,12 +36,12 @@ from agentflow.engine.text.tool_format import (
 )
 from agentflow.engine.text.tool_output import CallMarks, ToolOutput
 from agentflow.errors import BadArgument, NotSupported, no_chat_template
-from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, pieces_of
+from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, split_pieces
 from agentflow.protocol.chat import (
     Conversation,
     Message,
-    Piece,
     ReasoningPiece,
+    ReplyPiece,
     ReplyWriter,
     TextPiece,
     ToolChoice,
@@ -109,7 +109,7 @@ class ToolUse:
 
 
 def answer_output(
-    use: ToolUse | None, otherwise: Constraint | None, thinking: Thinking | None
+    use: ToolUse | None, otherwise: Constraint | None, thinking: ReasoningFormat | None
 ) -> AnswerOutput | None:
     """Returns the reader of an answer under ``use.constraint(otherwise)``; None if it is only text."""
     can_call = use is not None and bool(use.callable_names)
@@ -206,7 +206,7 @@ def _check_bounds(conversation: Conversation) -> None:
 
 
 def _count(scan: JsonScan, text: bytes) -> None:
-    for piece in pieces_of(text):
+    for piece in split_pieces(text):
         scan.push(piece)
 
 
@@ -297,7 +297,10 @@ class ReplyText:
     attribute is the constraint of any answer. ``thinking``: how the answer may begin with ``reasoning``."""
 
     def __init__(
-        self, use: ToolUse | None, constraint: Constraint | None = None, thinking: Thinking | None = None
+        self,
+        use: ToolUse | None,
+        constraint: Constraint | None = None,
+        thinking: ReasoningFormat | None = None,
     ) -> None:
         self.constraint = constraint if use is None else use.constraint(constraint)
         self._output = answer_output(use, constraint, thinking)
@@ -325,7 +328,7 @@ class ReplyText:
     def _write_text(self, text: str) -> str:
         return self._write([TextPiece(text)] if text else [])
 
-    def _write(self, pieces: list[Piece]) -> str:
+    def _write(self, pieces: list[ReplyPiece]) -> str:
         self.reasoning.take(pieces)
         written = self._writer.push(piece for piece in pieces if not isinstance(piece, ReasoningPiece))
         self._written.append(written)

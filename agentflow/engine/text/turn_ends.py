@@ -32,7 +32,7 @@ def all_end_ids(of_model: Sequence[int], tokenizer: Tokenizer, template: ChatTem
                 logger.warning(
                     "%s ends a text with %r, which the model's files do not name as an end: it is one here",
                     source,
-                    tokenizer.texts_of([token])[0],
+                    tokenizer.list_texts([token])[0],
                 )
     return tuple(found)
 

@@ -12,7 +12,7 @@ from agentflow.engine.cache.radix_cache import RadixCache
 PUSHES_PER_NODE = 2
 
 
-def accounts_of(cache: RadixCache, owner: Hashable) -> list[Account]:
+def list_accounts(cache: RadixCache, owner: Hashable) -> list[Account]:
     """The cached tokens of ``owner``; for None, of each owner."""
     if owner is None:
         return [*cache.accounts()]
@@ -43,7 +43,7 @@ def recent_nodes(cache: RadixCache, most: int, owner: Hashable = None) -> list[N
             chosen[node] = None
         if len(chosen) >= most:
             return [*chosen]
-    _fill(chosen, most, (root for account in accounts_of(cache, owner) for root in account.roots))
+    _fill(chosen, most, (root for account in list_accounts(cache, owner) for root in account.roots))
     return [*chosen]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import anyio
 
 from agentflow.engine.messages import (
-    Answer,
+    EngineAnswer,
     EngineSnapshot,
     NodeTokens,
     PeekRequest,
@@ -22,14 +22,14 @@ from agentflow.engine.messages import (
     SnapshotRequest,
 )
 from agentflow.errors import AgentflowError, Overloaded
-from agentflow.runtime.limits import part_of
+from agentflow.runtime.limits import tenant_part
 
 MAX_WATCHES = 64
 """The most watches of one engine; one tenant may have half of them."""
 ENGINE_PART = 0.01
 LOOP_PART = 0.02
 
-SendQuery = Callable[[Callable[[int], Query]], Awaitable[Answer]]
+SendQuery = Callable[[Callable[[int], Query]], Awaitable[EngineAnswer]]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class SharedWatches:
         """The scope of one watch. ``Overloaded`` beyond the limits."""
         if self._num_of.total() >= MAX_WATCHES:
             raise Overloaded(f"{MAX_WATCHES} sessions watch this engine, the limit: try again later")
-        if self._num_of[tenant] >= part_of(MAX_WATCHES, tenant):
+        if self._num_of[tenant] >= tenant_part(MAX_WATCHES, tenant):
             raise Overloaded("too many sessions of this tenant watch this engine: end another watch")
         self._num_of[tenant] += 1
         try:

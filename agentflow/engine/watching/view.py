@@ -74,8 +74,8 @@ class EngineView:
         self.spent(time.thread_time() - began_s)
         return snapshot
 
-    async def text_of(self, node: int) -> NodeText:
-        """Like ``View.text_of``."""
+    async def read_text(self, node: int) -> NodeText:
+        """Like ``View.read_text``."""
         found = await self._hub.peek(self._tenant.name, node)
         text = self._tokenizer.decode(found.token_ids, skip_special=False, continues=True)
         return NodeText(text, found.num_tokens)

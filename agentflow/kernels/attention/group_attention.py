@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention.groups import Group
+from agentflow.kernels.attention.groups import ChunkGroup
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 
 def attend_group(
-    q: Tensor, kv_layer: Tensor, group: Group, scale: float, attend: Attend
+    q: Tensor, kv_layer: Tensor, group: ChunkGroup, scale: float, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """Attends from each chunk of N to its slots. The L rows of the query heads that share a KV head are the
     queries of one product, so that K and V are read once for them. Returns float32 [N * L, heads, head_dim],

@@ -27,7 +27,7 @@ MAX_GATHERED = 16384
 
 
 @dataclass(slots=True, frozen=True)
-class Group:
+class ChunkGroup:
     """N chunks with L rows and K slots each. A smaller chunk repeats its last row and its last slot, because
     a slot of another request may never have been written."""
 
@@ -41,8 +41,8 @@ class Group:
 class AttentionPlan(AttentionBatch):
     """A batch with its groups."""
 
-    tails: Sequence[Group]  # every row is in exactly one
-    shared_groups: Sequence[Group]  # a row may be in several
+    tails: Sequence[ChunkGroup]  # every row is in exactly one
+    shared_groups: Sequence[ChunkGroup]  # a row may be in several
     masked: MaskedPlans  # for layers with windows, capped scores or sinks
 
 
@@ -52,9 +52,9 @@ class MaskedPlans:
     def __init__(self, batch: AttentionBatch, device: torch.device) -> None:
         self._batch = batch
         self._device = device
-        self._plans: dict[int, Sequence[Group]] = {}
+        self._plans: dict[int, Sequence[ChunkGroup]] = {}
 
-    def of(self, window: int) -> Sequence[Group]:
+    def of(self, window: int) -> Sequence[ChunkGroup]:
         """The plan for this window, in tokens; 0: no limit."""
         if window not in self._plans:
             num_trees = 0 if self._batch.trees is None else len(self._batch.trees.req_rows)
@@ -108,7 +108,7 @@ def plan_tails(
     *,
     window: int = 0,
     max_gathered: int = MAX_GATHERED,
-) -> list[Group]:
+) -> list[ChunkGroup]:
     """Plans the attention of each row to the keys of its request or tree from a column on.
 
     Args:
@@ -207,7 +207,7 @@ def _similar_chunks(chunks: Sequence[_Chunk], max_gathered: int) -> Iterator[lis
         yield similar
 
 
-def _group(chunks: Sequence[_Chunk], dtype: torch.dtype, device: torch.device) -> Group:
+def _group(chunks: Sequence[_Chunk], dtype: torch.dtype, device: torch.device) -> ChunkGroup:
     num_rows, num_slots = max(len(c.rows) for c in chunks), max(len(c.slots) for c in chunks)
     rows = np.empty((len(chunks), num_rows), dtype=np.int64)
     slots = np.empty((len(chunks), num_slots), dtype=np.int64)
@@ -221,7 +221,7 @@ def _group(chunks: Sequence[_Chunk], dtype: torch.dtype, device: torch.device) -
     mask = None
     if not seen.all():
         mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).to(device, dtype)
-    return Group(
+    return ChunkGroup(
         len(chunks),
         torch.from_numpy(rows.ravel()).to(device),
         torch.from_numpy(slots.ravel()).to(device),

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.attention.group_attention import attend_dense, attend_group
-from agentflow.kernels.attention.groups import Group
+from agentflow.kernels.attention.groups import ChunkGroup
 
 
 def masked_attention(
-    q: Tensor, kv_layer: Tensor, plan: Sequence[Group], rule: AttentionRule, sinks: Tensor | None = None
+    q: Tensor, kv_layer: Tensor, plan: Sequence[ChunkGroup], rule: AttentionRule, sinks: Tensor | None = None
 ) -> Tensor:
     """Like ``AttentionBackend.attend``, with the plan for the rule's window (``MaskedPlans``)."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from agentflow.kernels.attention.backend import AttentionBackend, AttentionRule
 from agentflow.kernels.inputs import AttentionBatch, IntArray
-from agentflow.kernels.native_ops.structures import address, native_batch, pointer
+from agentflow.kernels.native_ops.structures import array_address, native_batch, pointer
 from agentflow.kernels.native_ops.team import is_bf16, team
 
 
@@ -46,7 +46,7 @@ class NativeAttention(AttentionBackend):
         out = q.new_empty(num_rows, num_heads * head_dim)
         team().af_segment_attention(
             *(is_bf16(q), q.data_ptr(), q.stride(0), kv.data_ptr(), kv.stride(0)),
-            *(address(starts), len(starts) - 1, first, first + num_rows),
+            *(array_address(starts), len(starts) - 1, first, first + num_rows),
             *(num_heads, head_dim, scale, out.data_ptr()),
         )
         return out

@@ -22,7 +22,7 @@ from agentflow.kernels.native_ops.structures import (
     NativeAdapters,
     NativeLayerAdapter,
     PackedHeads,
-    address,
+    array_address,
     native_adapter,
     native_batch,
     native_choices,
@@ -61,7 +61,7 @@ class NativeForward:
     def start_tokens(self, given: ForwardInput, choice: ChoiceRows) -> Callable[[], IntArray]:
         out = np.empty(len(given.rows), dtype=np.int64)
         choices = native_choices(choice, self._head.shape[0])
-        finish = self._start(given, None, self._native_head, choices, address(out))
+        finish = self._start(given, None, self._native_head, choices, array_address(out))
 
         def tokens() -> IntArray:
             finish()
@@ -105,7 +105,11 @@ class NativeForward:
             place = ctypes.cast(layers, POINTER(NativeLayerAdapter))
             made.append(
                 NativeAdapterRows(
-                    place, address(one.rows), len(one.rows), address(one.sampled), len(one.sampled)
+                    place,
+                    array_address(one.rows),
+                    len(one.rows),
+                    array_address(one.sampled),
+                    len(one.sampled),
                 )
             )
         return NativeAdapters(len(made), (NativeAdapterRows * len(made))(*made))

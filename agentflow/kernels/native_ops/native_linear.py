@@ -19,7 +19,7 @@ from agentflow.kernels.native_ops.structures import (
     PANEL,
     PANEL_FORMATS,
     NativeChangedRows,
-    address,
+    array_address,
     native_low_rank,
     native_weight,
     pointer,
@@ -173,6 +173,8 @@ def _pack_part(part: BlockMatrix, first: int, gated_half: int, to: QuantisedPane
     for begin in range(0, len(rows), step):
         some = rows[begin : begin + step]
         panels = to.panels.data_ptr()
-        team().af_pack_blocks(number, address(some), len(some), num_in, first + begin, gated_half, panels)
+        team().af_pack_blocks(
+            number, array_address(some), len(some), num_in, first + begin, gated_half, panels
+        )
         if is_mapped:
             release_file_pages(some.ctypes.data, some.nbytes)

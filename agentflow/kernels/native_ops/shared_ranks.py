@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.kernels.native_ops.structures import address
+from agentflow.kernels.native_ops.structures import array_address
 from agentflow.kernels.native_ops.team import library
 
 SLOT_BYTES = 1 << 22
@@ -68,7 +68,11 @@ class SharedRanks:
         out = None if self._rank else torch.empty(len(part), sum(widths), dtype=torch.float32)
         counts = np.array(widths, dtype=np.int64)
         self._library.af_gather_ranks(
-            self._ranks, part.data_ptr(), len(part), address(counts), None if out is None else out.data_ptr()
+            self._ranks,
+            part.data_ptr(),
+            len(part),
+            array_address(counts),
+            None if out is None else out.data_ptr(),
         )
         return out
 

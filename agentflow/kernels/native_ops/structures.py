@@ -184,7 +184,7 @@ class NativeAdapters(Structure):
     _fields_ = (("num", c_int64), ("rows", POINTER(NativeAdapterRows)))
 
 
-class NativeRows(Structure):
+class NativeInputRows(Structure):
     _fields_ = (
         ("num_rows", c_int64),
         ("token_ids", c_void_p),
@@ -290,7 +290,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "af_start_forward": (
         NativeStatus,
         [
-            *(c_int, POINTER(NativeDecoder), POINTER(NativeRows), POINTER(NativeBatch)),
+            *(c_int, POINTER(NativeDecoder), POINTER(NativeInputRows), POINTER(NativeBatch)),
             *(POINTER(NativeAdapters), c_void_p, c_void_p),
             *(POINTER(NativeWeight), POINTER(NativeChoices), c_void_p),
         ],
@@ -321,7 +321,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def address(array: NDArray[Any]) -> int:
+def array_address(array: NDArray[Any]) -> int:
     """Returns the address of an array, which must live until the call returns."""
     assert array.flags.c_contiguous
     try:  # a fifth of the time of the other way; each step asks for 14 addresses
@@ -496,60 +496,60 @@ def native_batch(batch: AttentionBatch) -> NativeBatch:
         table.__array_interface__["data"][0],  # rows need not be adjacent
         table.strides[0] // 4,
         len(batch.req_rows),
-        address(batch.req_rows),
-        address(batch.query_lens),
-        address(batch.kv_lens),
+        array_address(batch.req_rows),
+        array_address(batch.query_lens),
+        array_address(batch.kv_lens),
     )
     if batch.both_ways is not None:
-        made.both_ways = address(batch.both_ways)
+        made.both_ways = array_address(batch.both_ways)
     trees = batch.trees
     if trees is not None:
         made.num_trees = len(trees.req_rows)
-        made.tree_req_rows = address(trees.req_rows)
-        made.prefix_lens = address(trees.prefix_lens)
-        made.tree_query_lens = address(trees.query_lens)
+        made.tree_req_rows = array_address(trees.req_rows)
+        made.prefix_lens = array_address(trees.prefix_lens)
+        made.tree_query_lens = array_address(trees.query_lens)
         made.paths_array = np.ascontiguousarray(trees.paths)  # indexing may have left any memory order
-        made.paths = address(made.paths_array)
+        made.paths = array_address(made.paths_array)
         made.path_stride = made.paths_array.shape[1]
-        made.path_lens = address(trees.path_lens)
+        made.path_lens = array_address(trees.path_lens)
     return made
 
 
 def native_choices(rows: ChoiceRows, vocab_size: int) -> NativeChoices:
     """Returns a structure that points to the arrays, which must outlive it. ``logits`` is not set."""
     made = NativeChoices(None, len(rows.targets), vocab_size)
-    made.targets = address(rows.targets)
-    made.temperatures = address(rows.temperatures)
-    made.top_ps = address(rows.top_ps)
-    made.min_ps = address(rows.min_ps)
-    made.top_ks = address(rows.top_ks)
-    made.uniforms = address(rows.uniforms)
+    made.targets = array_address(rows.targets)
+    made.temperatures = array_address(rows.temperatures)
+    made.top_ps = array_address(rows.top_ps)
+    made.min_ps = array_address(rows.min_ps)
+    made.top_ks = array_address(rows.top_ks)
+    made.uniforms = array_address(rows.uniforms)
     if rows.masked_rows is not None and rows.mask_words is not None:
         places = np.full(len(rows.targets), -1, dtype=np.int64)
         places[rows.masked_rows] = np.arange(len(rows.masked_rows))
         made.arrays = (places, np.ascontiguousarray(rows.mask_words))
-        made.mask_places, made.mask_words = map(address, made.arrays)
+        made.mask_places, made.mask_words = map(array_address, made.arrays)
         made.num_words = rows.mask_words.shape[1]
     return made
 
 
-def native_rows(given: ForwardInput, angles: NDArray[np.float32] | None) -> NativeRows:
+def native_rows(given: ForwardInput, angles: NDArray[np.float32] | None) -> NativeInputRows:
     """Returns a structure that points to the arrays and tensors, which must outlive it. ``angles``
     [T, head_dim / 2]: of the rope, if its axes differ."""
-    made = NativeRows(
+    made = NativeInputRows(
         len(given.token_ids),
-        address(given.token_ids),
-        address(given.positions),
-        address(given.write_slots),
+        array_address(given.token_ids),
+        array_address(given.positions),
+        array_address(given.write_slots),
         len(given.rows),
-        address(given.rows),
+        array_address(given.rows),
     )
     embedded = given.given
     if embedded is not None:
-        made.num_given, made.given = len(embedded.rows), address(embedded.rows)
+        made.num_given, made.given = len(embedded.rows), array_address(embedded.rows)
         made.embeddings = embedded.values.data_ptr()
         if embedded.deep is not None:
             made.num_deep, made.deep = len(embedded.deep), embedded.deep.data_ptr()
     if angles is not None:
-        made.angles = address(angles)
+        made.angles = array_address(angles)
     return made

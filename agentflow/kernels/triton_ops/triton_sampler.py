@@ -205,7 +205,7 @@ def _whole_weights(below, factor):
 
 
 @triton.jit
-def _highest_of(highest, row, num_chunks):
+def _highest_logit(highest, row, num_chunks):
     """Returns the highest logit of a row: infinity if a logit is NaN or infinite."""
     chunks = tl.arange(0, _MAX_CHUNKS)
     place = highest + row * num_chunks + chunks
@@ -261,7 +261,7 @@ def _count(
     highest, highest_ids, factors, top_ks, top_ps, least_weights, ints, sums, TILE: tl.constexpr,
 ):  # fmt: skip
     number, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    most = _highest_of(highest, row, num_chunks)
+    most = _highest_logit(highest, row, num_chunks)
     if _is_finite(most) & _is_filtered(row, factors, top_ks, top_ps, vocab_size):
         factor = tl.load(factors + row)
         first = number * chunk
@@ -345,7 +345,7 @@ def _ranges_to_list(ints, sums, row, vocab_size, num_chunks, top_k, top_p):
 @triton.jit(do_not_specialize=_COUNTS)
 def _find_ranges(vocab_size, num_chunks, highest, factors, top_ks, top_ps, ints, sums):
     row = tl.program_id(0).to(tl.int64)
-    most = _highest_of(highest, row, num_chunks)
+    most = _highest_logit(highest, row, num_chunks)
     if _is_finite(most) & _is_filtered(row, factors, top_ks, top_ps, vocab_size):
         low_key, high_key, num_above = _ranges_to_list(
             ints, sums, row, vocab_size, num_chunks, tl.load(top_ks + row), tl.load(top_ps + row)
@@ -363,7 +363,7 @@ def _split(
 ):  # fmt: skip
     number, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_rows = tl.num_programs(1)
-    factor, most = tl.load(factors + row), _highest_of(highest, row, num_chunks)
+    factor, most = tl.load(factors + row), _highest_logit(highest, row, num_chunks)
     if (factor > 0) & _is_finite(most):
         least_weight = tl.load(least_weights + row)
         low_key, high_key = 1, 1  # no range: all weights but 0 are above
@@ -496,7 +496,7 @@ def _draw(
 ):  # fmt: skip
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     target = tl.load(targets + row)
-    most = _highest_of(highest, row, num_chunks)
+    most = _highest_logit(highest, row, num_chunks)
     chunks = tl.arange(0, _MAX_CHUNKS)
     place, is_chunk = row * num_chunks + chunks, chunks < num_chunks
     of_chunks = tl.load(highest + place, mask=is_chunk, other=-_INFINITY)

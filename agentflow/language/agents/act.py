@@ -27,7 +27,7 @@ from agentflow.errors import AgentflowError, BadArgument, InvalidValue, LimitExc
 from agentflow.language.agents.tool_content import ToolContent, content_of_result, read_content
 from agentflow.language.expressions import RoleExpression, Sequence_
 from agentflow.language.failures import user_code
-from agentflow.language.failures.frames import STARTED_AT, calling_line
+from agentflow.language.failures.stack_frames import STARTED_AT, calling_line
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.gen import GenExpression, JsonOptions, reply
 from agentflow.language.observing.spans import StateSpan

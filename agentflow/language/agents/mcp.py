@@ -25,7 +25,7 @@ from agentflow.language.expressions import Appendable, ImageExpression, RoleExpr
 from agentflow.language.media import image
 from agentflow.language.typed.json_form import json_text
 from agentflow.language.typed.tools import FunctionTool, check_timeout, tool
-from agentflow.runtime.task_group import first_of, open_task_group
+from agentflow.runtime.task_group import first_error, open_task_group
 
 if TYPE_CHECKING:
     from mcp.types import Prompt, Resource
@@ -294,7 +294,7 @@ class McpServer:
                         self._connection = await group.start(self._connect)
                     return self._connection
                 except Exception as error:
-                    self._failure = first_of(error)
+                    self._failure = first_error(error)
                     self._num_failures += 1
             is_late = isinstance(self._failure, TimeoutError)
             why = f"it did not answer in {self._timeout_s} s" if is_late else str(self._failure)
@@ -319,7 +319,7 @@ class McpServer:
         except Exception as error:
             if connection is None:
                 raise
-            logger.info("the connection to the MCP server %r was lost: %s", self._shown, first_of(error))
+            logger.info("the connection to the MCP server %r was lost: %s", self._shown, first_error(error))
         finally:
             if connection is not None:
                 self._forget(connection)
@@ -365,7 +365,7 @@ class McpServer:
         if the call failed."""
         async with self._client() as client:
             result = await client.call_tool(name, arguments)
-        texts = [_text_of(block) for block in result.content]
+        texts = [_read_text(block) for block in result.content]
         found = {
             number: shown for number, block in enumerate(result.content) if (shown := _read_image(block))
         }
@@ -446,7 +446,7 @@ def _is_written(text: str, value: Any) -> bool:
 
 def _read_part(block: Any) -> Appendable:
     """A part of a prompt."""
-    return image(base64.b64decode(block.data)) if block.type == "image" else _text_of(block)
+    return image(base64.b64decode(block.data)) if block.type == "image" else _read_text(block)
 
 
 def _read_image(block: Any) -> ImageExpression | None:
@@ -462,7 +462,7 @@ def _read_image(block: Any) -> ImageExpression | None:
         return None
 
 
-def _text_of(block: Any) -> str:
+def _read_text(block: Any) -> str:
     """A part of a result as text; for an image or a sound, its type."""
     match block.type:
         case "text":

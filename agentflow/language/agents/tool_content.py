@@ -16,10 +16,10 @@ import msgspec
 from agentflow.errors import BadRecording
 from agentflow.language.expressions import ImageExpression, MediumExpression, VideoExpression
 from agentflow.language.markers import MARKERS
-from agentflow.language.media import content_of
+from agentflow.language.media import split_result
 from agentflow.language.typed.json_form import json_text
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.images import Image, Video, kind_of
+from agentflow.protocol.images import Image, Video, medium_kind
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ToolContent:
     def text(self) -> str:
         """The text, in which images and videos are marks."""
         return "".join(
-            [part if isinstance(part, str) else f"[{kind_of(part.medium)}]" for part in self.parts]
+            [part if isinstance(part, str) else f"[{medium_kind(part.medium)}]" for part in self.parts]
         )
 
     @property
@@ -69,7 +69,7 @@ class ToolContent:
         parts: list[str | MediumExpression] = []
         for part in self.parts:
             if not isinstance(part, str):
-                kind = kind_of(part.medium)
+                kind = medium_kind(part.medium)
                 if not (model.videos if kind == "video" else model.images):
                     logger.warning("a tool returned one %s, which %s does not accept", kind, model.model)
                     shown = part.file.media_type or kind
@@ -87,9 +87,9 @@ def _written(part: MediumExpression) -> _Part:
 
 def content_of_result(result: Any) -> ToolContent:
     """The result of a tool. ``ValueError`` if it cannot be written as text."""
-    parts = content_of(result, _text_of)
+    parts = split_result(result, _read_text)
     if parts is None:
-        return ToolContent([_text_of(result)])
+        return ToolContent([_read_text(result)])
     MARKERS.reject([part.file.source for part in parts if not isinstance(part, str)], "the URL of an image")
     return ToolContent(parts)
 
@@ -113,7 +113,7 @@ def read_content(value: str, file_of: FileOf) -> ToolContent:
     return ToolContent(parts)
 
 
-def _text_of(value: Any) -> str:
+def _read_text(value: Any) -> str:
     """A value as text for the model. Half a surrogate pair, which cannot be sent, is escaped."""
     if not isinstance(value, str):
         return json_text(value, is_read_back=False)

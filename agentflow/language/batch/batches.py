@@ -24,12 +24,12 @@ import anyio.to_thread
 import msgspec
 
 from agentflow.errors import BadArgument, Cancelled, InvalidValue, RunFailed
-from agentflow.language.batch.inputs import Key
+from agentflow.language.batch.inputs import InputKey
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import GraphRun, trace
 from agentflow.language.link import Link
-from agentflow.language.program import Program, name_of
+from agentflow.language.program import Program, find_program_name
 from agentflow.protocol import ops
 from agentflow.protocol.batches import BatchCounts, BatchRecord, InputAnswers
 from agentflow.runtime.locked_file import open_locked, write_all
@@ -45,7 +45,7 @@ def batched_run(
     kwargs: dict[str, Any],
     *,
     index: int,
-    label: Key,
+    label: InputKey,
 ) -> GraphRun:
     """The run of one input, as a graph.
 
@@ -70,14 +70,14 @@ def batched_run(
     return GraphRun(link, graph, *texts, index=index, is_streamed=True)
 
 
-def _state_label(label: Key) -> str:
+def _state_label(label: InputKey) -> str:
     """The label of the input's states."""
     return hashlib.blake2b(repr(label).encode(), digest_size=16).hexdigest()
 
 
 def _traced(program: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     function: Any = program.function if isinstance(program, Program) else program
-    name = name_of(function)
+    name = find_program_name(function)
     if not hasattr(function, "__name__"):
         function = partial(function)
         function.__name__ = name
@@ -136,18 +136,18 @@ class MapNotes:
         """Takes the backend's side."""
         self._answers = answers
 
-    async def fail(self, label: Key, error: Exception) -> None:
+    async def fail(self, label: InputKey, error: Exception) -> None:
         """An attempt at the input has failed."""
         texts = _invalid_texts(error)
         if texts and self._answers is not None:
             await self._answers.reject(_state_label(label), texts)
 
-    def repeat(self, label: Key) -> None:
+    def repeat(self, label: InputKey) -> None:
         """The next attempt at the input begins."""
         if self._answers is not None:
             self._answers.repeat(_state_label(label))
 
-    def end(self, label: Key) -> None:
+    def end(self, label: InputKey) -> None:
         """The input has ended."""
         if self._answers is not None:
             self._answers.end(_state_label(label))

@@ -16,7 +16,7 @@ import anyio
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.language.batch.map import Show, Tally
+from agentflow.language.batch.map import ShowTally, Tally
 from agentflow.language.link import Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.program import execute
@@ -33,7 +33,9 @@ CONCURRENCY: Final = 4
 """The number of ops of one call that run concurrently, so that the engine always has work."""
 
 
-async def embed_texts(link: Link, texts: Sequence[str], wanted: ops.Embed, show: Show | None) -> list[Vector]:
+async def embed_texts(
+    link: Link, texts: Sequence[str], wanted: ops.Embed, show: ShowTally | None
+) -> list[Vector]:
     """The embeddings of ``texts``, in their order. ``wanted``: the options. Cancelling it, or a failure,
     cancels all of its ops."""
     model, embed_model = _embedder(link, wanted.model)

@@ -33,8 +33,8 @@ class Table(Protocol):
 ManyOf: TypeAlias = Iterable[ItemT] | AsyncIterable[ItemT]
 Inputs: TypeAlias = ManyOf[Any] | Table
 
-Key: TypeAlias = str | int
-KeyOf: TypeAlias = str | Callable[[Any], Key]
+InputKey: TypeAlias = str | int
+KeyOf: TypeAlias = str | Callable[[Any], InputKey]
 """A field of the inputs, or a function of an input."""
 
 END: Final = object()
@@ -44,7 +44,7 @@ class TableRow(dict[str, Any]):
     """A row of a table. Columns that are not among the program's parameters are not passed to it."""
 
 
-def function_of(program: Any) -> Any:
+def program_function(program: Any) -> Any:
     """The function behind a program, which has its annotations and its source."""
     while isinstance(program, functools.partial):
         program = program.func
@@ -63,7 +63,7 @@ class MapInputs:
         self.total = _length(inputs)
         self._source: AsyncIterator[Any] | Iterator[Any]
         if is_table(inputs):
-            self._source = rows_of(inputs)
+            self._source = iterate_rows(inputs)
             return
         if isinstance(inputs, AsyncIterable):
             self._source = aiter(inputs)
@@ -110,7 +110,7 @@ def is_table(inputs: Any) -> bool:
     return is_frame and not (hasattr(inputs, "dtype") or hasattr(inputs, "type"))
 
 
-def rows_of(table: Any) -> Iterator[TableRow]:
+def iterate_rows(table: Any) -> Iterator[TableRow]:
     """The rows of a dataframe, with None for missing values. A dataframe's own iteration over rows gives the
     exact values; others are read through Arrow, by nanoarrow."""
     if callable(getattr(table, "iter_rows", None)):  # polars
@@ -159,7 +159,9 @@ class Parameters:
             parameters = []
             self._names = None
         with suppress(Exception):  # an annotation may be undefined here
-            kinds = [get_type_hints(function_of(program)).get(parameter.name) for parameter in parameters]
+            kinds = [
+                get_type_hints(program_function(program)).get(parameter.name) for parameter in parameters
+            ]
             self._takes_row = len(kinds) == 1 and (get_origin(kinds[0]) or kinds[0]) is dict
         for parameter in parameters:
             if parameter.kind is parameter.VAR_KEYWORD:

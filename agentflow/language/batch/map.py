@@ -24,14 +24,14 @@ from anyio.abc import TaskGroup
 from msgspec import Struct
 
 from agentflow.errors import BadArgument, Cancelled, DataDependent, add_note, short_repr
-from agentflow.language.batch.inputs import END, Inputs, Key, KeyOf, MapInputs, Parameters, TableRow
+from agentflow.language.batch.inputs import END, InputKey, Inputs, KeyOf, MapInputs, Parameters, TableRow
 from agentflow.language.batch.retries import pause_s
 from agentflow.language.failures.mistakes import AsyncOnly, needs_async_for, unfit_arguments
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import GraphRun
 from agentflow.language.link import Link
-from agentflow.language.program import check_program, execute, name_of
+from agentflow.language.program import check_program, execute, find_program_name
 from agentflow.language.states.run import Run
 from agentflow.language.typed.json_form import as_plain
 from agentflow.protocol.backend import Backend
@@ -78,7 +78,7 @@ class Tally:
     batches: BatchCounts | None = None  # of a map in batches
 
 
-Show: TypeAlias = Callable[[Tally], AbstractContextManager[Callable[[], None]]]
+ShowTally: TypeAlias = Callable[[Tally], AbstractContextManager[Callable[[], None]]]
 """Displays a tally while a block lasts. The function that the block gets is called after each change."""
 
 
@@ -94,7 +94,7 @@ class _MapWork(Generic[ResultT]):
         *,
         concurrency: int,
         on_error: OnError,
-        show: Show | None,
+        show: ShowTally | None,
         retries: int,
         resume: str | os.PathLike[str] | None,
         key: KeyOf | None,
@@ -120,7 +120,7 @@ class _MapWork(Generic[ResultT]):
             self._notes = MapNotes(self._show_batches, repeats=retries > 0)
             if not link.is_replay:  # a replay has the answers of batches among all others
                 self._batched = batched(backend, self._notes, link.capabilities.model)
-        self._keys: list[Key] = []  # of the file, in the order of the inputs
+        self._keys: list[InputKey] = []  # of the file, in the order of the inputs
         self._is_synced = True
         self._group: TaskGroup
         self._link = link
@@ -379,11 +379,11 @@ class _MapWork(Generic[ResultT]):
             index=run_index,
             objective="throughput",
             group=self._name,
-            name=name_of(self._program),
+            name=find_program_name(self._program),
         )
         return run, partial(execute, run, self._program, args, kwargs)
 
-    def _label(self, index: int) -> Key:
+    def _label(self, index: int) -> InputKey:
         """Tells the requests of an input from those of other inputs."""
         return self._keys[index] if self._keys else index
 
@@ -494,7 +494,7 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
         *,
         concurrency: int | None = None,
         on_error: OnError = "raise",
-        show: Show | None = None,
+        show: ShowTally | None = None,
         retries: int = 0,
         resume: str | os.PathLike[str] | None = None,
         key: KeyOf | None = None,

@@ -36,12 +36,12 @@ class ProgressConsole(Console):
 
 
 def shown_on_stderr(tally: Tally) -> AbstractContextManager[Callable[[], None]]:
-    """Shows ``tally`` on stderr, as ``shown_on`` does."""
-    return shown_on(ProgressConsole(stderr=True), tally)
+    """Shows ``tally`` on stderr, as ``show_tally`` does."""
+    return show_tally(ProgressConsole(stderr=True), tally)
 
 
 @contextmanager
-def shown_on(
+def show_tally(
     console: Console, tally: Tally, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[], None]]:
     """Shows ``tally`` on the console during the block, and its last state afterwards. Yields a function to

@@ -26,13 +26,13 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, short_repr, shown_error
-from agentflow.language.batch.inputs import Key, KeyOf, function_of
+from agentflow.language.batch.inputs import InputKey, KeyOf, program_function
 from agentflow.language.expressions import MediumExpression
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.media import image, is_picture
 from agentflow.language.typed.json_form import JsonForm, as_plain, json_text
 from agentflow.protocol.events import Usage
-from agentflow.protocol.images import Video, kind_of
+from agentflow.protocol.images import Video, medium_kind
 from agentflow.runtime.locked_file import open_locked, write_all
 from agentflow.version import __version__
 
@@ -58,7 +58,7 @@ class _Failure(msgspec.Struct):
 class _Entry(msgspec.Struct, omit_defaults=True):
     """An input that has ended."""
 
-    key: Key
+    key: InputKey
     at: int = 0  # where its line begins in the file of results, in bytes; a failure has no line
     size: int = 0  # of the line, with its end
     crc: int = 0  # of the line
@@ -88,7 +88,7 @@ class ResultsFile:
         self._results = results
         self._log = -1
         self._form = form
-        self._places: dict[Key, _Place] = {}
+        self._places: dict[InputKey, _Place] = {}
         self._num_entries = 0
         self._size = os.fstat(results).st_size
         self._log_size = 0
@@ -199,12 +199,12 @@ class ResultsFile:
     def _wrong(self, why: str) -> BadArgument:
         return BadArgument(f"resume: {self._path}: {why}", param="resume")
 
-    def has_result(self, key: Key) -> bool:
+    def has_result(self, key: InputKey) -> bool:
         """Whether the input need not run again."""
         place = self._places.get(key)
         return place is not None and place.size > 0
 
-    def result(self, key: Key) -> Any:
+    def result(self, key: InputKey) -> Any:
         """The result of an input that has one. ``BadArgument`` if the program returns another type now."""
         place = self._places[key]
         return self._as_result(os.pread(self._results, place.size, place.at), f"the result for key {key!r}")
@@ -215,7 +215,7 @@ class ResultsFile:
         except ValueError as error:
             raise self._wrong(f"{what} is not of the program's return type: {error}") from None
 
-    def add_result(self, key: Key, result: Any, usage: Usage) -> Any:
+    def add_result(self, key: InputKey, result: Any, usage: Usage) -> Any:
         """Appends a result. Returns it as ``result`` will read it. ``BadArgument`` if it has no form in
         JSON."""
         try:
@@ -236,7 +236,7 @@ class ResultsFile:
         self._size += len(data)
         return found
 
-    def add_failure(self, key: Key, error: Exception, usage: Usage) -> None:
+    def add_failure(self, key: InputKey, error: Exception, usage: Usage) -> None:
         """Appends a failure. The input runs again when the file is next opened."""
         code = error.code if isinstance(error, AgentflowError) else type(error).__name__
         message = shown_error(error, str).encode(errors="replace").decode()  # no half of a surrogate pair
@@ -257,7 +257,7 @@ class ResultsFile:
         os.fsync(self._results)
         os.fsync(self._log)
 
-    def close(self, order: Sequence[Key] | None = None) -> None:
+    def close(self, order: Sequence[InputKey] | None = None) -> None:
         """Syncs, unlocks and closes the files. ``order``: if all inputs have ended, their keys, for the
         order of the lines; lines of other inputs follow."""
         try:
@@ -383,7 +383,7 @@ def _tokens(usage: Usage) -> dict[str, int]:
     return {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens, "output": usage.output_tokens}
 
 
-def identity_of(item: Any) -> bytes:
+def canonical_json(item: Any) -> bytes:
     """JSON with equal bytes for equal inputs. ``ValueError`` if the input has no such form."""
     try:
         plain = as_plain(_with_digests(item), is_read_back=False, order="deterministic")
@@ -397,7 +397,7 @@ def _with_digests(item: Any) -> Any:
     if isinstance(item, MediumExpression):
         medium = item.medium
         frames = {"num_frames": medium.num_frames} if isinstance(medium, Video) else {}
-        return {kind_of(medium): item.file.source, **frames}
+        return {medium_kind(medium): item.file.source, **frames}
     if is_picture(item):
         return _with_digests(image(item))
     if type(item) in (list, tuple):
@@ -411,9 +411,9 @@ class Keys:
 
     def __init__(self, key: KeyOf | None) -> None:
         self._key = key
-        self._counts: dict[Key, int] = {}
+        self._counts: dict[InputKey, int] = {}
 
-    def __call__(self, item: Any) -> Key:
+    def __call__(self, item: Any) -> InputKey:
         key = self._found(item)
         count = self._counts.get(key, 0) + 1
         self._counts[key] = count
@@ -425,10 +425,10 @@ class Keys:
             )
         return f"{key}#{count}"
 
-    def _found(self, item: Any) -> Key:
+    def _found(self, item: Any) -> InputKey:
         if self._key is None:
             try:
-                return hashlib.blake2b(identity_of(item), digest_size=12).hexdigest()
+                return hashlib.blake2b(canonical_json(item), digest_size=12).hexdigest()
             except ValueError as error:
                 raise BadArgument(
                     f"map: resume identifies an input by its JSON, and {short_repr(item)} has none "
@@ -441,7 +441,7 @@ class Keys:
             raise BadArgument(
                 f"map: key={self._key!r}: input {short_repr(item)} has no such field", param="key"
             ) from None
-        if isinstance(key, bool) or not isinstance(key, Key):
+        if isinstance(key, bool) or not isinstance(key, InputKey):
             raise BadArgument(f"map: the key of an input is a string or an integer, not {key!r}", param="key")
         return key
 
@@ -454,13 +454,13 @@ def program_name(program: Any) -> str:
     """The name of a program, by which a file is recognized."""
     if isinstance(program, Graph):
         return program.name
-    function = function_of(program)
+    function = program_function(program)
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _source(program: Any) -> str | None:
     try:
-        source = inspect.getsource(function_of(program))
+        source = inspect.getsource(program_function(program))
     except (OSError, TypeError):  # a graph, or a function of an interactive session
         return None
     return hashlib.blake2b(textwrap.dedent(source).encode(), digest_size=8).hexdigest()
@@ -472,7 +472,7 @@ def result_form(program: Any) -> JsonForm:
     kind: Any = Any
     if not isinstance(program, Graph):
         with suppress(Exception):  # an annotation may be undefined here
-            kind = get_type_hints(function_of(program), include_extras=True).get("return", Any)
+            kind = get_type_hints(program_function(program), include_extras=True).get("return", Any)
     if kind in (object, type(None)):
         kind = Any
     try:

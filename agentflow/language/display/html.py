@@ -13,8 +13,8 @@ from agentflow.language.display.outline import (
     MAX_PIECE_CHARS,
     ForkOutline,
     LeftOut,
+    OutlinePart,
     OutlinePiece,
-    Part,
     StateOutline,
     TurnOutline,
     elided,
@@ -82,7 +82,7 @@ class _Writer:
             f"{usage.output_tokens:,} generated</div>"
         )
 
-    def _part(self, part: Part) -> Iterator[str]:
+    def _part(self, part: OutlinePart) -> Iterator[str]:
         match part:
             case TurnOutline():
                 content = "".join(self._turn(part))

@@ -16,7 +16,7 @@ MAX_PARTS: Final = 60
 """The most turns of a state, or pieces of a turn, that are shown; the middle is left out."""
 MAX_PIECE_CHARS: Final = 4_000
 
-Kind = Literal["text", "generated", "inserted", "image"]
+PieceKind = Literal["text", "generated", "inserted", "image"]
 """``generated``: a gen or select of this state. ``inserted``: another variable that was appended."""
 
 
@@ -24,7 +24,7 @@ Kind = Literal["text", "generated", "inserted", "image"]
 class OutlinePiece:
     """A piece of a turn."""
 
-    kind: Kind
+    kind: PieceKind
     text: str
     name: str = ""  # of a variable
     is_running: bool = False
@@ -64,14 +64,14 @@ class StateOutline:
     """The content of a state, from the beginning of its root or from its fork. ``error``: why it failed."""
 
     path: tuple[int, ...]
-    parts: list[Part]
+    parts: list[OutlinePart]
     error: str = ""
 
 
-Part = TurnOutline | ForkOutline | LeftOut
+OutlinePart = TurnOutline | ForkOutline | LeftOut
 
 
-def shortened(items: Sequence[Any], most: int = MAX_PARTS) -> list[Any]:
+def shorten_items(items: Sequence[Any], most: int = MAX_PARTS) -> list[Any]:
     """The items, without those in the middle if there are more than ``most``."""
     if len(items) <= most:
         return list(items)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentflow.errors import BadArgument, UnknownVariable, add_note, short_repr, shown_error
-from agentflow.language.failures.frames import ProgramLine
+from agentflow.language.failures.stack_frames import ProgramLine
 
 
 class AsyncOnly:

@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple, overload
 
 from agentflow.errors import BadArgument
 from agentflow.language.display.svg import Arrow, Box, BoxKind, ForkMark, graph_svg
-from agentflow.language.graphs.optimise import Move, constants_first, folded, merged, moves
+from agentflow.language.graphs.optimise import Move, constants_first, folded, merge_texts, moves
 from agentflow.language.typed.values import ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.images import Image, MediumKind
-from agentflow.protocol.op_table import ROOT, opened, references, spec_of
+from agentflow.protocol.op_table import ROOT, op_spec, opened, references
 from agentflow.runtime.task_group import open_task_group
 
 EdgeKind = Literal["stream", "fork", "data"]
@@ -42,7 +42,7 @@ class MediumArgument(NamedTuple):
     source: str
 
 
-class Output(NamedTuple):
+class GraphOutput(NamedTuple):
     """Represents the value of this variable in a graph's result."""
 
     variable: int
@@ -52,8 +52,8 @@ class Output(NamedTuple):
 class Graph:
     """``arguments``: maps the names of the texts that ``flow.submit`` provides to variables. ``media``: maps
     the names of the images and videos that it provides to the sources by which the ops refer to them.
-    ``order``: the names of all arguments. ``result``: the program's return value, with an ``Output`` for each
-    value. ``places``: maps each variable to its place, from which the seed of a gen without a seed is
+    ``order``: the names of all arguments. ``result``: the program's return value, with a ``GraphOutput`` for
+    each value. ``places``: maps each variable to its place, from which the seed of a gen without a seed is
     derived. ``value_types``: the types of variables whose value is not text. ``images``: the files that the
     ops refer to.
 
@@ -200,7 +200,7 @@ class Graph:
                 param="judge" if reorder else "reorder",
             )
         constant = constants_first(folded(self.ops, set(self.outputs)))
-        optimised = replace(self, ops=tuple(merged(constant)))
+        optimised = replace(self, ops=tuple(merge_texts(constant)))
         return optimised if judge is None else _reordered(optimised, judge)
 
 
@@ -230,7 +230,7 @@ async def _reordered(graph: Graph, judge: Judge) -> Graph:
 
 def _outputs_in(result: Any) -> Iterator[int]:
     match result:
-        case Output(variable):
+        case GraphOutput(variable):
             yield variable
         case list() | tuple():
             for item in result:
@@ -320,13 +320,13 @@ def _arrows(graph: Graph, shown: set[int]) -> list[Arrow]:
 
 def _node(index: int, graph: Graph) -> str:
     op = graph.ops[index]
-    begin, end = spec_of(op).box
+    begin, end = op_spec(op).box
     return f'n{index}{begin}"{_escaped(_label(op, graph))}"{end}'
 
 
 def _label(op: ops.Op, graph: Graph) -> str:
     """The label of an op; empty for ops that are not drawn."""
-    return _shortened(spec_of(op).label(op, graph.names))
+    return _shortened(op_spec(op).label(op, graph.names))
 
 
 def _shortened(label: str) -> str:

@@ -82,7 +82,7 @@ def _is_constant(op: ops.Op) -> bool:
     return isinstance(op, ops.Begin | ops.End) or (isinstance(op, ops.Text) and not references(op))
 
 
-def merged(sequence: Sequence[ops.Op]) -> list[ops.Op]:
+def merge_texts(sequence: Sequence[ops.Op]) -> list[ops.Op]:
     """The ops with consecutive texts of a state merged into the first, unless the later one refers to a
     variable that is declared in between."""
     found: list[ops.Op] = []

@@ -18,9 +18,9 @@ import msgspec
 
 from agentflow.errors import BadArgument, DataDependent, short_repr
 from agentflow.language.expressions import ImageExpression, MediumExpression, VideoExpression
-from agentflow.language.failures.frames import ProgramLine, calling_line
 from agentflow.language.failures.mistakes import defined_at
-from agentflow.language.graphs.graph import Graph, MediumArgument, Output
+from agentflow.language.failures.stack_frames import ProgramLine, calling_line
+from agentflow.language.graphs.graph import Graph, GraphOutput, MediumArgument
 from agentflow.language.link import TRACE, Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.media import image, video
@@ -28,15 +28,15 @@ from agentflow.language.observing.spans import RunSpan
 from agentflow.language.states.reported import left_by
 from agentflow.language.states.run import Run, StateNode, VariableNode
 from agentflow.language.states.state import State
-from agentflow.language.states.variable import Reference, Variable, target_of
+from agentflow.language.states.variable import Reference, Variable, find_target
 from agentflow.language.typed.values import TEXT
 from agentflow.language.uploads import images_in
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.images import Image, MediumKind, Video, digest_of
-from agentflow.protocol.op_table import ROOT, StateModels, numbers, spec_of
-from agentflow.protocol.ops import run_of
+from agentflow.protocol.images import Image, MediumKind, Video, file_source
+from agentflow.protocol.op_table import ROOT, StateModels, numbers, op_spec
+from agentflow.protocol.ops import seed_run
 from agentflow.protocol.text.transform import Transform
 
 ResultT = TypeVar("ResultT")
@@ -71,7 +71,7 @@ def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs
         raise DataDependent(f"{link.cancelled_at}: a state is cancelled, which a graph cannot do")
     return Graph(
         name=function.__name__,
-        ops=tuple([op for op in link.collected if isinstance(op, ops.Open) or spec_of(op).in_graph]),
+        ops=tuple([op for op in link.collected if isinstance(op, ops.Open) or op_spec(op).in_graph]),
         arguments=arguments,
         result=_as_output(result, function.__name__),
         places=run.places,
@@ -191,7 +191,7 @@ def _bound(
             kind := _medium_kind(parameter.annotation)
         ) is not None and parameter.default is parameter.empty:
             # Its digest is that of no file, because none begins like this.
-            source = digest_of(f"argument {parameter.name}".encode())
+            source = file_source(f"argument {parameter.name}".encode())
             media[parameter.name] = MediumArgument(kind, source)
             file = Image(source)
             shown = VideoExpression(file) if kind == "video" else ImageExpression(file)
@@ -236,7 +236,7 @@ def _driven(awaitable: Awaitable[Any], name: str) -> Any:
 def _as_output(result: Any, name: str) -> Any:
     match result:
         case _StandIn() if not result._transforms:
-            return Output(result._node.id)
+            return GraphOutput(result._node.id)
         case list():
             return [_as_output(item, name) for item in result]
         case tuple():
@@ -244,7 +244,7 @@ def _as_output(result: Any, name: str) -> Any:
         case dict():
             return {key: _as_output(item, name) for key, item in result.items()}
         case Reference():
-            label = target_of(result).label
+            label = find_target(result).label
             raise BadArgument(f"{name} returns {label}, not awaited: await it, or set a variable")
         case _:
             return result
@@ -291,7 +291,7 @@ class GraphRun:
             _placed(graph_ops if record.span is None else _traced(graph_ops, record.span), objective, group),
             inputs=values,
             outputs=tuple(graph.generated if is_streamed else graph.outputs),
-            seeds=run_of(link.seed, index),
+            seeds=seed_run(link.seed, index),
             places=dict(graph.places) if link.capabilities.seeds else {},
         )
         try:
@@ -403,7 +403,7 @@ def _inputs(
 def _filled(result: Any, values: Mapping[int, Any]) -> Any:
     """A graph's result with values in place of outputs."""
     match result:
-        case Output(variable):
+        case GraphOutput(variable):
             return values[variable]
         case list():
             return [_filled(item, values) for item in result]

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from agentflow.errors import BadArgument, BlockingWarning, ProgramError
-from agentflow.language.failures.frames import ProgramLine, program_frames
+from agentflow.language.failures.stack_frames import ProgramLine, program_frames
 from agentflow.runtime.task_group import loop_caller
 
 ENVIRONMENT = "AGENTFLOW_BLOCKING_MS"

@@ -57,7 +57,7 @@ def spans_of_session() -> SessionSpan | None:
     return None if tracer is None else SessionSpan(tracer)
 
 
-Prompt = Callable[[], list[tuple[str, str]]]
+ReadPrompt = Callable[[], list[tuple[str, str]]]
 """The turns of a prompt: role and text. The role of text outside turns is empty."""
 
 
@@ -132,7 +132,7 @@ class StateSpan:
         return fork
 
     def gen(
-        self, op: ops.Gen | ops.Select | ops.Decide, path: Sequence[int], *, in_turn: bool, prompt: Prompt
+        self, op: ops.Gen | ops.Select | ops.Decide, path: Sequence[int], *, in_turn: bool, prompt: ReadPrompt
     ) -> GenSpan:
         """The span of a gen, select or decide. ``prompt`` is called when it is complete."""
         operation = "chat" if in_turn else "text_completion"
@@ -235,7 +235,7 @@ class RunSpan(StateSpan):
 class GenSpan:
     """The span of one gen or select. ``traceparent``: the parent of the server's spans."""
 
-    def __init__(self, outer: StateSpan, span: Span, prompt: Prompt | None) -> None:
+    def __init__(self, outer: StateSpan, span: Span, prompt: ReadPrompt | None) -> None:
         self._outer = outer
         self._span = span
         self._prompt = prompt

@@ -18,7 +18,7 @@ from agentflow.language.states.run import StateNode, VariableNode
 from agentflow.protocol.sampling import is_whole
 
 Key = Callable[[Any], Any]
-Rank = Callable[[int, Any], Any]
+RankBranch = Callable[[int, Any], Any]
 """The rank of a branch, from its number and its value."""
 
 
@@ -54,7 +54,7 @@ class Contest:
         """The next branch whose variable has ended, with or without a value. None after the last."""
         return (await self._next())[0] if self._waiting else None
 
-    async def best(self, rank: Rank, count: int) -> list[int]:
+    async def best(self, rank: RankBranch, count: int) -> list[int]:
         """The ``count`` branches with the greatest ranks, the first ones of equals, the greatest first. Fewer
         if fewer have a value. Cancels the others. Raises if none has a value."""
         if not is_whole(count, 1, math.inf):

@@ -13,7 +13,7 @@ import anyio
 from agentflow.language.display.html import as_html
 from agentflow.language.display.terminal import as_text, show
 from agentflow.language.states.event_stream import EventStream, StreamedVariable
-from agentflow.language.states.outliner import outline_of
+from agentflow.language.states.outliner import outline_state
 from agentflow.language.states.run import StateNode, VariableNode
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def in_notebook() -> bool:
 def show_state(node: StateNode) -> None:
     """Shows the state on stdout; in a notebook below the cell, redrawn while it is generated."""
     if not in_notebook():
-        show(outline_of(node))
+        show(outline_state(node))
         return
     cell = import_module("IPython.display").display(_bundle(node), raw=True, display_id=True)
     if is_running(node) and node.link.is_alive:
@@ -58,7 +58,7 @@ def _variables(node: StateNode) -> list[VariableNode]:
 
 
 def _bundle(node: StateNode) -> dict[str, str]:
-    outline = outline_of(node)
+    outline = outline_state(node)
     return {"text/html": as_html(outline), "text/plain": as_text(outline)}
 
 

@@ -13,16 +13,16 @@ from agentflow.errors import AgentflowError
 from agentflow.language.display.outline import (
     ForkOutline,
     LeftOut,
+    OutlinePart,
     OutlinePiece,
-    Part,
     StateOutline,
     TurnOutline,
-    shortened,
+    shorten_items,
 )
 from agentflow.language.expressions import Expression, MediumExpression, VideoExpression
 from agentflow.language.op_log import Content, ToolCalls, TurnBegins, TurnEnds
 from agentflow.language.states.run import StateNode
-from agentflow.language.states.variable import Reference, target_of
+from agentflow.language.states.variable import Reference, find_target
 from agentflow.protocol.events import Usage
 from agentflow.protocol.text.transform import apply_transforms
 
@@ -32,7 +32,7 @@ MAX_PICTURE_BYTES: Final = 64_000
 """Larger images are shown by a word only."""
 
 
-def outline_of(node: StateNode) -> StateOutline:
+def outline_state(node: StateNode) -> StateOutline:
     """The outline of a state, from the beginning of its root, with its branches."""
     return _Outliner().whole(node)
 
@@ -44,7 +44,7 @@ def known_text(content: Content) -> str:
     if isinstance(content, MediumExpression):
         return "[video]" if isinstance(content, VideoExpression) else "[image]"
     assert isinstance(content, Reference)
-    node, transforms, _ = target_of(content)
+    node, transforms, _ = find_target(content)
     if not transforms:
         return node.text
     try:
@@ -87,7 +87,7 @@ class _Outliner:
         while (parent := chain[-1].parent) is not None:
             chain.append(parent)
         estimate = _CacheEstimate()
-        parts: list[Part] = []
+        parts: list[OutlinePart] = []
         role = ""
         for state, following in zip(chain[:0:-1], chain[-2::-1], strict=True):
             walk = _Walk(state, estimate, role, following.transcript.num_inherited)
@@ -97,7 +97,7 @@ class _Outliner:
             role = walk.role
         outline = self._state(node, estimate, role)
         _join(parts, outline.parts)
-        return StateOutline(node.path, shortened(parts), outline.error)
+        return StateOutline(node.path, shorten_items(parts), outline.error)
 
     def _state(self, node: StateNode, estimate: _CacheEstimate, role: str) -> StateOutline:
         forks: dict[int, list[StateNode]] = {}
@@ -109,11 +109,11 @@ class _Outliner:
         for index in walk.fork_points(forks):
             walk.parts.append(self._fork(forks[index], estimate, walk.role))
         error = node.error.message if node.error is not None else ""
-        return StateOutline(node.path, shortened(walk.parts), error)
+        return StateOutline(node.path, shorten_items(walk.parts), error)
 
     def _fork(self, children: list[StateNode], estimate: _CacheEstimate, role: str) -> ForkOutline:
         # The branches of this fork are counted before the forks inside of its first branch.
-        shown = shortened(children, min(MAX_BRANCHES, self._num_states_left))
+        shown = shorten_items(children, min(MAX_BRANCHES, self._num_states_left))
         self._num_states_left -= len(shown)
         return ForkOutline(
             [
@@ -129,7 +129,7 @@ class _Walk:
     def __init__(
         self, node: StateNode, estimate: _CacheEstimate, role: str, num_entries: int | None = None
     ) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[OutlinePart] = []
         self.role = role
         self._node = node
         self._estimate = estimate
@@ -151,7 +151,7 @@ class _Walk:
                 case ToolCalls(source=tuple() as calls):
                     self._turn.calls += calls
                 case ToolCalls(source=Reference() as reply):
-                    self._turn.calls += target_of(reply).node.tool_calls
+                    self._turn.calls += find_target(reply).node.tool_calls
                 case str() | Expression():
                     self._add(entry)
         self._end_turn(self.role)
@@ -161,7 +161,7 @@ class _Walk:
     def _end_turn(self, next_role: str) -> None:
         turn = self._turn
         if turn.pieces or turn.calls:
-            turn.pieces = shortened(turn.pieces)
+            turn.pieces = shorten_items(turn.pieces)
             self.parts.append(turn)
         self.role = next_role
         self._turn = TurnOutline(next_role)
@@ -181,7 +181,7 @@ class _Walk:
             return OutlinePiece("image", text, picture=content.file.url if shows else "")
         if not isinstance(content, Reference):
             return OutlinePiece("text", text)
-        variable, transforms, _ = target_of(content)
+        variable, transforms, _ = find_target(content)
         is_own = variable.state is self._node and variable.is_generated
         piece = OutlinePiece("inserted", text, variable.name)
         if is_own and not transforms and variable.id not in self._generated:
@@ -194,12 +194,12 @@ class _Walk:
         return piece
 
 
-def _join(parts: list[Part], more: list[Part]) -> None:
+def _join(parts: list[OutlinePart], more: list[OutlinePart]) -> None:
     """Adds the parts of a state to those of its parent. A turn that continues is one."""
     if parts and more:
         before, after = parts[-1], more[0]
         if isinstance(before, TurnOutline) and isinstance(after, TurnOutline) and after.continues:
-            pieces = shortened([*before.pieces, *after.pieces])
+            pieces = shorten_items([*before.pieces, *after.pieces])
             parts[-1] = TurnOutline(before.role, pieces, before.calls + after.calls, before.continues)
             more = more[1:]
     parts += more

@@ -14,12 +14,12 @@ from agentflow.errors import InvalidValue, shown_error
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.states.run import VariableNode
 from agentflow.language.typed.json_types import NothingYet, NotValid, partial_value
-from agentflow.language.typed.replies import Reply, reply_of
+from agentflow.language.typed.replies import Reply, make_reply
 from agentflow.language.typed.values import warn_of_length
 from agentflow.protocol.events import Value
 
 
-def value_of(node: VariableNode) -> Any:
+def complete_value(node: VariableNode) -> Any:
     """The complete value of a variable; raises its failure. ``InvalidValue`` if its text has none. The text
     is read once: a validator may be slow, or count its calls."""
     end = node.end
@@ -129,7 +129,7 @@ class PartialReader(AsyncIterator[Any]):
             else:
                 self._is_over = True
                 await node.settled()
-                value_of(node)  # raises for a truncated or invalid text
+                complete_value(node)  # raises for a truncated or invalid text
                 if self._is_new(self._so_far(is_whole=True)):
                     return self._shown
         raise StopAsyncIteration
@@ -141,7 +141,7 @@ class PartialReader(AsyncIterator[Any]):
             return json.loads(node.notation) if is_whole else partial_value(node.notation)
         if node.reply is None:
             return node.notation
-        if (reply := reply_of(node.reply.now())) == Reply("") and not is_whole:
+        if (reply := make_reply(node.reply.now())) == Reply("") and not is_whole:
             raise NothingYet("the reply is empty so far")
         return reply
 

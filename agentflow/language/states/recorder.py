@@ -29,9 +29,9 @@ from agentflow.language.markers import MARKERS
 from agentflow.language.media import check_is_text
 from agentflow.language.op_log import (
     WRITTEN,
-    Entry,
     ToolCalls,
     Transcript,
+    TranscriptEntry,
     TurnBegins,
     TurnEnds,
     TurnPlace,
@@ -39,9 +39,9 @@ from agentflow.language.op_log import (
 from agentflow.language.states.run import StateNode, VariableNode
 from agentflow.language.states.traced import GenOp, traced
 from agentflow.language.states.validation import Attempts
-from agentflow.language.states.variable import Reference, Variable, target_of
+from agentflow.language.states.variable import Reference, Variable, find_target
 from agentflow.language.typed.decisions import Decision
-from agentflow.language.typed.replies import calls_of
+from agentflow.language.typed.replies import make_calls
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
@@ -75,7 +75,7 @@ class Recorder:
         self._state = state
         self._ops: list[ops.Op] = []
         self._declared: list[_Declared] = []
-        self._entries: list[Entry] = []
+        self._entries: list[TranscriptEntry] = []
         self._place = state.transcript.place
         self._offer = state.transcript.offer
         self._num_gens = 0
@@ -253,7 +253,7 @@ class Recorder:
         if isinstance(piece, str):
             return piece
         assert isinstance(piece, Reference)
-        node, transforms, label = target_of(piece)
+        node, transforms, label = find_target(piece)
         if node.state.link is not self._state.link:
             raise ForeignState(f"{label} belongs to another session: await it and append its value")
         if node.state.is_open:
@@ -282,7 +282,7 @@ class Recorder:
                 part if isinstance(part, str) else medium_expression(part) for part in message.parts or [""]
             ]
             self._entries += [TurnBegins(message.role, message.tool_call_id, message.name), *parts]
-            self._entries += [ToolCalls(calls_of(message.tool_calls))] if message.tool_calls else []
+            self._entries += [ToolCalls(make_calls(message.tool_calls))] if message.tool_calls else []
             self._entries.append(TurnEnds())
         last = conversation.messages[-1].role if conversation.messages else ""
         self._entries[-1:] = [] if last == "assistant" else [TurnEnds(), TurnBegins("assistant")]
@@ -384,7 +384,7 @@ class Recorder:
         self.begin("assistant")
         return True
 
-    def _append_entry(self, entry: Entry) -> None:
+    def _append_entry(self, entry: TranscriptEntry) -> None:
         self._entries.append(entry)
         if self._place.open_role is None:
             self._place = self._place._replace(has_text=True)

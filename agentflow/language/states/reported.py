@@ -23,12 +23,12 @@ def located(error: ErrorInfo, states: Mapping[int, StateEvents]) -> AgentflowErr
     exception = error.to_exception()
     if error.place is None or (state := states.get(error.place[0])) is None:
         return exception
-    if (line := state.line_of(error.place[1])) is not None:
+    if (line := state.find_line(error.place[1])) is not None:
         exception.add_note(f"what failed was appended at {line}")
     last: BaseException = exception
     while last.__cause__ is not None:
         last = last.__cause__
-    last.__cause__ = state.origin_of(error.place[1])
+    last.__cause__ = state.find_origin(error.place[1])
     return exception
 
 

@@ -14,20 +14,20 @@ from typing import Any, Literal, TypeVar
 import anyio
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, InvalidValue, StateClosed
-from agentflow.language.failures.frames import ProgramLine, calling_line
+from agentflow.language.failures.stack_frames import ProgramLine, calling_line
 from agentflow.language.link import Link
 from agentflow.language.observing.runs import RunRecord
 from agentflow.language.observing.spans import GenSpan, StateSpan
 from agentflow.language.op_log import LineTable, SingleWriter, Transcript, UnfinishedOps
 from agentflow.language.states.event_stream import EventStream, StateStream
 from agentflow.language.states.reported import CauseFirst, cancelled, located
-from agentflow.language.typed.replies import calls_of
+from agentflow.language.typed.replies import make_calls
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.chat import ReplySoFar
 from agentflow.protocol.events import Capabilities, ErrorInfo, Value
-from agentflow.protocol.ops import derived_seed, place_of, run_of
+from agentflow.protocol.ops import derived_seed, seed_place, seed_run
 from agentflow.runtime.limits import limit_op
 
 FIRST_MAPPED = 2**52
@@ -35,7 +35,7 @@ FIRST_MAPPED = 2**52
 
 StreamT = TypeVar("StreamT", bound=EventStream)
 
-Path = tuple[int, ...]
+StatePath = tuple[int, ...]
 """A state's place in its fork tree: () is the root, (2,) its third branch, (2, 0) the first branch of
 that."""
 
@@ -80,7 +80,7 @@ class Run:
         self.record = link.runs.begin(name or program or "state", link.spans) if record is None else record
         self.places: dict[int, str] = {}
         self.states: list[StateNode] = []
-        self.seed_prefix = run_of(link.seed, self.index)
+        self.seed_prefix = seed_run(link.seed, self.index)
         self._unfinished: dict[int, VariableNode] = {}
         self._failed: list[VariableNode] = []
         self._num_ended = 0
@@ -195,7 +195,7 @@ class StateNode:
         self,
         run: Run,
         state_id: int,
-        path: Path,
+        path: StatePath,
         capabilities: Capabilities,
         parent: StateNode | None = None,
     ) -> None:
@@ -268,7 +268,7 @@ class StateNode:
                 advice = "" if self.is_open else ", so return values from programs, or use flow.state()"
             raise StateClosed(f"state {self.path} {self.closed}: nothing can be appended to it{advice}")
 
-    def names_of_branches(self) -> list[tuple[Path, Collection[str]]]:
+    def names_of_branches(self) -> list[tuple[StatePath, Collection[str]]]:
         """The path of each fork, and the names of its variables."""
         return [(child.path, child.names) for child in self.children]
 
@@ -314,19 +314,19 @@ class StateNode:
     def seed_at(self, variable: VariableNode, ordinal: int) -> int | None:
         """The seed of gen number ``num_gens + ordinal``, which is given none. A trace records the gen's place
         and returns None."""
-        place = place_of(self.path, self.num_gens + ordinal)
+        place = seed_place(self.path, self.num_gens + ordinal)
         if self.link.is_tracing:
             self.run.places[variable.id] = place
             return None
         return derived_seed(self.run.seed_prefix, place)
 
-    def line_of(self, number: int) -> ProgramLine | None:
+    def find_line(self, number: int) -> ProgramLine | None:
         """The line of the program that appended op ``number``, or that mapped a variable."""
         if number > FIRST_MAPPED:
             return self.mapped_lines.get(number - FIRST_MAPPED)
-        return self._lines.line_of(number)
+        return self._lines.find_line(number)
 
-    def origin_of(self, number: int) -> Exception | None:
+    def find_origin(self, number: int) -> Exception | None:
         """The error that a function of the program raised instead of providing op ``number``."""
         return self.mapped_errors.get(number - FIRST_MAPPED)
 
@@ -547,7 +547,7 @@ class VariableNode:
         """The tool calls of a reply so far."""
         if self._reply is None:
             return ()
-        return calls_of(self._reply.follow(self.notation).now().tool_calls)
+        return make_calls(self._reply.follow(self.notation).now().tool_calls)
 
     @property
     def reply(self) -> ReplySoFar | None:

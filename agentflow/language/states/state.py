@@ -22,8 +22,8 @@ from agentflow.language.expressions import (
     MediumExpression,
     Sequence_,
 )
-from agentflow.language.failures.frames import ProgramLine, calling_line
 from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for, unknown_variable
+from agentflow.language.failures.stack_frames import ProgramLine, calling_line
 from agentflow.language.gen import GenExpression, SelectExpression
 from agentflow.language.markers import MARKERS
 from agentflow.language.media import check_is_text
@@ -31,11 +31,11 @@ from agentflow.language.op_log import Content, TurnContent
 from agentflow.language.states.contest import Contest
 from agentflow.language.states.event_stream import EventStream
 from agentflow.language.states.live_display import in_notebook, show_state
-from agentflow.language.states.outliner import outline_of
+from agentflow.language.states.outliner import outline_state
 from agentflow.language.states.recorder import Recorder, append
 from agentflow.language.states.reported import left_by
-from agentflow.language.states.run import Path, StateNode, VariableNode
-from agentflow.language.states.variable import Reference, Variable, target_of, text_of
+from agentflow.language.states.run import StateNode, StatePath, VariableNode
+from agentflow.language.states.variable import Reference, Variable, complete_text, find_target
 from agentflow.language.typed.decisions import Answers, Decision, TypedQuestion, decisions_type
 from agentflow.language.typed.replies import Message
 from agentflow.language.typed.tools import ToolCall
@@ -70,11 +70,11 @@ class State:
         return f"<State{MARKERS.repr_tag} {self._node.path} with {names}>"
 
     def __str__(self) -> str:
-        return as_text(outline_of(self._node))
+        return as_text(outline_state(self._node))
 
     def _repr_html_(self) -> str:
         """For notebooks."""
-        return as_html(outline_of(self._node))
+        return as_html(outline_state(self._node))
 
     def _ipython_display_(self) -> None:
         """For notebooks. IPython uses the other representations if this raises ``NotImplementedError``."""
@@ -92,7 +92,7 @@ class State:
         return self._node.id
 
     @property
-    def path(self) -> Path:
+    def path(self) -> StatePath:
         """Its place in the fork tree: () is the root, (2,) its third branch, (2, 0) the first branch of (2,).
 
         >>> s.path, branches[1].path
@@ -595,7 +595,7 @@ class Branches(AsyncOnly, list[State]):
         variables = self.variables(name)
         for branch in self:
             branch._node.ask()
-        await _raise_cause([target_of(variable).node for variable in variables])
+        await _raise_cause([find_target(variable).node for variable in variables])
         return [await variable for variable in variables]
 
     def as_completed(self, name: VariableName) -> Completed:
@@ -711,7 +711,7 @@ class Branches(AsyncOnly, list[State]):
 
     def _contest(self, name: VariableName) -> Contest:
         entries = [
-            (branch._node, target_of(variable).node, variable)
+            (branch._node, find_target(variable).node, variable)
             for branch, variable in zip(self, self.variables(name), strict=True)
         ]
         return Contest(entries, is_group=self._is_group)
@@ -755,7 +755,8 @@ def _at(line: ProgramLine | None) -> str:
 async def _make_message(turn: TurnContent) -> Message:
     begin = turn.begin
     parts = [
-        part.whole() if isinstance(part, MediumExpression) else await _text_of(part) for part in turn.content
+        part.whole() if isinstance(part, MediumExpression) else await _read_text(part)
+        for part in turn.content
     ]
     content, images = placed_in(parts)
     calls = [call for calls in turn.calls for call in await _tool_calls(calls.source)]
@@ -770,8 +771,8 @@ async def _tool_calls(source: tuple[ToolCall, ...] | Expression) -> tuple[ToolCa
     return source.tool_calls
 
 
-async def _text_of(part: Content) -> str:
+async def _read_text(part: Content) -> str:
     if isinstance(part, str):
         return part
     assert isinstance(part, Reference)
-    return await text_of(part)
+    return await complete_text(part)

@@ -30,12 +30,12 @@ def traced(
     state = node.state
     if state.span is None:
         return op
-    prompt = partial(prompt_of, transcript or state.transcript, num_entries)
+    prompt = partial(list_turns, transcript or state.transcript, num_entries)
     node.span = state.span.gen(op, state.path, in_turn=in_turn, prompt=prompt)
     return msgspec.structs.replace(op, trace=node.span.traceparent)
 
 
-def prompt_of(transcript: Transcript, num_own: int) -> list[tuple[str, str]]:
+def list_turns(transcript: Transcript, num_own: int) -> list[tuple[str, str]]:
     """The turns up to entry ``num_own`` of the transcript: role and text. The role of text outside turns is
     empty."""
     found: list[tuple[str, list[str]]] = []

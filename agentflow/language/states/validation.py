@@ -20,7 +20,7 @@ import msgspec
 
 from agentflow.errors import AgentflowError, InvalidValue, RunFailed, shown_error
 from agentflow.language.gen import GenExpression
-from agentflow.language.states.readers import value_of
+from agentflow.language.states.readers import complete_value
 from agentflow.language.states.run import FIRST_MAPPED, StateNode, VariableNode
 from agentflow.language.states.traced import traced
 from agentflow.language.states.variable import Variable
@@ -105,7 +105,7 @@ class Attempts:
                 if attempt.error is None:
                     usage += attempt.end.usage
                     try:
-                        value_of(attempt)
+                        complete_value(attempt)
                     except InvalidValue as error:
                         variable.invalid = error
                     else:

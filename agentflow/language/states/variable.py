@@ -15,14 +15,14 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, get_args, overload
 
 from agentflow.errors import AgentflowError, BadArgument, RunFailed, StateClosed, shown_error
-from agentflow.language.expressions import Appendable, Expression, Sequence_, tuple_of
-from agentflow.language.failures.frames import calling_line, raised_at, without_internals
+from agentflow.language.expressions import Appendable, Expression, Sequence_, make_tuple
 from agentflow.language.failures.mistakes import defined_at
+from agentflow.language.failures.stack_frames import calling_line, raised_at, without_internals
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.markers import MARKERS
 from agentflow.language.media import check_is_text
-from agentflow.language.states.readers import PartialReader, ReasoningReader, TextReader, value_of
-from agentflow.language.states.run import FIRST_MAPPED, Path, VariableNode
+from agentflow.language.states.readers import PartialReader, ReasoningReader, TextReader, complete_value
+from agentflow.language.states.run import FIRST_MAPPED, StatePath, VariableNode
 from agentflow.language.typed.replies import Reply
 from agentflow.language.typed.tags import Tagged
 from agentflow.language.typed.tools import ToolCall
@@ -167,7 +167,7 @@ class Reference(Expression, Generic[ValueT_co]):
         """
         if isinstance(values, str):
             raise BadArgument(f"enum: values must be a list of strings, not {values!r:.60}", param="values")
-        words = tuple_of(values, "enum", "values", "strings")
+        words = make_tuple(values, "enum", "values", "strings")
         if not all(isinstance(word, str) for word in words):
             raise BadArgument(f"enum: values must be a list of strings, not {words!r:.60}", param="values")
         return self._then("enum", json.dumps(words, ensure_ascii=False))
@@ -293,21 +293,21 @@ class ReferencedVariable(NamedTuple):
     label: str
 
 
-def target_of(reference: Reference[Any]) -> ReferencedVariable:
+def find_target(reference: Reference[Any]) -> ReferencedVariable:
     """The inner side of a reference."""
     return ReferencedVariable(reference._node, reference._transforms, reference._label)
 
 
-async def text_of(reference: Reference[Any]) -> str:
+async def complete_text(reference: Reference[Any]) -> str:
     """The complete text of a reference; raises its failure."""
     return await apply_in_turn(await reference._node.whole_text(), reference._transforms)
 
 
-async def text_of_marked(item: Expression) -> str:
+async def complete_marked_text(item: Expression) -> str:
     """The text of the object behind a marker in a program's result. ``BadArgument`` if it has none."""
     if not isinstance(item, Reference):
         raise BadArgument("the program returns a text with an expression that was never appended to a state")
-    return await text_of(item)
+    return await complete_text(item)
 
 
 class Transformed(Reference[str]):
@@ -327,7 +327,7 @@ class Transformed(Reference[str]):
         return f"variable {self._node.name!r}{''.join(steps)}"
 
     def __await__(self) -> Generator[object, None, str]:
-        return text_of(self).__await__()
+        return complete_text(self).__await__()
 
 
 class Variable(Reference[ValueT_co]):
@@ -386,7 +386,7 @@ class Variable(Reference[ValueT_co]):
         return self._node.id
 
     @property
-    def path(self) -> Path:
+    def path(self) -> StatePath:
         """The path of its state in the fork tree.
 
         >>> branches[1]["judgment"].path
@@ -562,7 +562,7 @@ class Variable(Reference[ValueT_co]):
         if node.value_type is TEXT:
             return await node.whole_text()  # type: ignore[return-value]
         await node.awaited()
-        value: ValueT_co = value_of(node)
+        value: ValueT_co = complete_value(node)
         return value
 
     async def get(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
-from agentflow.errors import BadArgument, faults_of, short_repr
+from agentflow.errors import BadArgument, error_param, short_repr
 from agentflow.language.markers import MARKERS
 from agentflow.language.typed.json_form import JsonRecord
 from agentflow.language.typed.values import ValueType
@@ -129,7 +129,7 @@ def decisions_type(
 
 def _form(name: str, question: TypedQuestion) -> _Form:
     answers, instructions = question.answers, question.instructions
-    with faults_of("questions"):
+    with error_param("questions"):
         if answers is bool:
             return _Form(Question(name, "predicate", instructions), (True, False))
         if isinstance(answers, range):

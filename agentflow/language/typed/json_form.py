@@ -25,7 +25,7 @@ from agentflow.errors import BadArgument
 from agentflow.language.typed.json_types import (
     JsonSchema,
     TypedJson,
-    libraries_of,
+    find_libraries,
     schema_generator,
     shown_type,
     type_adapter,
@@ -162,7 +162,7 @@ def _as_value_error() -> Iterator[None]:
 def _make_adapter(kind: type, *, is_foreign: bool = False) -> _Adapter | None:
     """The adapter of a class that pydantic describes. ``is_foreign``: msgspec has no form for it."""
     try:
-        if is_foreign or "pydantic" in libraries_of(kind):
+        if is_foreign or "pydantic" in find_libraries(kind):
             return None if importlib.util.find_spec("pydantic") is None else _Adapter(type_adapter(kind))
     except Exception:  # an annotation may be undefined, and pydantic has errors of many types
         return None

@@ -42,7 +42,7 @@ from agentflow.protocol.schema_walk import (
 )
 
 JsonSchema: TypeAlias = dict[str, Any]
-Reader: TypeAlias = Callable[[str | bytes], Any]
+ReadJson: TypeAlias = Callable[[str | bytes], Any]
 """Reads a value from JSON. ``ValueError`` if it is not valid."""
 
 _PYDANTIC: Final = frozenset({"pydantic", "pydantic_core", "annotated_types"})
@@ -56,11 +56,11 @@ class TypedJson(NamedTuple):
     """A type as JSON. ``adapter``: pydantic's ``TypeAdapter``; None for a type that msgspec describes."""
 
     schema: JsonSchema
-    read: Reader
+    read: ReadJson
     adapter: Any = None
 
 
-def json_type(kind: Any, where: str = "gen: schema") -> tuple[JsonSchema, Reader]:
+def json_type(kind: Any, where: str = "gen: schema") -> tuple[JsonSchema, ReadJson]:
     """The schema of a type and the reader of its values. ``BadArgument``, which begins with ``where``, if the
     type has no form in JSON or is an instance."""
     found = typed_json(kind, where)
@@ -72,7 +72,7 @@ class TypeReader:
 
     __slots__ = ("_kind", "_read")
 
-    def __init__(self, kind: Any, read: Reader) -> None:
+    def __init__(self, kind: Any, read: ReadJson) -> None:
         self._kind = kind
         self._read = read
 
@@ -83,7 +83,7 @@ class TypeReader:
         return _make_reader, (self._kind,)
 
 
-def _make_reader(kind: Any) -> Reader:
+def _make_reader(kind: Any) -> ReadJson:
     return json_type(kind)[1]
 
 
@@ -96,7 +96,7 @@ def typed_json(kind: Any, where: str) -> TypedJson:
         name = type(kind).__name__
         raise BadArgument(f"{where}: give the type {name}, not an instance of it", param="schema")
     try:
-        libraries = libraries_of(kind)
+        libraries = find_libraries(kind)
         if {"msgspec", "pydantic"} <= libraries:
             raise TypeError("it has both msgspec's structs or constraints and pydantic's: use one of the two")
         if libraries == {"keys"} and importlib.util.find_spec("pydantic") is not None:
@@ -109,7 +109,7 @@ def typed_json(kind: Any, where: str) -> TypedJson:
         ) from None
 
 
-def parameters_type(name: str, function: Callable[..., Any]) -> tuple[JsonSchema, Reader]:
+def parameters_type(name: str, function: Callable[..., Any]) -> tuple[JsonSchema, ReadJson]:
     """The schema of an object with the function's parameters, and a reader that makes keyword arguments from
     it. ``BadArgument`` if the function cannot be called with keyword arguments, or a type has no form in
     JSON."""
@@ -118,7 +118,7 @@ def parameters_type(name: str, function: Callable[..., Any]) -> tuple[JsonSchema
     except Exception as error:  # evaluating an annotation may raise anything
         raise BadArgument(f"tool {name!r}: its signature cannot be read: {error}", param="tools") from None
     members: dict[str, JsonSchema] = {}
-    readers: dict[str, Reader] = {}
+    readers: dict[str, ReadJson] = {}
     defaults: dict[str, Callable[[], Any]] = {}
     definitions: dict[str, JsonSchema] = {}
     for parameter in parameters:
@@ -168,7 +168,7 @@ def with_definitions(name: str, schema: JsonSchema, definitions: dict[str, JsonS
     return {key: value for key, value in schema.items() if key != "$defs"}
 
 
-def _read_member(name: str, read: Reader, data: msgspec.Raw) -> Any:
+def _read_member(name: str, read: ReadJson, data: msgspec.Raw) -> Any:
     try:
         return read(bytes(data))
     except ValueError as error:
@@ -211,7 +211,7 @@ def _shown_error(error: Exception) -> str:
     return line or type(error).__name__
 
 
-def libraries_of(kind: Any) -> set[str]:
+def find_libraries(kind: Any) -> set[str]:
     """Which of msgspec and pydantic the type mentions, at any depth; ``keys`` for a dict whose keys are not
     plain strings."""
     found: set[str] = set()

@@ -14,7 +14,7 @@ from agentflow.errors import BadArgument
 from agentflow.language.typed.json_form import JsonRecord
 from agentflow.language.typed.tools import DescribedTool, ToolCall, plain_call
 from agentflow.protocol import chat
-from agentflow.protocol.images import Medium, PlacedImage, Video, image_at, parts_of, placed_in
+from agentflow.protocol.images import Medium, PlacedImage, Video, image_at, placed_in, split_at_media
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Message:
         """
         shown: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.images:
-            shown["content"] = [chat.content_part(part) for part in parts_of(self.content, self.images)]
+            shown["content"] = [chat.content_part(part) for part in split_at_media(self.content, self.images)]
         if self.tool_calls:
             shown["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
@@ -79,7 +79,7 @@ class Reply(JsonRecord):
 
 def read_reply(notation: str) -> Reply:
     """Reads a reply from its notation. ``ProtocolError`` if the notation is malformed or incomplete."""
-    return reply_of(chat.read_reply(notation))
+    return make_reply(chat.read_reply(notation))
 
 
 def reader_of_replies(tools: Iterable[DescribedTool]) -> Callable[[str], Reply]:
@@ -99,19 +99,19 @@ def _read_typed_reply(known: Mapping[str, DescribedTool], notation: str) -> Repl
     return replace(reply, tool_calls=tuple(calls))
 
 
-def reply_of(received: chat.Reply) -> Reply:
+def make_reply(received: chat.Reply) -> Reply:
     """The reply as programs see it."""
-    return Reply(received.text, calls_of(received.tool_calls))
+    return Reply(received.text, make_calls(received.tool_calls))
 
 
-def calls_of(received: tuple[chat.CalledTool, ...]) -> tuple[ToolCall, ...]:
+def make_calls(received: tuple[chat.CalledTool, ...]) -> tuple[ToolCall, ...]:
     """The calls as programs see them. Truncated ones have a fault."""
     return tuple([plain_call(call.name, call.arguments, call.id) for call in received])
 
 
-def message_of(sent: chat.Message) -> Message:
+def make_message(sent: chat.Message) -> Message:
     """The message as programs see it."""
-    calls = calls_of(sent.tool_calls)
+    calls = make_calls(sent.tool_calls)
     return Message(sent.role, sent.content, calls, sent.tool_call_id, sent.name, sent.images)
 
 

@@ -137,7 +137,7 @@ def split_at_tags(text: str, rules: tuple[TagRule, ...]) -> list[str | InTag]:
     while (begin := begins.search(text, at)) is not None:
         index = index_of[begin.group()]
         rule = rules[index]
-        end = _end_of(text, begin.end(), rule)
+        end = _find_end(text, begin.end(), rule)
         if end is None:
             raise ValueError(f"{rule.begin!r} is not followed by a valid {rule.kind} and {rule.end!r}")
         pieces += [text[at : begin.start()], InTag(index, text[begin.end() : end])]
@@ -159,7 +159,7 @@ def matches_whole(pattern: str, text: str) -> bool:
         raise ValueError(f"matching {pattern!r:.200} takes too long") from None
 
 
-def _end_of(text: str, start: int, rule: TagRule) -> int | None:
+def _find_end(text: str, start: int, rule: TagRule) -> int | None:
     """The position of the ``end`` of the tag whose content begins at ``start``; None if it has no end."""
     match rule.kind:
         case "schema":

@@ -25,7 +25,7 @@ from agentflow.language.typed.json_types import (
 from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.chat import CalledTool, ToolSpec
 from agentflow.protocol.sampling import is_number, is_whole
-from agentflow.runtime.task_group import first_of
+from agentflow.runtime.task_group import first_error
 
 Tool: TypeAlias = "Callable[..., Any] | Mapping[str, Any] | FunctionTool"
 """A function with annotated parameters, a tool made by ``af.tool``, or a mapping with ``name``,
@@ -193,7 +193,7 @@ def check_max_calls(where: str, max_calls: int | None) -> None:
         raise BadArgument(f"{where}: max_calls must be a whole number, not {max_calls!r}")
 
 
-def spec_of(tool: Tool) -> ToolSpec:
+def describe_tool(tool: Tool) -> ToolSpec:
     """The tool's description for the model. ``BadArgument`` if it is not a tool."""
     return described_tool(tool).spec
 
@@ -308,7 +308,7 @@ def _certain(text: str) -> dict[str, Any]:
 
 def shown_for_model(error: BaseException) -> str:
     """The error as text for the model. Text that could not be sent is escaped."""
-    lone = first_of(error) if isinstance(error, Exception) else error
+    lone = first_error(error) if isinstance(error, Exception) else error
     name = "" if type(lone) is ValueError else f"{type(lone).__name__}: "
     shown = shown_error(lone, str)
     text = f"{name}{shown}" if shown else type(lone).__name__

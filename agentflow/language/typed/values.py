@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agentflow.errors import BadArgument, faults_of, short_repr
+from agentflow.errors import BadArgument, error_param, short_repr
 from agentflow.language.typed.json_types import json_type, shown_type
 from agentflow.language.typed.recursion import with_bounded_depth
 from agentflow.protocol.constraint import INTEGER_PATTERN, NUMBER_PATTERN, Constraint, Whitespace
@@ -65,7 +65,7 @@ def value_type(
     refuse_several(given)
     for name, value in given.items():
         if value is not None:
-            with faults_of(name):
+            with error_param(name):
                 return _TYPES[name](value)
     return TEXT
 

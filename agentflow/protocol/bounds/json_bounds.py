@@ -5,9 +5,9 @@ as a megabyte of prose, so a limit of bytes does not bound it. ``JsonScan`` coun
 piece by piece, so that the event loop can run in between. It looks only at quotes, backslashes and brackets;
 text that is not JSON gets some count, and the decoder rejects it.
 
-``object_text``, ``object_of`` and ``schema_constraint`` read objects that a request's body carries undecoded:
-schemas, parameters of tools, arguments of calls. ``nests_deeper`` bounds the nesting of decoded values,
-through which other code recurses."""
+``object_text``, ``decode_object`` and ``schema_constraint`` read objects that a request's body carries
+undecoded: schemas, parameters of tools, arguments of calls. ``nests_deeper`` bounds the nesting of decoded
+values, through which other code recurses."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class JsonScan:
         self._depth += num_opened - num_closed
 
 
-def pieces_of(data: bytes | memoryview) -> Iterator[bytes]:
+def split_pieces(data: bytes | memoryview) -> Iterator[bytes]:
     """The pieces of a complete text."""
     for start in range(0, len(data), PIECE_BYTES):
         yield bytes(data[start : start + PIECE_BYTES])
@@ -151,7 +151,7 @@ def object_text(given: msgspec.Raw, param: str, scan: JsonScan) -> str:
     if bytes(data[:1]) != b"{":
         raise BadArgument(f"{param}: Expected `object`", param=param)
     try:
-        for piece in pieces_of(data):
+        for piece in split_pieces(data):
             scan.push(piece)
         return msgspec.json.format(bytes(data), indent=-1).decode()
     except TooMuchJson as error:
@@ -160,7 +160,7 @@ def object_text(given: msgspec.Raw, param: str, scan: JsonScan) -> str:
         raise BadArgument(f"{param}: invalid JSON: {error}", param=param) from None
 
 
-def object_of(given: msgspec.Raw, param: str, scan: JsonScan) -> dict[str, Any]:
+def decode_object(given: msgspec.Raw, param: str, scan: JsonScan) -> dict[str, Any]:
     """The decoded object. ``BadArgument`` as in ``object_text``."""
     found: dict[str, Any] = msgspec.json.decode(object_text(given, param, scan))
     return found

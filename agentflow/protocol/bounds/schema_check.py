@@ -32,7 +32,7 @@ from referencing.jsonschema import DRAFT4, DRAFT6, DRAFT7, DRAFT201909, DRAFT202
 
 from agentflow.protocol.bounds.client_pattern import CannotCheck, compiled
 
-Path: TypeAlias = tuple[str, ...]
+SchemaPath: TypeAlias = tuple[str, ...]
 
 MOST_STEPS: Final = 20_000
 """The steps of one check, which take about a tenth of a second."""
@@ -51,7 +51,7 @@ class Violations(NamedTuple):
         message: The most relevant violation, with its place in the value; empty if there is none.
     """
 
-    paths: list[Path]
+    paths: list[SchemaPath]
     message: str = ""
 
 

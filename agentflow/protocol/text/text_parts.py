@@ -59,13 +59,13 @@ def items(text: str, argument: str) -> str:
     _check_length(text, MAX_SEARCHED_CHARS, where)
     found = _comma_separated(text) if kind == "comma" else _ITEM_PATTERNS[kind].findall(text)
     if not found:
-        raise RunFailed(f"{where}: there are no items in {shown(text)}")
+        raise RunFailed(f"{where}: there are no items in {shorten_text(text)}")
     if index is None:
         return "\n".join(found)
     try:
         return str(found[index])
     except IndexError:
-        raise RunFailed(f"{where}: there are only {len(found)} items in {shown(text)}") from None
+        raise RunFailed(f"{where}: there are only {len(found)} items in {shorten_text(text)}") from None
 
 
 def xml(text: str, tag: str) -> str:
@@ -82,14 +82,14 @@ def xml(text: str, tag: str) -> str:
             if end < 0:
                 break
             return text[start + 1 : end]
-    raise RunFailed(f"{where}: there is no <{tag}>…</{tag}> in {shown(text)}")
+    raise RunFailed(f"{where}: there is no <{tag}>…</{tag}> in {shorten_text(text)}")
 
 
 def json_value(text: str, path: str) -> str:
     """The value at ``path`` in a JSON text, or in a Markdown block of it."""
     where = f"json({path!r})"
     if len(text) > MAX_INLINE_CHARS and sum(map(text.count, ",[{")) > MAX_JSON_VALUES:
-        raise RunFailed(f"{where}: the text has more than {MAX_JSON_VALUES:,} values: {shown(text)}")
+        raise RunFailed(f"{where}: the text has more than {MAX_JSON_VALUES:,} values: {shorten_text(text)}")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -99,7 +99,7 @@ def json_value(text: str, path: str) -> str:
                 raise
             value, _ = json.JSONDecoder().raw_decode(fenced[1].lstrip(" \n\r\t`"))
         except (ValueError, RecursionError):
-            raise RunFailed(f"{where}: the text is not JSON ({error}): {shown(text)}") from None
+            raise RunFailed(f"{where}: the text is not JSON ({error}): {shorten_text(text)}") from None
     return _value_at(value, path, where)
 
 
@@ -124,7 +124,7 @@ def yaml_value(text: str, path: str) -> str:
         LookupError,  # of `!!int ""`
     ) as error:
         reason = " ".join(str(error).split())
-        raise RunFailed(f"{where}: the text is not YAML ({reason:.200}): {shown(text)}") from None
+        raise RunFailed(f"{where}: the text is not YAML ({reason:.200}): {shorten_text(text)}") from None
     return _value_at(value, path, where)
 
 
@@ -135,7 +135,7 @@ def number(text: str, _: str) -> str:
         if first is not None:
             break
     else:
-        raise RunFailed(f"number(): there is no number in {shown(text)}")
+        raise RunFailed(f"number(): there is no number in {shorten_text(text)}")
     at = first.start()
     before = text[max(0, at - 3) : at]
     is_fraction = before.endswith(".") and not before[-2:-1].isalnum()
@@ -145,7 +145,9 @@ def number(text: str, _: str) -> str:
     found = _NUMBER.match(f"0.{ahead}" if is_fraction else ahead)
     assert found is not None
     if len(found[0]) > MAX_NUMBER_CHARS:
-        raise RunFailed(f"number(): the number has more than {MAX_NUMBER_CHARS} characters: {shown(text)}")
+        raise RunFailed(
+            f"number(): the number has more than {MAX_NUMBER_CHARS} characters: {shorten_text(text)}"
+        )
     whole, *rest = re.split("(?=[.eE])", found[0].replace(",", ""), maxsplit=1)
     return f"{'-' * is_negative}{whole.lstrip('0') or '0'}{''.join(rest)}"
 
@@ -166,14 +168,14 @@ def iso_date(text: str, form: str) -> str:
         except ValueError:
             return datetime.fromisoformat(stripped).isoformat()
     except (ValueError, OverflowError, re.error) as error:
-        raise RunFailed(f"{where}: {shown(text)} is not such a date: {error}") from None
+        raise RunFailed(f"{where}: {shorten_text(text)} is not such a date: {error}") from None
 
 
 def one_of(text: str, argument: str) -> str:
     """The text, stripped, if it is one of the words (a JSON list)."""
     words, stripped = _words(argument), text.strip()
     if stripped not in words:
-        raise RunFailed(f"enum: {shown(stripped)} is none of {', '.join(map(repr, words)):.200}")
+        raise RunFailed(f"enum: {shorten_text(stripped)} is none of {', '.join(map(repr, words)):.200}")
     return stripped
 
 
@@ -204,14 +206,14 @@ def check_words(argument: str) -> None:
     _words(argument)
 
 
-def shown(text: str) -> str:
+def shorten_text(text: str) -> str:
     """The beginning of a text, for an error's message."""
     return repr(text if len(text) <= 80 else f"{text[:79]}…")
 
 
 def _check_length(text: str, most: int, where: str) -> None:
     if len(text) > most:
-        raise RunFailed(f"{where}: the text has more than {most:,} characters: {shown(text)}")
+        raise RunFailed(f"{where}: the text has more than {most:,} characters: {shorten_text(text)}")
 
 
 def _items_argument(argument: str) -> tuple[str, int | None]:
@@ -237,7 +239,7 @@ def _value_at(value: Any, path: str, where: str) -> str:
         try:
             value = value[int(step)] if isinstance(value, list) else value[step]
         except (KeyError, IndexError, ValueError, TypeError):
-            raise RunFailed(f"{where}: there is no {step!r} in {shown(json.dumps(value))}") from None
+            raise RunFailed(f"{where}: there is no {step!r} in {shorten_text(json.dumps(value))}") from None
     found = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     # JSON can escape half a surrogate pair, which is not valid in text.
     return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -15,7 +15,7 @@ from agentflow.errors import BadArgument, RunFailed
 from agentflow.protocol.bounds import client_pattern
 from agentflow.protocol.bounds.client_pattern import InvalidPattern
 from agentflow.protocol.text import text_parts
-from agentflow.protocol.text.text_parts import MAX_INLINE_CHARS, shown
+from agentflow.protocol.text.text_parts import MAX_INLINE_CHARS, shorten_text
 
 if TYPE_CHECKING:
     import regex
@@ -81,8 +81,8 @@ def compiled(pattern: str) -> regex.Pattern[str]:
     try:
         return client_pattern.compiled(pattern)
     except InvalidPattern as error:
-        shown = f"{pattern!r:.60}"
-        raise BadArgument(f"{shown} is not a regular expression: {error}", param="pattern") from None
+        shorten_text = f"{pattern!r:.60}"
+        raise BadArgument(f"{shorten_text} is not a regular expression: {error}", param="pattern") from None
 
 
 def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:
@@ -126,7 +126,7 @@ def _regex(text: str, pattern: str) -> str:
     except TimeoutError:
         raise RunFailed(f"regex({pattern!r}): the search takes too long; simplify the pattern") from None
     if found is None:
-        raise RunFailed(f"regex({pattern!r}) finds nothing in {shown(text)}")
+        raise RunFailed(f"regex({pattern!r}) finds nothing in {shorten_text(text)}")
     return str(found.group(1) or "") if compiled(pattern).groups else str(found.group())
 
 

@@ -14,7 +14,7 @@ from weakref import finalize
 from agentflow.errors import AgentflowError, BadArgument
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo
-from agentflow.protocol.images import DIGEST, Image, MediumKind, Video, media_type_of, video_type_of
+from agentflow.protocol.images import DIGEST, Image, MediumKind, Video, detect_media_type, detect_video_type
 from agentflow.protocol.op_table import OPS
 from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 
@@ -89,7 +89,7 @@ class ImageStore:
         if DIGEST + upload.digest.hexdigest() != op.source:
             raise BadArgument("upload: the bytes of the image have another digest")
         data = op.data if is_whole else upload.data.getvalue()
-        media_type = video_type_of(data) if op.kind == "video" else media_type_of(data)
+        media_type = detect_video_type(data) if op.kind == "video" else detect_media_type(data)
         image = Image(op.source, media_type, data)
         finalize(image, _forget, upload.reservation)
         self._images[op.source] = image
@@ -99,7 +99,7 @@ class ImageStore:
         self._images.pop(source, None)
         self._partial.pop(source, None)
 
-    def images_of(self, op: ops.Op) -> tuple[Image, ...]:
+    def find_images(self, op: ops.Op) -> tuple[Image, ...]:
         """The files that the op refers to. ``BadArgument`` if one was not uploaded, or its error."""
         match op:
             case ops.Image() | ops.Video():

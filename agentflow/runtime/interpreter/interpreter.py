@@ -45,7 +45,7 @@ from agentflow.protocol.op_table import (
     OP_BYTES,
     OPS,
     expanded,
-    kind_of,
+    op_kind,
     opened,
     references,
     rejected,
@@ -76,14 +76,14 @@ from agentflow.runtime.limits import (
     MemoryBudget,
     MemoryReservation,
     deadline_exceeded,
-    deadline_of,
+    earliest_deadline,
     variable_bytes,
 )
+from agentflow.runtime.loop_turns import LoopTurn, end_loop_turn
 from agentflow.runtime.programs.graph import FOLLOWED, ProgramGraph
 from agentflow.runtime.programs.live import TenantGraphs
 from agentflow.runtime.programs.place import Place
-from agentflow.runtime.task_group import first_of
-from agentflow.runtime.turns import Turn, end_turn
+from agentflow.runtime.task_group import first_error
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Interpreter(Generic[ContextT]):
         )
         self._variables: dict[int, VariableRecord] = {}
         self._images = ImageStore(self._memory)
-        self._graph = ProgramGraph(program=program, replica_of=self._find_replica)
+        self._graph = ProgramGraph(program=program, find_replica=self._find_replica)
         self._tenant_graphs = TenantGraphs() if graphs is None else graphs
         self._tenant_graphs.add(self._graph)
         # Generators without a scheduler have no use for places.
@@ -285,7 +285,7 @@ class Interpreter(Generic[ContextT]):
     async def aclose(self) -> None:
         """``close`` in turns of the event loop."""
         with anyio.CancelScope(shield=True):
-            turn = Turn()
+            turn = LoopTurn()
             try:
                 while self._states.remove_one():
                     await turn.pause()
@@ -348,9 +348,9 @@ class Interpreter(Generic[ContextT]):
             case ops.Fork():
                 children = yield from self._states.adding_children(state, op.children)
             case ops.Image() | ops.Video() | ops.Converse():
-                images = self._images.images_of(op)
+                images = self._images.find_images(op)
                 if images:
-                    self._graph.attach(op.state, _media_of(op, images))
+                    self._graph.attach(op.state, _list_media(op, images))
             case ops.Close():
                 state.is_closing = True
             case ops.Await():
@@ -420,7 +420,7 @@ class Interpreter(Generic[ContextT]):
             while self._graph.has_changes:
                 self._report_places()
                 if self._graph.has_changes:
-                    await end_turn()
+                    await end_loop_turn()
         finally:
             self._reports_places = False
 
@@ -441,7 +441,7 @@ class Interpreter(Generic[ContextT]):
         state = self._states.get(number)
         if state is None or state.context is None:
             return None
-        find: Callable[[ContextT], int | None] | None = getattr(state.generator, "replica_of", None)
+        find: Callable[[ContextT], int | None] | None = getattr(state.generator, "find_replica", None)
         return None if find is None else find(state.context)
 
     def _kick(self, state: StateRecord[ContextT]) -> None:
@@ -459,12 +459,12 @@ class Interpreter(Generic[ContextT]):
         self._tasks.start_soon(run)
 
     async def _run(self, state: StateRecord[ContextT]) -> None:
-        turn: Turn | None = None
-        skips: Turn | None = None
+        turn: LoopTurn | None = None
+        skips: LoopTurn | None = None
         while state.pending:
             pending = state.current = state.pending.popleft()
             if state.error is None:
-                deadline = deadline_of(state.budgets) if state.budgets else math.inf
+                deadline = earliest_deadline(state.budgets) if state.budgets else math.inf
                 if _is_instant(pending):
                     await self._attempt(state, pending, deadline)
                 else:
@@ -475,14 +475,14 @@ class Interpreter(Generic[ContextT]):
                     state.scope = None
             if state.error is not None:
                 # Skipping an op takes microseconds, so the clock is not checked after each.
-                skips = skips or Turn(SKIPS_PER_LOOK)
+                skips = skips or LoopTurn(SKIPS_PER_LOOK)
                 await self._skip(state, pending, state.error)
                 await skips.pause()
             elif turn is None:
-                turn = Turn() if state.pending else None  # a stream of text ops never waits
+                turn = LoopTurn() if state.pending else None  # a stream of text ops never waits
             elif turn.is_over:
                 await anyio.lowlevel.checkpoint()  # the next turn among other states
-                turn = Turn()
+                turn = LoopTurn()
         state.is_running = False
         if state.error is not None:
             self._states.free(state)
@@ -508,9 +508,9 @@ class Interpreter(Generic[ContextT]):
                 self._graph.end(pending.op, time.monotonic(), None if value is None else value.usage)
                 self._report_places_later()
         except Exception as error:
-            first = first_of(error)  # a generator may run several requests for one op
+            first = first_error(error)  # a generator may run several requests for one op
             if not isinstance(first, AgentflowError):
-                first = self._fault(kind_of(pending.op), error)
+                first = self._fault(op_kind(pending.op), error)
             self._fail(state, pending, first)
 
     def _fault(self, name: str, error: Exception) -> EngineFailed:
@@ -569,7 +569,7 @@ class Interpreter(Generic[ContextT]):
                 if variable is not None and not variable.has_ended:
                     variable.fail(derived_error(f"{op.name!r} was not {OPS[type(op)].outcome}", error, state))
             case ops.Fork():
-                turn = Turn()
+                turn = LoopTurn()
                 for child in pending.children:
                     if self._states.waits_for_fork(child):
                         self._states.stop(child, derived_error("the fork did not happen", error, child))
@@ -616,7 +616,7 @@ class Interpreter(Generic[ContextT]):
             variable.fail(error)
 
     async def _forget(self, state: StateRecord[ContextT]) -> None:
-        turn = Turn(VARIABLES_PER_LOOK)
+        turn = LoopTurn(VARIABLES_PER_LOOK)
         graph, state.graph = state.graph, None
         for one in [state] if graph is None else graph.states:
             if one is not state:  # its ops may still run
@@ -671,7 +671,7 @@ def _is_instant(pending: PendingOp[ContextT]) -> bool:
     return is_known or isinstance(pending.op, ops.Begin | ops.Await | ops.Seal | ops.Hint)
 
 
-def _media_of(op: ops.Image | ops.Video | ops.Converse, files: Sequence[Image]) -> Sequence[Medium]:
+def _list_media(op: ops.Image | ops.Video | ops.Converse, files: Sequence[Image]) -> Sequence[Medium]:
     """Returns the images and videos of an op. ``files``: their files and URLs."""
     match op:
         case ops.Video():

@@ -30,7 +30,7 @@ from agentflow.protocol.events import (
     WatchedRequest,
     summed,
 )
-from agentflow.protocol.op_table import spec_of
+from agentflow.protocol.op_table import op_spec
 from agentflow.runtime.generator import ContextT, Generator, NodeText, Snapshot, SnapshotNode, View
 from agentflow.runtime.interpreter.variables import EventCursor
 from agentflow.runtime.limits import MemoryBudget, MemoryReservation
@@ -149,7 +149,7 @@ class WatchedTree:
         """The next delta has all nodes."""
         self._epoch = None
 
-    def number_of(self, node_id: int) -> int | None:
+    def find_number(self, node_id: int) -> int | None:
         """The backend's number of a node that was sent and is not gone."""
         return self._numbers.get(node_id)
 
@@ -325,7 +325,7 @@ class WatchAnswers(Generic[ContextT]):
         self._check_room()
         self.unwatch()
         try:
-            spec_of(op).check(op)
+            op_spec(op).check(op)
             if op.graphs and len(self._graphs.watchers) >= MAX_GRAPH_WATCHES:
                 raise Overloaded("too many sessions of this tenant watch its programs: end another watch")
             num_nodes = op.max_nodes if op.tree else 0
@@ -415,18 +415,18 @@ class WatchAnswers(Generic[ContextT]):
         while self._peeks:
             op = self._peeks[0]
             try:
-                text, num_tokens = await self._text_of(op.node)
+                text, num_tokens = await self._read_text(op.node)
                 self._reply(Peeked(op.ticket, text, num_tokens))
             except AgentflowError as error:
                 self._reply(Peeked(op.ticket, error=ErrorInfo.of(error)))
             del self._peeks[0]
 
-    async def _text_of(self, node_id: int) -> NodeText:
+    async def _read_text(self, node_id: int) -> NodeText:
         watch = self._watch
-        number = None if watch is None else watch.tree.number_of(node_id)
+        number = None if watch is None else watch.tree.find_number(node_id)
         if watch is None or watch.view is None or number is None:
             raise BadArgument("peek: the watch of this session has no such node", param="node")
-        return await watch.view.text_of(number)
+        return await watch.view.read_text(number)
 
     def _check_room(self) -> None:
         if len(self._peeks) + len(self._replies) >= MAX_PEEKS:

@@ -42,7 +42,7 @@ from agentflow.runtime.limits import (
     spend,
     text_bytes,
 )
-from agentflow.runtime.turns import Turn
+from agentflow.runtime.loop_turns import LoopTurn
 
 MAX_UPCOMING = 64
 """The most ops behind a gen that its generator receives."""
@@ -141,7 +141,7 @@ class OpExecution(Generic[ContextT]):
                     conversation = conversation.with_files(pending.images)
                 await self._converse(state, generator, context, conversation)
             case ops.Tools():
-                state.reserve_text("", _num_chars_of(op.tools))
+                state.reserve_text("", _count_chars(op.tools))
                 await generator.offer_tools(context, op.tools, op.choice)
             case ops.Begin():
                 state.reserve_text("", TURN_CHARS + len(op.tool_call_id or "") + len(op.name or ""))
@@ -210,7 +210,7 @@ class OpExecution(Generic[ContextT]):
                 texts += [call.id, call.name, call.arguments]
             num_chars = TURN_CHARS * (1 + len(message.tool_calls)) + sum(map(len, texts))
             state.reserve_text(message.content, num_chars)
-        state.reserve_text("", _num_chars_of(conversation.tools))
+        state.reserve_text("", _count_chars(conversation.tools))
         await generator.converse(context, conversation)
 
     async def _fork(
@@ -221,7 +221,7 @@ class OpExecution(Generic[ContextT]):
         model: str,
         children: Sequence[StateRecord[ContextT]],
     ) -> None:
-        wanted, turn = self._find(model) if model else generator, Turn()
+        wanted, turn = self._find(model) if model else generator, LoopTurn()
         begins_empty = wanted is not generator
         num_chars = 0 if begins_empty else state.num_chars
         reservations: list[MemoryReservation | None] = [None] * len(children)
@@ -344,5 +344,5 @@ def _ahead(
     return None if fill_ahead is None else FillAhead(partial(fill_ahead, context), state)
 
 
-def _num_chars_of(tools: Sequence[ToolSpec]) -> int:
+def _count_chars(tools: Sequence[ToolSpec]) -> int:
     return sum(len(msgspec.json.encode(tool)) for tool in tools)

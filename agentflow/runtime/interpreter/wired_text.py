@@ -16,7 +16,7 @@ from agentflow.protocol.text.transform import apply_in_turn
 from agentflow.runtime.interpreter.state_tree import StateRecord, drop_tracebacks, root_cause
 from agentflow.runtime.interpreter.variables import VariableRecord
 from agentflow.runtime.limits import MemoryBudget, MemoryReservation
-from agentflow.runtime.turns import Turn
+from agentflow.runtime.loop_turns import LoopTurn
 
 # A text that refers twice to the one before doubles with every op: thirty small ops could exhaust the memory.
 MAX_OP_CHARS = 8 * 1024 * 1024
@@ -65,7 +65,7 @@ class WiredTexts:
         piece, num_chars = "", 0
         variables = iter(sources)
         reservation = MemoryReservation(self._memory, 0)  # pieces are kept while a search waits for a thread
-        turn = Turn()
+        turn = LoopTurn()
         try:
             for part in parts:
                 await turn.pause()

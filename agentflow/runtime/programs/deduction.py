@@ -24,7 +24,7 @@ from typing import Final, Literal, NamedTuple, TypeVar
 from agentflow.protocol.events import LiveMedium
 from agentflow.protocol.ops import Objective
 
-Kind = Literal[
+NodeKind = Literal[
     "gen", "reply", "select", "decide", "embed", "score", "set", "read", "done", "expect", "fork", "gather"
 ]  # fmt: skip
 How = Literal["value", "stream"]
@@ -50,21 +50,21 @@ class Stage:
 
     __slots__ = ("consumer", "depth", "members", "number")
 
-    def __init__(self, number: int, consumer: Node, depth: int) -> None:
+    def __init__(self, number: int, consumer: GraphNode, depth: int) -> None:
         self.number = number
         self.consumer = consumer
         self.depth = depth
-        self.members: dict[Node, None] = {}  # only requests
+        self.members: dict[GraphNode, None] = {}  # only requests
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Node:
+class GraphNode:
     """A request, another variable, or a fork.
 
     A node stays in the graph while it is unfinished, or while an unfinished node depends on it."""
 
     number: int
-    kind: Kind
+    kind: NodeKind
     is_request: bool  # to a model; all others take no time
     state: int
     var: int  # of a fork its first child
@@ -72,8 +72,8 @@ class Node:
     explicit: Objective | None  # the objective, if the program gives one
     media: tuple[LiveMedium, ...] = ()  # as in ``LiveNode``
     num_media: int = 0
-    preds: dict[Node, None] = field(default_factory=dict)
-    succs: dict[Node, None] = field(default_factory=dict)
+    preds: dict[GraphNode, None] = field(default_factory=dict)
+    succs: dict[GraphNode, None] = field(default_factory=dict)
     num_preds: int = 0  # that were unfinished when it was submitted, without the cancelled ones
     num_open: int = 0  # of ``succs``, the unfinished ones
     is_running: bool = False
@@ -141,20 +141,20 @@ class Deduction:
     def __init__(
         self,
         next_number: Callable[[], int],
-        changed: Callable[[Node], None],
-        moved: Callable[[Node], None] = lambda node: None,
+        changed: Callable[[GraphNode], None],
+        moved: Callable[[GraphNode], None] = lambda node: None,
     ) -> None:
         self._next_number = next_number
         self._changed = changed
         self._moved = moved
         self._upstream: list[
-            tuple[int, Node]
+            tuple[int, GraphNode]
         ] = []  # with the negative numbers, so that later ones come first
-        self._downstream: list[tuple[int, Node]] = []
-        self._removed: list[Node] = []  # an empty deque takes 600 bytes, in each session
-        self._prunable: list[Node] = []  # ended ones that no unfinished node depends on
+        self._downstream: list[tuple[int, GraphNode]] = []
+        self._removed: list[GraphNode] = []  # an empty deque takes 600 bytes, in each session
+        self._prunable: list[GraphNode] = []  # ended ones that no unfinished node depends on
 
-    def add(self, node: Node, preds: Iterable[Node]) -> None:
+    def add(self, node: GraphNode, preds: Iterable[GraphNode]) -> None:
         """Adds a node that depends on unfinished ones, each of which may be repeated. A new node that depends
         on none, and has no objective of the program, needs no deduction before another depends on it."""
         for pred in dict.fromkeys(preds):
@@ -166,7 +166,7 @@ class Deduction:
         node.depth = max(node.levels, default=0)
         self.update(node)
 
-    def end(self, node: Node) -> None:
+    def end(self, node: GraphNode) -> None:
         """The node has its value."""
         level = node.level
         node.has_ended = True
@@ -177,11 +177,11 @@ class Deduction:
             self._prune_later(pred)
         self._prune_later(node)
 
-    def remove(self, nodes: Iterable[Node]) -> None:
+    def remove(self, nodes: Iterable[GraphNode]) -> None:
         """The nodes were cancelled or have failed. They leave in the next calls of ``settle``."""
         self._removed += nodes
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: GraphNode) -> None:
         if node.is_gone:
             return
         level, is_open = node.level, not node.has_ended
@@ -203,7 +203,7 @@ class Deduction:
         node.succs, node.preds = {}, {}
         self._moved(node)
 
-    def update(self, node: Node) -> None:
+    def update(self, node: GraphNode) -> None:
         """The deduction of the node must be made again."""
         if not node.is_queued and not node.is_gone:
             node.is_queued = True
@@ -229,7 +229,7 @@ class Deduction:
 
     # Steps.
 
-    def _drop_level(self, node: Node, level: int) -> None:
+    def _drop_level(self, node: GraphNode, level: int) -> None:
         levels = node.levels
         levels[level] -= 1
         if not levels[level]:
@@ -237,7 +237,7 @@ class Deduction:
             if level == node.depth and not node.has_ended:
                 heappush(self._downstream, (node.number, node))
 
-    def _descend(self, node: Node) -> int:
+    def _descend(self, node: GraphNode) -> int:
         """Returns the number of visited nodes and edges."""
         levels = node.levels
         depth = max(levels) if levels else 0
@@ -257,7 +257,7 @@ class Deduction:
 
     # Stages and objectives.
 
-    def _deduce(self, node: Node) -> int:
+    def _deduce(self, node: GraphNode) -> int:
         """Returns the number of visited nodes and edges."""
         votes = node.votes if len(node.votes) == 1 else node.wide_votes
         stage = next(iter(votes)) if len(votes) == 1 else None
@@ -298,7 +298,7 @@ class Deduction:
         node.vote = vote
         return 1 + len(node.preds)
 
-    def _deduce_objective(self, node: Node) -> Objective:
+    def _deduce_objective(self, node: GraphNode) -> Objective:
         if node.explicit is not None:
             return node.explicit
         if node.want is not None or not node.succs:
@@ -308,7 +308,7 @@ class Deduction:
         num_urgent = node.num_urgent if len(node.succs) == 1 else node.num_urgent_wide
         return "latency" if num_urgent else "throughput"
 
-    def _stage_below(self, consumer: Node, depth: int) -> Stage | None:
+    def _stage_below(self, consumer: GraphNode, depth: int) -> Stage | None:
         if depth > MAX_STAGES:
             return None
         if consumer.stages is None:
@@ -318,14 +318,14 @@ class Deduction:
             stage = consumer.stages[depth] = Stage(self._next_number(), consumer, depth)
         return stage
 
-    def _join(self, node: Node, stage: Stage | None) -> None:
+    def _join(self, node: GraphNode, stage: Stage | None) -> None:
         node.stage = stage
         if stage is not None and node.is_request:
             if len(stage.members) == 1:
                 self._count_again(stage)
             stage.members[node] = None
 
-    def _leave(self, node: Node) -> None:
+    def _leave(self, node: GraphNode) -> None:
         stage, node.stage = node.stage, None
         if stage is not None and node.is_request:
             del stage.members[node]
@@ -338,7 +338,7 @@ class Deduction:
         self._changed(member)
         self.update(member)
 
-    def _disconnect(self, pred: Node, node: Node) -> None:
+    def _disconnect(self, pred: GraphNode, node: GraphNode) -> None:
         """Drops the edge from ``pred`` to ``node``, with the vote of ``node``."""
         del pred.succs[node]
         if node.vote is not None:
@@ -351,11 +351,11 @@ class Deduction:
             pred.num_urgent_wide -= node.vote.wide_gate == "latency"
         self.update(pred)
 
-    def _prune_later(self, node: Node) -> None:
+    def _prune_later(self, node: GraphNode) -> None:
         if node.has_ended and not node.num_open:
             self._prunable.append(node)
 
-    def _prune(self, node: Node) -> int:
+    def _prune(self, node: GraphNode) -> int:
         """Drops an ended node on which nothing unfinished depends. Returns the number of visited nodes and
         edges."""
         if node.is_gone:

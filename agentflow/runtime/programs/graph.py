@@ -17,15 +17,23 @@ from typing import Final, Protocol
 
 from agentflow.protocol import ops
 from agentflow.protocol.events import LiveMedium, LiveNode, Usage
-from agentflow.protocol.images import Medium, Video, kind_of
+from agentflow.protocol.images import Medium, Video, medium_kind
 from agentflow.protocol.op_table import references
 from agentflow.protocol.ops import Objective
-from agentflow.runtime.programs.deduction import BLOCKED, MAX_VISITS, REQUESTS, Deduction, How, Kind, Node
+from agentflow.runtime.programs.deduction import (
+    BLOCKED,
+    MAX_VISITS,
+    REQUESTS,
+    Deduction,
+    GraphNode,
+    How,
+    NodeKind,
+)
 from agentflow.runtime.programs.place import Place
 
 _numbers = itertools.count(1)
 """Numbers of programs and task groups, unique in the process."""
-_KINDS: Final[dict[type[ops.Op], Kind]] = {
+_KINDS: Final[dict[type[ops.Op], NodeKind]] = {
     ops.Select: "select",
     ops.Decide: "decide",
     ops.Embed: "embed",
@@ -84,10 +92,10 @@ class StateInGraph:
         self.label = label
         self.objective = objective
         self.group = group
-        self.frontier: list[Node] = []  # the nodes that its next op depends on; some of them may have ended
+        self.frontier: list[GraphNode] = []  # its next op depends on these; some may have ended
         self.frontier_limit = _MIN_FRONTIER
-        self.nodes: dict[Node, None] = {}  # its unfinished nodes
-        self.requests: deque[Node] = deque()  # the requests, in their order; some may have ended
+        self.nodes: dict[GraphNode, None] = {}  # its unfinished nodes
+        self.requests: deque[GraphNode] = deque()  # the requests, in their order; some may have ended
         self.media: tuple[LiveMedium, ...] = ()  # those before the next request, as in ``LiveNode``
         self.num_media = 0
         self.is_stopped = False
@@ -96,7 +104,7 @@ class StateInGraph:
         self.place = Place(steps=None)  # the last one that was reported
         self.waits_since: float | None = None  # the end of its last request, while it waits for the client
 
-    def next_request(self) -> Node | None:
+    def next_request(self) -> GraphNode | None:
         """The unfinished request that is next."""
         requests = self.requests
         while requests:
@@ -135,7 +143,7 @@ class _Named:
 class Watcher(Protocol):
     """Follows the parts of graphs that a client sees."""
 
-    def note(self, graph: ProgramGraph, part: StateInGraph | Node) -> None:
+    def note(self, graph: ProgramGraph, part: StateInGraph | GraphNode) -> None:
         """The state or the node is new, looks different, or is gone."""
 
     def removed(self, graph: ProgramGraph) -> None:
@@ -148,7 +156,7 @@ class ProgramGraph:
     Args:
         numbers: Makes the numbers of programs and task groups; by default unique in the process.
         program: The program of the states that name none; empty: each of their trees is a program.
-        replica_of: Where the running request of a state is, as in ``LiveNode``.
+        find_replica: Where the running request of a state is, as in ``LiveNode``.
         max_visits: About how many nodes and edges one op updates at most.
     """
 
@@ -157,19 +165,19 @@ class ProgramGraph:
         numbers: Callable[[], int] | None = None,
         *,
         program: str = "",
-        replica_of: Callable[[int], int | None] = lambda state: None,
+        find_replica: Callable[[int], int | None] = lambda state: None,
         max_visits: int = MAX_VISITS,
     ) -> None:
         self._max_visits = max_visits
         self._program = program
-        self.replica_of = replica_of
+        self.find_replica = find_replica
         self._next_number = _numbers.__next__ if numbers is None else numbers
         self._node_numbers = itertools.count(1)
         self._states: dict[int, StateInGraph] = {}
         self._programs = _Named(self._next_number)
         self._groups = _Named(self._next_number)
-        self._variables: dict[int, Node] = {}  # the unfinished ones
-        self._forks: dict[int, Node] = {}  # unfinished forks, by their first child
+        self._variables: dict[int, GraphNode] = {}  # the unfinished ones
+        self._forks: dict[int, GraphNode] = {}  # unfinished forks, by their first child
         self._changed: dict[StateInGraph, None] = {}
         self.has_changes = False
         """Whether ``take_places`` may have something to report."""
@@ -214,13 +222,13 @@ class ProgramGraph:
 
     def begin(self, op: ops.Op | ops.Rejected) -> None:
         """The op runs, because all that it depends on has ended."""
-        if (node := self._node_of(op)) is not None:
+        if (node := self._find_node(op)) is not None:
             node.is_running = True
             self._tell(node)
 
     def end(self, op: ops.Op | ops.Rejected, now_s: float = 0.0, usage: Usage | None = None) -> None:
         """The op has run. The value of an expected variable comes later, in ``provide``."""
-        node = self._node_of(op)
+        node = self._find_node(op)
         if node is None or node.kind == "expect":
             return
         if usage is not None and node.is_request and (state := self._states.get(node.state)) is not None:
@@ -243,7 +251,7 @@ class ProgramGraph:
         state = self._states.get(root)
         if len(last) < 2 or state is None or state.is_stopped:
             return
-        node = Node(next(self._node_numbers), "gather", False, root, 0, "", state.objective)
+        node = GraphNode(next(self._node_numbers), "gather", False, root, 0, "", state.objective)
         state.nodes[node] = None
         self._tell(node)
         self._deduction.add(node, last)
@@ -321,7 +329,7 @@ class ProgramGraph:
         self.has_changes = not self.is_settled
         found: list[tuple[int, Place]] = []
         for state in changed:
-            place = self.place_of(state)
+            place = self.find_place(state)
             if place != state.place:
                 state.place = place
                 found.append((state.number, place))
@@ -331,13 +339,13 @@ class ProgramGraph:
         """The present place of a state."""
         self._settle()
         state = self._states.get(number)
-        return None if state is None else self.place_of(state)
+        return None if state is None else self.find_place(state)
 
-    def nodes(self) -> Sequence[Node]:
+    def nodes(self) -> Sequence[GraphNode]:
         """The unfinished nodes, in the order of the states."""
         return [node for state in self._states.values() for node in state.nodes]
 
-    def place_of(self, state: StateInGraph) -> Place:
+    def find_place(self, state: StateInGraph) -> Place:
         """The present place of a state."""
         node = state.next_request()
         if node is None:
@@ -376,7 +384,7 @@ class ProgramGraph:
     @property
     def num_held(self) -> int:
         """The nodes and edges that the graph holds, for tests of its memory."""
-        seen: dict[Node, None] = {}
+        seen: dict[GraphNode, None] = {}
         pending = [*self.nodes()]
         for state in self._states.values():
             pending += state.frontier
@@ -409,7 +417,7 @@ class ProgramGraph:
         self.has_changes = True
         self._tell(state)
 
-    def _tell(self, part: StateInGraph | Node) -> None:
+    def _tell(self, part: StateInGraph | GraphNode) -> None:
         """The state or the node may look different to a client."""
         for watcher in self.watchers:
             watcher.note(self, part)
@@ -451,7 +459,7 @@ class ProgramGraph:
             child.media, child.num_media = state.media, state.num_media
             self._add_state(child)
 
-    def _declare(self, op: ops.Declaring, kind: Kind, now_s: float) -> None:
+    def _declare(self, op: ops.Declaring, kind: NodeKind, now_s: float) -> None:
         state = self._states.get(op.state)
         if state is None or state.is_stopped:
             return
@@ -469,9 +477,9 @@ class ProgramGraph:
             if state.next_request() is node:
                 self._mark(state)
 
-    def _add(self, state: StateInGraph, kind: Kind, var: int, name: str) -> Node:
+    def _add(self, state: StateInGraph, kind: NodeKind, var: int, name: str) -> GraphNode:
         is_request = kind in REQUESTS
-        node = Node(next(self._node_numbers), kind, is_request, state.number, var, name, state.objective)
+        node = GraphNode(next(self._node_numbers), kind, is_request, state.number, var, name, state.objective)
         state.nodes[node] = None
         self._tell(node)
         if kind == "expect":  # runs nothing: the ops behind it do not wait for its value
@@ -485,12 +493,12 @@ class ProgramGraph:
         self._settle()
         return node
 
-    def _node_of(self, op: ops.Op | ops.Rejected) -> Node | None:
+    def _find_node(self, op: ops.Op | ops.Rejected) -> GraphNode | None:
         if isinstance(op, ops.Fork):
             return self._forks.get(op.children[0])
         return self._variables.get(getattr(op, "var", 0))
 
-    def _end(self, node: Node, now_s: float) -> None:
+    def _end(self, node: GraphNode, now_s: float) -> None:
         self._forget(node)
         self._tell(node)
         state = self._states.get(node.state)
@@ -511,20 +519,20 @@ class ProgramGraph:
                 state.waits_since = now_s
             self._mark(state)
 
-    def _forget(self, node: Node) -> None:
+    def _forget(self, node: GraphNode) -> None:
         if node.kind == "fork":
             self._forks.pop(node.var, None)
         elif self._variables.get(node.var) is node:
             del self._variables[node.var]
 
-    def _note(self, node: Node) -> None:
+    def _note(self, node: GraphNode) -> None:
         """The deduction of the node has changed."""
         self._tell(node)
         state = self._states.get(node.state)
         if state is not None and state.next_request() is node:
             self._mark(state)
 
-    def _update(self, node: Node) -> None:
+    def _update(self, node: GraphNode) -> None:
         self._deduction.update(node)
         self.is_settled = False
         self._settle()
@@ -539,4 +547,4 @@ class ProgramGraph:
 
 def _live_medium(medium: Medium) -> LiveMedium:
     file = medium.file if isinstance(medium, Video) else medium
-    return LiveMedium(file.source[:_MAX_SOURCE_CHARS], kind_of(medium), file.media_type, len(file.data))
+    return LiveMedium(file.source[:_MAX_SOURCE_CHARS], medium_kind(medium), file.media_type, len(file.data))

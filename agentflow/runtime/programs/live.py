@@ -12,7 +12,7 @@ from itertools import islice
 from weakref import WeakValueDictionary
 
 from agentflow.protocol.events import LiveGraph, LiveNode, LiveState
-from agentflow.runtime.programs.deduction import Node
+from agentflow.runtime.programs.deduction import GraphNode
 from agentflow.runtime.programs.graph import ProgramGraph, StateInGraph, Watcher
 
 MAX_SHOWN = 1_000
@@ -56,10 +56,10 @@ def live_graph(graph: ProgramGraph, room: Room, numbers: ShownNumbers | None = N
     numbers = ShownNumbers() if numbers is None else numbers
     states: list[LiveState] = []
     nodes: list[LiveNode] = []
-    done: dict[Node, None] = {}  # ended nodes that unfinished ones depend on
+    done: dict[GraphNode, None] = {}  # ended nodes that unfinished ones depend on
     num_nodes = 0
 
-    def add(node: Node, state: StateInGraph | None = None) -> None:
+    def add(node: GraphNode, state: StateInGraph | None = None) -> None:
         if room.num_nodes > 0 and len(node.preds) <= room.num_edges:
             room.num_nodes -= 1
             room.num_edges -= len(node.preds)
@@ -89,7 +89,7 @@ def live_state(graph: ProgramGraph, state: StateInGraph, numbers: ShownNumbers) 
     return _shown_state(graph, state, numbers) if graph.state(state.number) is state else None
 
 
-def live_node(graph: ProgramGraph, node: Node, numbers: ShownNumbers) -> LiveNode | None:
+def live_node(graph: ProgramGraph, node: GraphNode, numbers: ShownNumbers) -> LiveNode | None:
     """The node as clients see it, or None if it has left the graph."""
     state = graph.state(node.state)
     if state is not None and state.failed is not None and state.failed.id == node.number:
@@ -101,7 +101,7 @@ def live_node(graph: ProgramGraph, node: Node, numbers: ShownNumbers) -> LiveNod
 
 
 def _shown_state(graph: ProgramGraph, state: StateInGraph, numbers: ShownNumbers) -> LiveState:
-    place = graph.place_of(state)
+    place = graph.find_place(state)
     return LiveState(
         state.number,
         numbers.program(place.program),
@@ -115,7 +115,7 @@ def _shown_state(graph: ProgramGraph, state: StateInGraph, numbers: ShownNumbers
 
 
 def _shown_node(
-    graph: ProgramGraph, node: Node, state: StateInGraph | None, numbers: ShownNumbers
+    graph: ProgramGraph, node: GraphNode, state: StateInGraph | None, numbers: ShownNumbers
 ) -> LiveNode:
     """``state``: the state of an unfinished node."""
     group = 0 if state is None else state.group
@@ -137,7 +137,7 @@ def _shown_node(
         node.want or "",
         node.media,
         node.num_media,
-        graph.replica_of(node.state) if runs else None,
+        graph.find_replica(node.state) if runs else None,
     )
 
 

@@ -22,11 +22,11 @@ class ProgramLimits:
 
     max_programs: int  # of one tenant
     program_bytes: int  # of one program
-    total_bytes: int  # of all programs; of one tenant, its part (``limits.part_of``)
+    total_bytes: int  # of all programs; of one tenant, its part (``limits.tenant_part``)
     idle_s: float  # the time after its last use until a program expires
 
 
-class Stored(Protocol):
+class StoredProgram(Protocol):
     """A program in a store. Programs of different tenants may have the same id."""
 
     @property
@@ -36,7 +36,7 @@ class Stored(Protocol):
     def tenant(self) -> str: ...
 
 
-ProgramT = TypeVar("ProgramT", bound=Stored)
+ProgramT = TypeVar("ProgramT", bound=StoredProgram)
 _Key = tuple[str, str]
 
 
@@ -69,7 +69,7 @@ class ProgramStore(Generic[ProgramT]):
         """The estimated memory of all programs."""
         return self._memory.num_bytes
 
-    def memory_of(self, tenant: str) -> MemoryBudget:
+    def tenant_memory(self, tenant: str) -> MemoryBudget:
         """The memory of one more program of the tenant. Close it with the program."""
         return MemoryBudget(
             self._limits.program_bytes,

@@ -16,7 +16,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from agentflow.protocol.events import GraphDelta, GraphsDelta, LiveNode, LiveState
-from agentflow.runtime.programs.deduction import REQUESTS, Node
+from agentflow.runtime.programs.deduction import REQUESTS, GraphNode
 from agentflow.runtime.programs.graph import ProgramGraph, StateInGraph
 from agentflow.runtime.programs.live import (
     Room,
@@ -32,7 +32,7 @@ MAX_CHANGED = 1_000
 MAX_NUMBERS = 10_000
 """A watch that has numbered this many programs or task groups of one graph starts over."""
 
-_Part = StateInGraph | Node
+_Part = StateInGraph | GraphNode
 _LiveT = TypeVar("_LiveT", LiveState, LiveNode)
 
 
@@ -80,7 +80,7 @@ class _Sent:
         return {
             node.id: replace(node, replica=replica)
             for node in self.running.values()
-            if (replica := graph.replica_of(node.state)) != node.replica
+            if (replica := graph.find_replica(node.state)) != node.replica
         }
 
     def _count_edges(self, node_ids: Iterable[int]) -> int:
@@ -182,7 +182,7 @@ class GraphsWatch:
         if self._num_changed > min(self._room.num_states, self._room.num_nodes):
             return False
         parts = itertools.chain.from_iterable(self._changed.values())
-        return sum([len(part.preds) for part in parts if isinstance(part, Node)]) <= self._room.num_edges
+        return sum([len(part.preds) for part in parts if isinstance(part, GraphNode)]) <= self._room.num_edges
 
     def _listed(self) -> list[GraphDelta]:
         """The differences between the parts that are shown and those that were sent."""
@@ -233,7 +233,7 @@ class GraphsWatch:
         states: dict[int, LiveState | None] = {}
         nodes = sent.moved(graph)
         for part in parts:
-            if isinstance(part, Node):
+            if isinstance(part, GraphNode):
                 nodes[part.number] = live_node(graph, part, sent.numbers)
                 continue
             states[part.number] = state = live_state(graph, part, sent.numbers)

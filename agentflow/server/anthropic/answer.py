@@ -19,9 +19,9 @@ import msgspec
 
 from agentflow.protocol.events import Usage
 from agentflow.server.anthropic.types import (
-    AnswerText,
-    AnswerThinking,
-    AnswerToolUse,
+    AnswerTextBlock,
+    AnswerThinkingBlock,
+    AnswerToolUseBlock,
     MessageAnswer,
     MessageUsage,
     StopReason,
@@ -100,11 +100,11 @@ class AnswerFrame:
             content=_blocks(deltas, self.shows_reasoning),
             stop_reason=self.stop_reason(end.finish_reason, end.usage, end.stop),
             stop_sequence=end.stop if isinstance(end.stop, str) else None,
-            usage=usage_of(end.usage),
+            usage=make_usage(end.usage),
         )
 
 
-Block: TypeAlias = AnswerThinking | AnswerText | AnswerToolUse
+Block: TypeAlias = AnswerThinkingBlock | AnswerTextBlock | AnswerToolUseBlock
 
 
 def _blocks(deltas: Sequence[CompletionDelta], shows_reasoning: bool) -> list[Block]:
@@ -112,24 +112,24 @@ def _blocks(deltas: Sequence[CompletionDelta], shows_reasoning: bool) -> list[Bl
     blocks: list[Block] = []
     parts: list[str] = []
     for delta in deltas:
-        is_text = bool(blocks) and isinstance(blocks[-1], AnswerText)
+        is_text = bool(blocks) and isinstance(blocks[-1], AnswerTextBlock)
         match delta:
             case ReasoningDelta(text=text) if text:
                 if not blocks:
-                    blocks.append(AnswerThinking(thinking="", signature=""))
+                    blocks.append(AnswerThinkingBlock(thinking="", signature=""))
                 parts.append(text)
             case TextDelta(text=text) if text:
                 if not is_text:
                     _finish(blocks, parts)
-                    blocks.append(AnswerText(text=""))
+                    blocks.append(AnswerTextBlock(text=""))
                 parts.append(text)
             case ToolCallBegun():
                 _finish(blocks, parts)
-                blocks.append(AnswerToolUse(id=delta.id, name=delta.name, input={}))
+                blocks.append(AnswerToolUseBlock(id=delta.id, name=delta.name, input={}))
             case ToolArguments():
                 parts.append(delta.text)
     _finish(blocks, parts)
-    if blocks and isinstance(blocks[0], AnswerThinking) and not shows_reasoning:
+    if blocks and isinstance(blocks[0], AnswerThinkingBlock) and not shows_reasoning:
         blocks[0].thinking = ""
     return blocks
 
@@ -139,11 +139,11 @@ def _finish(blocks: list[Block], parts: list[str]) -> None:
     text = "".join(parts)
     parts.clear()
     match blocks[-1:]:
-        case [AnswerThinking() as block]:
+        case [AnswerThinkingBlock() as block]:
             block.thinking, block.signature = text, _signature([text])
-        case [AnswerText() as block]:
+        case [AnswerTextBlock() as block]:
             block.text = text
-        case [AnswerToolUse() as call]:
+        case [AnswerToolUseBlock() as call]:
             call.input = object_so_far(text)
 
 
@@ -153,7 +153,7 @@ def _signature(reasoning: Sequence[str]) -> str:
     return base64.b64encode(digest).decode()
 
 
-def usage_of(usage: Usage) -> MessageUsage:
+def make_usage(usage: Usage) -> MessageUsage:
     """The usage in the shape of the API."""
     return MessageUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
@@ -180,7 +180,7 @@ class AnswerEvents:
             content=[],
             stop_reason=None,
             stop_sequence=None,
-            usage=usage_of(Usage(prompt_tokens)),
+            usage=make_usage(Usage(prompt_tokens)),
         )
         return _event("message_start", {"message": message})
 
@@ -191,19 +191,21 @@ class AnswerEvents:
             match delta:
                 case ReasoningDelta(text=text) if text:
                     if self._kind is not ReasoningDelta:
-                        parts.append(self._begin(ReasoningDelta, AnswerThinking(thinking="", signature="")))
+                        parts.append(
+                            self._begin(ReasoningDelta, AnswerThinkingBlock(thinking="", signature=""))
+                        )
                     self._reasoning.append(text)
                     if self._frame.shows_reasoning:
                         parts += (self._head, _encode_json(text), _END_OF_DELTA)
                 case TextDelta():
                     if delta.text:
                         if self._kind is not TextDelta:
-                            parts.append(self._begin(TextDelta, AnswerText(text="")))
+                            parts.append(self._begin(TextDelta, AnswerTextBlock(text="")))
                         parts += (self._head, _encode_json(delta.text), _END_OF_DELTA)
                 case ToolArguments():
                     parts += (self._head, _encode_json(delta.text), _END_OF_DELTA)
                 case ToolCallBegun():
-                    block = AnswerToolUse(id=delta.id, name=delta.name, input={})
+                    block = AnswerToolUseBlock(id=delta.id, name=delta.name, input={})
                     parts.append(self._begin(ToolArguments, block))
                 case AnswerEnded():
                     parts += (self._end_block(), self._ended(delta))
@@ -237,7 +239,7 @@ class AnswerEvents:
             "stop_reason": self._frame.stop_reason(end.finish_reason, end.usage, end.stop),
             "stop_sequence": end.stop if isinstance(end.stop, str) else None,
         }
-        return _event("message_delta", {"delta": delta, "usage": usage_of(end.usage)})
+        return _event("message_delta", {"delta": delta, "usage": make_usage(end.usage)})
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:

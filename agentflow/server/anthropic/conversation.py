@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan, object_of, object_text
+from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan, decode_object, object_text
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Image, placed_in
@@ -19,11 +19,11 @@ from agentflow.server.anthropic.types import (
     Base64Source,
     CacheControl,
     CountRequest,
+    GivenText,
     ImageBlock,
     InputMessage,
     OneToolChoice,
     RedactedThinkingBlock,
-    Text,
     TextBlock,
     ThinkingBlock,
     Tool,
@@ -32,7 +32,7 @@ from agentflow.server.anthropic.types import (
     UrlSource,
 )
 from agentflow.server.compatible.cache_marks import CACHE_CONTROL_TTL, SECONDS, KeptBeginnings
-from agentflow.server.compatible.images import check_images, image_of
+from agentflow.server.compatible.images import check_images, image_from_url
 from agentflow.server.errors import invalid_field
 
 _BETWEEN_MESSAGES = "\n\n"
@@ -136,9 +136,9 @@ class _Turns:
         check_images(place, self.model)
         match block.source:
             case Base64Source(media_type=media_type, data=data):
-                return image_of(f"data:{media_type};base64,{data}", f"{place}.source.data", self.model)
+                return image_from_url(f"data:{media_type};base64,{data}", f"{place}.source.data", self.model)
             case UrlSource(url=url):
-                return image_of(url, f"{place}.source.url", self.model)
+                return image_from_url(url, f"{place}.source.url", self.model)
 
     def _result(self, block: ToolResultBlock, place: str) -> None:
         name = self.open_calls.pop(block.tool_use_id, None)
@@ -173,18 +173,14 @@ class _Turns:
             )
 
 
-def conversation_of(body: CountRequest, model: Capabilities) -> tuple[Message, ...]:
-    """The conversation. ``ApiError`` names the block that is wrong. ``model``: its features."""
-    return read_conversation(body, model)[0]
-
-
 def read_conversation(
     body: CountRequest, model: Capabilities
 ) -> tuple[tuple[Message, ...], Sequence[tuple[int, float]]]:
-    """The conversation, and the beginnings of it to keep in the cache; see ``conversation_of``."""
+    """The conversation, and the beginnings of it to keep in the cache. ``ApiError`` contains the place of the
+    block that is wrong. ``model``: its features."""
     turns = _Turns(model)
     if body.system:
-        turns.made.append(_Turn("system", [text_of(body.system)]))
+        turns.made.append(_Turn("system", [join_text(body.system)]))
         if not isinstance(body.system, str):
             turns.mark([block.cache_control for block in body.system])
     # Templates write the tools into the system turn.
@@ -195,7 +191,7 @@ def read_conversation(
     return turns.finish(), turns.kept.found
 
 
-def text_of(text: Text) -> str:
+def join_text(text: GivenText) -> str:
     """The text as one string."""
     return text if isinstance(text, str) else "".join([block.text for block in text])
 
@@ -213,24 +209,24 @@ def _only_text(block: object, place: str) -> str:
     return block.text
 
 
-def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
+def read_tools(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
     """The tools that the model may call."""
     scan = JsonScan(OBJECT_BOUNDS)
     return tuple([_tool_spec(tool, f"tools[{number}]", scan) for number, tool in enumerate(tools)])
 
 
 def _tool_spec(tool: Tool, place: str, scan: JsonScan) -> ToolSpec:
-    schema = object_of(tool.input_schema, f"{place}.input_schema", scan)
+    schema = decode_object(tool.input_schema, f"{place}.input_schema", scan)
     if tool.input_examples:
         # Chat templates show a tool's schema, and have no other place for examples.
         schema["examples"] = [
-            object_of(example, f"{place}.input_examples[{number}]", scan)
+            decode_object(example, f"{place}.input_examples[{number}]", scan)
             for number, example in enumerate(tool.input_examples)
         ]
     return ToolSpec(tool.name, tool.description or "", schema, strict=bool(tool.strict))
 
 
-def tool_choice_of(body: CountRequest) -> ToolChoice:
+def read_tool_choice(body: CountRequest) -> ToolChoice:
     """Which tools the model may or must call."""
     choice = body.tool_choice
     match choice:

@@ -19,7 +19,7 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
-from agentflow.server.anthropic.conversation import read_conversation, tool_choice_of, tools_of
+from agentflow.server.anthropic.conversation import read_conversation, read_tool_choice, read_tools
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest, Thinking
 from agentflow.server.completion.api_run import EFFORT
 from agentflow.server.completion.completion import completing
@@ -61,7 +61,7 @@ def read_request(call: ApiCall, kind: type[T]) -> T:
 def _explained(error: ApiError, call: ApiCall) -> ApiError:
     """The error of a body, with ``unsupported`` for values that Anthropic's own API accepts."""
     param, message = error.param or "", error.message
-    of_tools = _of_tools(call) if param.startswith("tools[") else None
+    of_tools = _tools_error(call) if param.startswith("tools[") else None
     if of_tools is not None:
         return of_tools
     if param == "thread":
@@ -82,7 +82,7 @@ def _explained(error: ApiError, call: ApiCall) -> ApiError:
     return error
 
 
-def _of_tools(call: ApiCall) -> ApiError | None:
+def _tools_error(call: ApiCall) -> ApiError | None:
     """The error for a tool that Anthropic's servers run. Such a tool has other fields, which are not the
     cause."""
     try:
@@ -97,7 +97,7 @@ def _of_tools(call: ApiCall) -> ApiError | None:
     return None
 
 
-def prompt_of(body: CountRequest, model: Capabilities) -> CompletionRequest:
+def read_prompt(body: CountRequest, model: Capabilities) -> CompletionRequest:
     """The request with its prompt only. ``ApiError`` names the field that is wrong. ``model``: its
     features."""
     messages, kept = read_conversation(body, model)
@@ -105,8 +105,8 @@ def prompt_of(body: CountRequest, model: Capabilities) -> CompletionRequest:
         messages,
         SamplingParams(),
         kept=kept,
-        tools=tools_of(body.tools or ()),
-        tool_choice=tool_choice_of(body),
+        tools=read_tools(body.tools or ()),
+        tool_choice=read_tool_choice(body),
         thinks=_thinks(body.thinking),
         reasoning_budget=None if body.thinking is None else body.thinking.budget_tokens,
         effort=None if body.output_config is None else body.output_config.effort,
@@ -128,7 +128,7 @@ def _thinks(thinking: Thinking | None) -> bool | None:
 
 def make_completion(call: ApiCall, body: MessagesRequest, model: Capabilities) -> CompletionRequest:
     """The whole request, as the engine takes it. ``model``: its features."""
-    request = prompt_of(body, model)
+    request = read_prompt(body, model)
     params = SamplingParams(
         max_tokens=body.max_tokens,
         temperature=TEMPERATURE if body.temperature is None else body.temperature,
@@ -140,8 +140,8 @@ def make_completion(call: ApiCall, body: MessagesRequest, model: Capabilities) -
     )
     return replace(
         request,
-        params=params,
-        constraint=_form_of(body, request),
+        params=params.check(),
+        constraint=_read_form(body, request),
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
@@ -149,7 +149,7 @@ def make_completion(call: ApiCall, body: MessagesRequest, model: Capabilities) -
     )
 
 
-def _form_of(body: CountRequest, request: CompletionRequest) -> Constraint | None:
+def _read_form(body: CountRequest, request: CompletionRequest) -> Constraint | None:
     form = body.output_config.format if body.output_config is not None else None
     if form is not None and body.output_format is not None:
         raise invalid_field("output_format", "it excludes output_config.format: give one of them")
@@ -167,8 +167,8 @@ def _form_of(body: CountRequest, request: CompletionRequest) -> Constraint | Non
 
 def _make_count_request(body: CountRequest, model: Capabilities) -> CompletionRequest:
     """The request with its prompt only, after a check of all other fields."""
-    request = prompt_of(body, model)
-    _form_of(body, request)
+    request = read_prompt(body, model)
+    _read_form(body, request)
     return request
 
 

@@ -73,7 +73,7 @@ class OnlyTextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     citations: Annotated[list[None], Meta(max_length=0)] | None = None
 
 
-Text: TypeAlias = str | Annotated[list[OnlyTextBlock], Meta(max_length=MAX_BLOCKS)]
+GivenText: TypeAlias = str | Annotated[list[OnlyTextBlock], Meta(max_length=MAX_BLOCKS)]
 
 
 class ToolUseBlock(
@@ -229,7 +229,7 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: Text | None = None
+    system: GivenText | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AutoChoice | AnyChoice | OneToolChoice | NoChoice | None = None
     output_config: OutputConfig | None = None
@@ -262,20 +262,20 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
 
-class AnswerText(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
+class AnswerTextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     """Text of the model. It has no ``citations``: clients reject a null."""
 
     text: str
 
 
-class AnswerThinking(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+class AnswerThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
     """The model's reasoning. ``signature``: its digest."""
 
     thinking: str
     signature: str
 
 
-class AnswerToolUse(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
+class AnswerToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
     """A tool call of the model."""
 
     id: str
@@ -303,7 +303,7 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
 
     id: str
     model: str
-    content: list[AnswerThinking | AnswerText | AnswerToolUse]
+    content: list[AnswerThinkingBlock | AnswerTextBlock | AnswerToolUseBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage

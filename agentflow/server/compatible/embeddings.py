@@ -21,7 +21,7 @@ from agentflow.server.models.models import TextGenerator
 MAX_INLINE_NUMBERS = 16_384
 
 
-async def embedded(
+async def compute_embeddings(
     call: ApiCall,
     generator: TextGenerator,
     inputs: Sequence[EmbeddingInput],

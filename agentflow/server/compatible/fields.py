@@ -42,7 +42,7 @@ TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Repetition: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]
 Source: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_SOURCE_CHARS)]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+StopField: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Biases: TypeAlias = Annotated[
     dict[TokenId, Bias],

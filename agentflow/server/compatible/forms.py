@@ -27,7 +27,7 @@ def only_form(found: Sequence[tuple[str, Constraint]], default: str) -> tuple[st
     return found[0] if found else (default, None)
 
 
-def forms_of(
+def read_forms(
     prefix: str,
     *,
     json: msgspec.Raw | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from agentflow.protocol.bounds.json_bounds import JsonScan, object_of
+from agentflow.protocol.bounds.json_bounds import JsonScan, decode_object
 from agentflow.protocol.chat import ToolSpec
 from agentflow.server.compatible.fields import GivenObject, ToolName, is_given
 
@@ -25,5 +25,5 @@ def function_tool(function: FunctionSpec, place: str, scan: JsonScan) -> ToolSpe
     """The tool for a chat template. ``place``: the field of the function; ``scan``: bounds all parameters."""
     given, parameters = function.parameters, NO_PARAMETERS
     if given is not None and is_given(given):
-        parameters = object_of(given, f"{place}.parameters", scan)
+        parameters = decode_object(given, f"{place}.parameters", scan)
     return ToolSpec(function.name, function.description or "", parameters, strict=bool(function.strict))

@@ -13,7 +13,7 @@ from agentflow.server.compatible.field_errors import naming_param
 from agentflow.server.errors import unsupported
 
 
-def image_of(url: str, place: str, model: Capabilities) -> Image:
+def image_from_url(url: str, place: str, model: Capabilities) -> Image:
     """The image at a ``data:`` or ``https:`` URL in a request's field ``place``. ``ApiError`` if the model
     accepts none, or if there is no image."""
     check_images(place, model)
@@ -27,7 +27,7 @@ def check_images(place: str, model: Capabilities) -> None:
         raise unsupported(place, f"{model.model} takes only text, no images")
 
 
-def video_of(url: str, num_frames: int | None, place: str, model: Capabilities) -> Video:
+def video_from_url(url: str, num_frames: int | None, place: str, model: Capabilities) -> Video:
     """The video at a ``data:`` or ``https:`` URL in a request's field ``place``. ``ApiError`` if the model
     accepts none, or if there is no video. ``num_frames``: as in ``Video``, in the same object."""
     check_videos(place, model)

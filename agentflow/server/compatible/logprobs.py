@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import msgspec
 
-from agentflow.server.completion.request import TokenLogprob
+from agentflow.server.completion.request import AnswerToken
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -27,7 +27,7 @@ class ChatTokenLogprob(msgspec.Struct, kw_only=True):
     top_logprobs: list[TopLogprob]
 
 
-def token_logprob(token: TokenLogprob) -> ChatTokenLogprob:
+def token_logprob(token: AnswerToken) -> ChatTokenLogprob:
     """A token with the log-probabilities of itself and of the likeliest tokens."""
     return ChatTokenLogprob(
         token=token.text,

@@ -17,7 +17,7 @@ Prompt: TypeAlias = Annotated[
 ]
 
 
-def prompts_of(prompt: Prompt, param: str = "prompt") -> list[str | TokenIds]:
+def read_prompts(prompt: Prompt, param: str = "prompt") -> list[str | TokenIds]:
     """The prompts of the field ``param``. ``ApiError`` for a list of mixed types."""
     if isinstance(prompt, str):
         return [prompt]

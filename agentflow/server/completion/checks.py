@@ -12,13 +12,13 @@ import anyio.to_thread
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import Finished
 from agentflow.protocol.bounds.client_pattern import CannotCheck
-from agentflow.protocol.bounds.schema_check import Path, SchemaCheck
+from agentflow.protocol.bounds.schema_check import SchemaCheck, SchemaPath
 from agentflow.server.completion.request import CheckedOutput, CompletionRequest
 
 _MOST_HEADER_CHARS: Final = 900
 
 
-def violations(schema: dict[str, Any], text: str) -> list[Path] | None:
+def violations(schema: dict[str, Any], text: str) -> list[SchemaPath] | None:
     """The places in the schema of the keywords that the JSON text violates. None if it cannot be checked
     within the limits.
 
@@ -61,11 +61,11 @@ async def check_answer(
     return tuple(checks)
 
 
-def shown(places: Sequence[tuple[str, Path]]) -> str:
+def write_places(places: Sequence[tuple[str, SchemaPath]]) -> str:
     """Places in the schemas of tools as the value of a header: JSON pointers as fragments of URIs, after the
     name of the tool. Places in the form of an answer have no name.
 
-    >>> shown([("find", ("properties", "a/b", "uniqueItems"))])
+    >>> write_places([("find", ("properties", "a/b", "uniqueItems"))])
     'find#/properties/a~1b/uniqueItems'
     """
     texts: list[str] = []

@@ -23,9 +23,9 @@ import anyio
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import Relaxed
-from agentflow.errors import faults_of
+from agentflow.errors import error_param
 from agentflow.protocol.events import Usage
-from agentflow.runtime.task_group import first_of, open_task_group
+from agentflow.runtime.task_group import first_error, open_task_group
 from agentflow.server.completion.api_run import ApiRun
 from agentflow.server.completion.engine_run import EngineRun
 from agentflow.server.completion.request import (
@@ -36,8 +36,8 @@ from agentflow.server.completion.request import (
     CompletionDelta,
     CompletionRequest,
     Times,
-    answers_of,
-    merged,
+    join_answers,
+    merge_deltas,
 )
 from agentflow.server.http.caller import ANYONE, Caller
 from agentflow.server.models.models import TextGenerator
@@ -64,7 +64,7 @@ async def completing(
     for request in requests:
         request.params.check()
         if request.constraint is not None:
-            with faults_of("constraint"):
+            with error_param("constraint"):
                 request.constraint.check()
     num_scored = sum(request.prompt_logprobs is not None for request in requests)
     generator.check_gate(num_scored + sum(request.n for request in requests if request.generates))
@@ -150,7 +150,7 @@ class Completion:
         num_prompt_tokens = sum(run.num_prompt_tokens for run in self.runs)
         return Usage(num_prompt_tokens, 0, sum(sum(run.num_output_tokens) for run in self.runs))
 
-    def usage_of(self, index: int) -> Usage:
+    def make_usage(self, index: int) -> Usage:
         """Like ``usage_so_far``, of one answer that has not ended."""
         for run in self.runs:
             if index < run.num_answers:
@@ -183,7 +183,7 @@ class Completion:
         if not self._deltas and self._failure is not None:
             raise self._failure
         deltas, self._deltas = self._deltas, []
-        return merged(deltas) if len(deltas) > 1 else deltas
+        return merge_deltas(deltas) if len(deltas) > 1 else deltas
 
     async def rest(self) -> list[CompletionDelta]:
         """All further deltas, at the end."""
@@ -194,14 +194,14 @@ class Completion:
 
     async def answers(self) -> list[Answer]:
         """All answers, at the end. No deltas may have been fetched."""
-        return answers_of(await self.rest(), self._num_answers)
+        return join_answers(await self.rest(), self._num_answers)
 
     async def follow(self, run: EngineRun | ApiRun) -> None:
         """Runs one request to its end."""
         try:
             await run.run()
         except Exception as error:
-            self._failure = self._failure or first_of(error)
+            self._failure = self._failure or first_error(error)
         self._num_running -= 1
         self._notify()
 

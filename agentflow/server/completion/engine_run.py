@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from agentflow.engine.generator.context import EngineContext, num_chars, texts_of
+from agentflow.engine.generator.context import EngineContext, list_texts, num_chars
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, Relaxed
 from agentflow.engine.messages import Finished, Progress
 from agentflow.engine.text.channel_output import ChannelOutput
 from agentflow.engine.text.reasoning import (
     AnswerOutput,
-    Thinking,
+    ReasoningFormat,
     finish_output,
     push_output,
     reasoning_marks,
@@ -35,8 +35,8 @@ from agentflow.protocol.chat import (
     CallBegun,
     CalledTool,
     Message,
-    Piece,
     ReasoningPiece,
+    ReplyPiece,
     TextPiece,
 )
 from agentflow.protocol.events import Usage
@@ -45,6 +45,7 @@ from agentflow.server.completion.checks import check_answer
 from agentflow.server.completion.logprobs import LogprobReader, prompt_delta
 from agentflow.server.completion.request import (
     AnswerEnded,
+    AnswerToken,
     CheckedOutput,
     CompletionDelta,
     CompletionRequest,
@@ -54,7 +55,6 @@ from agentflow.server.completion.request import (
     TextDelta,
     Times,
     TokenIds,
-    TokenLogprob,
     ToolArguments,
     ToolCallBegun,
 )
@@ -190,7 +190,7 @@ class EngineRun:
             self._on_sent()
             self._on_delta(AnswerEnded(self._first_index + number, "length", usage))
 
-    async def _thinking(self, context: EngineContext) -> Thinking | None:
+    async def _thinking(self, context: EngineContext) -> ReasoningFormat | None:
         """The reasoning that an answer may begin with."""
         prompt = self._request.prompt
         if isinstance(prompt, str | TokenIds) or reasoning_marks(context.tokens.template.source) is None:
@@ -278,7 +278,7 @@ async def _check_length(generator: EngineGenerator, request: CompletionRequest, 
         generator.limits.check_num_tokens(len(prompt.ids), most)
     elif isinstance(prompt, Continuation):
         generator.limits.check_num_tokens(len(prompt.ids), most)
-        texts = texts_of(prompt.messages)
+        texts = list_texts(prompt.messages)
         generator.limits.check_length(sum(map(len, texts)), most)
         await generator.requests.check_texts(texts, most)
     elif isinstance(prompt, str):
@@ -286,7 +286,7 @@ async def _check_length(generator: EngineGenerator, request: CompletionRequest, 
         await generator.requests.check_texts([prompt], most)
     else:
         generator.limits.check_length(num_chars(request.conversation), most)
-        await generator.requests.check_texts(texts_of(prompt), most)
+        await generator.requests.check_texts(list_texts(prompt), most)
 
 
 async def _fill(generator: EngineGenerator, request: CompletionRequest, context: EngineContext) -> None:
@@ -361,7 +361,7 @@ class _AnswerReader:
         self._output = output
         self._num_chars = 0
         self._num_tokens = 0  # with their log-probabilities
-        self._undecided: list[TokenLogprob] = []  # of reasoning or of the answer
+        self._undecided: list[AnswerToken] = []  # of reasoning or of the answer
         self._texts: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
 
@@ -374,7 +374,7 @@ class _AnswerReader:
         elif progress.text or tokens:
             self._read(self._output, progress, tokens)
 
-    def _read(self, output: AnswerOutput, progress: Progress, tokens: list[TokenLogprob]) -> None:
+    def _read(self, output: AnswerOutput, progress: Progress, tokens: list[AnswerToken]) -> None:
         reasoning = None if isinstance(output, ToolOutput) else output
         is_reasoning = isinstance(output, ChannelOutput) and output.is_thinking
         was_head = isinstance(output, ChannelOutput) and output.may_begin
@@ -430,13 +430,13 @@ class _AnswerReader:
         # A call that a stop has cut must look truncated, so that no client runs it.
         return "tool_calls" if self.message().tool_calls[-1].is_whole else "length"
 
-    def _emit_text(self, text: str, tokens: Sequence[TokenLogprob]) -> None:
+    def _emit_text(self, text: str, tokens: Sequence[AnswerToken]) -> None:
         self._texts.append(text)
         if text or tokens:
             self._on_delta(TextDelta(self._index, text, tuple(tokens)))
 
     def _emit_pieces(
-        self, pieces: Sequence[Piece], tokens: Sequence[TokenLogprob], *, is_reasoning: bool = False
+        self, pieces: Sequence[ReplyPiece], tokens: Sequence[AnswerToken], *, is_reasoning: bool = False
     ) -> None:
         """``is_reasoning``: the tokens are of reasoning, at least the first of them."""
         assert self._output is not None

@@ -10,7 +10,7 @@ from agentflow.engine.messages import Finished, Progress
 from agentflow.engine.request import TopTokens
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.completion.request import CompletionRequest, PromptDelta, TokenLogprob
+from agentflow.server.completion.request import AnswerToken, CompletionRequest, PromptDelta
 
 
 class LogprobReader:
@@ -25,13 +25,13 @@ class LogprobReader:
         self._tokenizer = tokenizer
         self._num_top = params.top_logprobs
         self._has_jumps = has_jumps
-        self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # each with the end of its text
+        self._waiting: deque[tuple[int, AnswerToken]] = deque()  # each with the end of its text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_emitted = 0
         self._num_token_chars = 0
         self._num_text_chars = 0
 
-    def push(self, progress: Progress) -> list[TokenLogprob]:
+    def push(self, progress: Progress) -> list[AnswerToken]:
         """The tokens whose text is complete with this progress."""
         if self._has_jumps:
             return []
@@ -41,20 +41,20 @@ class LogprobReader:
             self._num_token_chars += len(self._decoder.decode(token.raw))
             self._waiting.append((self._num_token_chars, token))
         self._num_text_chars += len(progress.text)
-        emitted: list[TokenLogprob] = []
+        emitted: list[AnswerToken] = []
         while self._waiting and self._waiting[0][0] <= self._num_text_chars:
             emitted.append(self._waiting.popleft()[1])
         self._num_emitted += len(emitted)
         return emitted
 
-    def finish(self, end: Finished) -> list[TokenLogprob]:
+    def finish(self, end: Finished) -> list[AnswerToken]:
         """The remaining tokens."""
         start = self._num_emitted
         tops = end.top_logprobs or [None] * len(end.token_ids)
         rest = zip(end.token_ids[start:], end.logprobs[start:], tops[start:], strict=True)
         return [self._token(token_id, logprob, top) for token_id, logprob, top in rest]
 
-    def _token(self, token_id: int, logprob: float | None, top: TopTokens | None) -> TokenLogprob:
+    def _token(self, token_id: int, logprob: float | None, top: TopTokens | None) -> AnswerToken:
         return _token_logprob(self._tokenizer, token_id, logprob, () if top is None else top[: self._num_top])
 
 
@@ -64,10 +64,10 @@ def _token_logprob(
     logprob: float | None,
     top: Sequence[tuple[int, float]] = (),
     rank: int | None = None,
-) -> TokenLogprob:
+) -> AnswerToken:
     shown = tokenizer.shown
-    tops = tuple([TokenLogprob(other, *shown(other), value) for other, value in top])
-    return TokenLogprob(token_id, *shown(token_id), logprob, tops, rank)
+    tops = tuple([AnswerToken(other, *shown(other), value) for other, value in top])
+    return AnswerToken(token_id, *shown(token_id), logprob, tops, rank)
 
 
 def prompt_delta(
@@ -82,7 +82,7 @@ def prompt_delta(
             num_added = len(prefix)
     else:
         text = tokenizer.decode(token_ids, skip_special=False)
-    tokens: list[TokenLogprob] = []
+    tokens: list[AnswerToken] = []
     if request.prompt_logprobs is not None:
         tokens.append(_token_logprob(tokenizer, token_ids[0], None))
     if scored is not None:

@@ -75,14 +75,14 @@ def names_of_unset(**given: object) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class AnswerToken:
     """A token of an answer or a prompt."""
 
     token_id: int
     text: str
     raw: bytes  # the text's bytes, of which the token may have parts of characters
     logprob: float | None  # None if the text was encoded again
-    top: tuple[TokenLogprob, ...] = ()  # the most likely tokens at this position
+    top: tuple[AnswerToken, ...] = ()  # the most likely tokens at this position
     rank: int | None = None  # of a token of the prompt: 1 for the likeliest
 
 
@@ -95,7 +95,7 @@ class PromptDelta:
     index: int
     text: str
     token_ids: tuple[int, ...]
-    tokens: tuple[TokenLogprob, ...] = ()
+    tokens: tuple[AnswerToken, ...] = ()
     num_added: int = 0
 
 
@@ -105,7 +105,7 @@ class TextDelta:
 
     index: int
     text: str
-    tokens: tuple[TokenLogprob, ...] = ()
+    tokens: tuple[AnswerToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class ReasoningDelta:
 
     index: int
     text: str
-    tokens: tuple[TokenLogprob, ...] = ()
+    tokens: tuple[AnswerToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class Answer:
 
     text: str
     tool_calls: tuple[CalledTool, ...]
-    tokens: tuple[TokenLogprob, ...]
+    tokens: tuple[AnswerToken, ...]
     finish_reason: FinishReason
     usage: Usage
     stop: str | int | None = None
@@ -210,7 +210,7 @@ class Times:
 _MERGED = TextDelta | ReasoningDelta | ToolArguments
 
 
-def merged(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
+def merge_deltas(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
     """The deltas, with consecutive ones of the same text as one."""
     runs: list[list[CompletionDelta]] = []
     last: dict[int, list[CompletionDelta]] = {}  # the last run of each answer
@@ -221,10 +221,10 @@ def merged(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
         else:
             last[delta.index] = run = [delta]
             runs.append(run)
-    return [run[0] if len(run) == 1 else _one_of(run) for run in runs]
+    return [run[0] if len(run) == 1 else _join_deltas(run) for run in runs]
 
 
-def _one_of(run: Sequence[CompletionDelta]) -> CompletionDelta:
+def _join_deltas(run: Sequence[CompletionDelta]) -> CompletionDelta:
     first = run[0]
     text = "".join([delta.text for delta in run if isinstance(delta, _MERGED)])
     if isinstance(first, ToolArguments):
@@ -236,7 +236,7 @@ def _one_of(run: Sequence[CompletionDelta]) -> CompletionDelta:
     return kind(first.index, text, tuple(tokens))
 
 
-def answers_of(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answer]:
+def join_answers(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answer]:
     """Assembles answers from all of their deltas."""
     by_index: list[list[CompletionDelta]] = [[] for _ in range(num_answers)]
     for delta in deltas:
@@ -247,7 +247,7 @@ def answers_of(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answ
 def _join_answer(deltas: Sequence[CompletionDelta]) -> Answer:
     texts: list[str] = []
     reasoning: list[str] = []
-    tokens: list[TokenLogprob] = []
+    tokens: list[AnswerToken] = []
     calls: list[tuple[ToolCallBegun, list[str]]] = []
     end: AnswerEnded | None = None
     prompt: PromptDelta | None = None

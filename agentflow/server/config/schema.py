@@ -35,10 +35,10 @@ from agentflow.runtime.declared import (
 from agentflow.server.config.api_address import ApiAddress
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 
-Text = Annotated[str, Meta(min_length=1)]
+NonEmptyText = Annotated[str, Meta(min_length=1)]
 Amount = Annotated[float, Meta(gt=0, le=1_000_000)]
 AmountOrZero = Annotated[float, Meta(ge=0, le=1_000_000)]
-Price = Annotated[float, Meta(ge=0, le=1_000_000)]
+PriceValue = Annotated[float, Meta(ge=0, le=1_000_000)]
 API_SETTINGS = (
     "api_key_variable",
     "flavour",
@@ -60,7 +60,8 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         Fraction, doc("fraction of the free memory for the weights and KV pools of all models")
     ] = 0.8
     served_model_names: Annotated[
-        tuple[Text, ...], doc("names for the only model, which replace its name; the first is its main one")
+        tuple[NonEmptyText, ...],
+        doc("names for the only model, which replace its name; the first is its main one"),
     ] = ()
 
 
@@ -68,10 +69,13 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
     """One model: ``[models.NAME]``. Missing settings come from ``[engine]``."""
 
     name: str
-    path: Annotated[Text, doc("a model's name, a folder, a GGUF file or an API's address (not set: NAME)")]
-    aliases: Annotated[tuple[Text, ...], doc("more names of the model, on the same engine")] = ()
+    path: Annotated[
+        NonEmptyText, doc("a model's name, a folder, a GGUF file or an API's address (not set: NAME)")
+    ]
+    aliases: Annotated[tuple[NonEmptyText, ...], doc("more names of the model, on the same engine")] = ()
     api_key_variable: Annotated[
-        Text | None, doc("environment variable with the key of the model's API (not set: the vendor's)")
+        NonEmptyText | None,
+        doc("environment variable with the key of the model's API (not set: the vendor's)"),
     ] = None
     flavour: Annotated[
         Literal["vllm", "sglang", "llamacpp", "ollama", "generic"] | None,
@@ -82,13 +86,14 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
         doc("constraints that the API lacks: refused, or checked and asked for again (not set: error)"),
     ] = None
     input_price: Annotated[
-        Price | None, doc("US dollars for a million prompt tokens of the model's API (not set: if known)")
+        PriceValue | None,
+        doc("US dollars for a million prompt tokens of the model's API (not set: if known)"),
     ] = None
-    output_price: Annotated[Price | None, doc("US dollars for a million output tokens, with input_price")] = (
-        None
-    )
+    output_price: Annotated[
+        PriceValue | None, doc("US dollars for a million output tokens, with input_price")
+    ] = None
     cached_price: Annotated[
-        Price | None, doc("US dollars for a million cached prompt tokens (not set: input_price)")
+        PriceValue | None, doc("US dollars for a million cached prompt tokens (not set: input_price)")
     ] = None
 
     @property
@@ -105,23 +110,26 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
 class NetworkConfig(Struct, frozen=True, kw_only=True):
     """``[network]``: where the server listens, and which requests it accepts there."""
 
-    host: Annotated[Text, doc("address to listen on (0.0.0.0: reachable from other machines)")] = "127.0.0.1"
+    host: Annotated[NonEmptyText, doc("address to listen on (0.0.0.0: reachable from other machines)")] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, Meta(ge=0, le=65_535), doc("port to listen on (0: any free port)")] = DEFAULT_PORT
     tls_cert: Annotated[
-        Text | None, doc("certificate chain (PEM); the server then accepts only https and wss", **FILE)
+        NonEmptyText | None,
+        doc("certificate chain (PEM); the server then accepts only https and wss", **FILE),
     ] = None
-    tls_key: Annotated[Text | None, doc("the certificate's private key (PEM)", **FILE)] = None
-    tls_key_password: Annotated[Text | None, doc("password of the private key", **SECRET)] = None
+    tls_key: Annotated[NonEmptyText | None, doc("the certificate's private key (PEM)", **FILE)] = None
+    tls_key_password: Annotated[NonEmptyText | None, doc("password of the private key", **SECRET)] = None
     cors_origins: Annotated[
-        tuple[Text, ...],
+        tuple[NonEmptyText, ...],
         doc("origins whose pages may call the server, such as https://app.example (*: any)"),
     ] = ()
     allowed_hosts: Annotated[
-        tuple[Text, ...],
+        tuple[NonEmptyText, ...],
         doc("accepted Host names (not set: any; on loopback only its own, without keys only private ones)"),
     ] = ()
     image_hosts: Annotated[
-        tuple[Text, ...],
+        tuple[NonEmptyText, ...],
         doc("hosts of images and videos that the server fetches: a.example, *.a.example (not set: none)"),
     ] = ()
     allow_anonymous: Annotated[
@@ -134,10 +142,10 @@ class AccessConfig(Struct, frozen=True, kw_only=True):
     """``[access]``: API keys. Without any, every client can use the server."""
 
     keys_file: Annotated[
-        Text | None, doc("API keys and tenants (TOML); `agentflow key` creates keys", **FILE)
+        NonEmptyText | None, doc("API keys and tenants (TOML); `agentflow key` creates keys", **FILE)
     ] = None
     api_keys: Annotated[
-        tuple[Text, ...],
+        tuple[NonEmptyText, ...],
         doc("an API key with full access; other local users can see flags: prefer a file", **SECRET),
     ] = ()
 
@@ -151,17 +159,18 @@ class StoresConfig(Struct, frozen=True, kw_only=True):
     """``[stores]``: where several servers keep responses, programs and limits."""
 
     redis_url: Annotated[
-        Text | None,
+        NonEmptyText | None,
         doc(
             "Redis that several servers share: redis://:PASSWORD@HOST:6379/0 (not set: each keeps its own)",
             **SECRET,
         ),
     ] = None
-    redis_prefix: Annotated[Text, doc("before all keys in Redis; equal for servers that share")] = (
+    redis_prefix: Annotated[NonEmptyText, doc("before all keys in Redis; equal for servers that share")] = (
         "agentflow:"
     )
     front_name: Annotated[
-        Text | None, doc("this server's name among them, which ids begin with (not set: a random one)")
+        NonEmptyText | None,
+        doc("this server's name among them, which ids begin with (not set: a random one)"),
     ] = None
 
 
@@ -172,7 +181,8 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
         Literal["local", "ray"], doc("where engines run: on this machine, or on the nodes of a Ray cluster")
     ] = "local"
     ray_address: Annotated[
-        Text | None, doc("HOST:PORT of Ray's head node (not set: the cluster that this machine belongs to)")
+        NonEmptyText | None,
+        doc("HOST:PORT of Ray's head node (not set: the cluster that this machine belongs to)"),
     ] = None
     replica_cpus: Annotated[
         Amount | None, doc("CPUs that Ray reserves for an engine (not set: its threads, or 1)")
@@ -216,7 +226,7 @@ class LogsConfig(Struct, frozen=True, kw_only=True):
     log_format: Annotated[Literal["text", "json"], doc("plain lines, or one JSON object per line")] = "text"
     log_prompts: Annotated[bool, doc("log prompts and answers, up to 20,000 bytes of each")] = False
     record_workload: Annotated[
-        Text | None,
+        NonEmptyText | None,
         doc("record the workload, with prompts, in this new file (.jsonl, .jsonl.gz) for `simulate`", **FILE),
     ] = None
 

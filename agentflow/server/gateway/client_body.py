@@ -10,12 +10,8 @@ from starlette.types import Message, Receive
 
 from agentflow.errors import Overloaded
 from agentflow.runtime.limits import MemoryBudget
-from agentflow.server.errors import ApiError
-from agentflow.server.gateway.defaults import Limits
-
-
-class ClientGone(Exception):
-    """The client has closed the connection."""
+from agentflow.server.errors import ApiError, ClientGone
+from agentflow.server.gateway.defaults import GatewayLimits
 
 
 class ClientBody:
@@ -27,7 +23,7 @@ class ClientBody:
         limits: Of the gateway.
     """
 
-    def __init__(self, receive: Receive, budget: MemoryBudget, limits: Limits) -> None:
+    def __init__(self, receive: Receive, budget: MemoryBudget, limits: GatewayLimits) -> None:
         self._receive = receive
         self._limits = limits
         # Small bodies are kept even when large ones fill the budget: without its body, a request cannot go

@@ -11,7 +11,7 @@ DRAIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GatewayLimits:
     """The limits of the gateway.
 
     - ``first_byte_s``: the time until an answer begins.

@@ -27,7 +27,7 @@ from starlette.websockets import WebSocket
 
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.errors import ApiError
-from agentflow.server.gateway.defaults import Limits
+from agentflow.server.gateway.defaults import GatewayLimits
 from agentflow.server.gateway.http_proxy import HttpProxy, raw_path
 from agentflow.server.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from agentflow.server.gateway.model_lists import LISTS, ModelLists
@@ -64,7 +64,7 @@ class Gateway:
         targets: list[Target],
         transport: httpx2.AsyncBaseTransport,
         *,
-        limits: Limits | None = None,
+        limits: GatewayLimits | None = None,
         cache_tokens: int | None = None,
         api_key: str | None = None,
         admin_key: str | None = None,
@@ -72,7 +72,7 @@ class Gateway:
         knows_host: KnowsHost = any_host,
     ) -> None:
         self.targets = targets
-        self.limits = limits or Limits()
+        self.limits = limits or GatewayLimits()
         self.placement = TargetChoice(targets, check_s=self.limits.check_s)
         self._cache_tokens = cache_tokens
         for target in targets if cache_tokens is not None else ():

@@ -26,16 +26,16 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from agentflow.runtime.limits import MemoryBudget
-from agentflow.runtime.task_group import first_of, open_task_group
-from agentflow.server.errors import ApiError
-from agentflow.server.gateway.client_body import ClientBody, ClientGone
-from agentflow.server.gateway.defaults import Limits
+from agentflow.runtime.task_group import first_error, open_task_group
+from agentflow.server.errors import ApiError, ClientGone
+from agentflow.server.gateway.client_body import ClientBody
+from agentflow.server.gateway.defaults import GatewayLimits
 from agentflow.server.gateway.request_facts import RequestFacts, read_asked
 from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, HeaderList, Target, logger
 from agentflow.server.gateway.target_choice import Assignment, TargetChoice
-from agentflow.server.http.call import request_id_of
+from agentflow.server.http.call import read_request_id
 from agentflow.server.http.json_body import SMALL_BODY_BYTES
-from agentflow.server.routes import error_format_of, error_response
+from agentflow.server.routes import error_response, find_error_format
 
 MAX_ATTEMPTS = 3
 """Attempts at a request, without those at targets that do not have the thing that it refers to."""
@@ -85,7 +85,7 @@ class HttpProxy:
     """
 
     def __init__(
-        self, placement: TargetChoice, transport: httpx2.AsyncBaseTransport, limits: Limits, via: str
+        self, placement: TargetChoice, transport: httpx2.AsyncBaseTransport, limits: GatewayLimits, via: str
     ) -> None:
         self._placement = placement
         self._transport = transport
@@ -115,7 +115,7 @@ class HttpProxy:
                 await self._serve(scope, body, answer, asked)
                 group.cancel_scope.cancel()
         except Exception as error:
-            error = first_of(error)
+            error = first_error(error)
             if isinstance(error, ApiError):
                 self.answers[-1, error.status] += 1
                 await answer.fail(error)
@@ -383,8 +383,8 @@ class _Answer:
     async def break_off(self, error: ApiError) -> None:
         """Ends an answer that is not complete: a stream with an error, others by closing the connection."""
         if self._is_stream:
-            shape = error_format_of(self._scope["path"])
-            body = shape.body(error, request_id_of(Headers(scope=self._scope)))
+            shape = find_error_format(self._scope["path"])
+            body = shape.body(error, read_request_id(Headers(scope=self._scope)))
             await self.write(b"\n\n" + shape.in_stream(body), is_last=True)
 
     async def _pass(self, message: dict[str, object]) -> None:

@@ -20,7 +20,7 @@ from agentflow.server.gateway.defaults import DEFAULT_PORT, DRAIN_S
 from agentflow.server.gateway.gateway import Gateway
 from agentflow.server.gateway.target import logger
 from agentflow.server.http.acceptor import with_descriptors
-from agentflow.server.serve import DEFAULT_HOST, HttpServer, Signals, address, http_config, listen
+from agentflow.server.serve import DEFAULT_HOST, HttpServer, Signals, http_config, listen, listening_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ async def running_gateway(
                 group.start_soon(server.run_shielded)
                 group.start_soon(gateway.watch)
                 try:
-                    yield RunningGateway(address(listener, "http"), gateway)
+                    yield RunningGateway(listening_url(listener, "http"), gateway)
                 finally:
                     gateway.is_draining = True
                     await server.end()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from agentflow.cluster.routing.load import Call
+from agentflow.cluster.routing.load import RoutedRequest
 from agentflow.cluster.routing.text_router import TextRouter
 from agentflow.engine.cache.token_run import TOKEN_BYTES
 from agentflow.runtime.circuit import Attempt
@@ -38,7 +38,9 @@ class Assignment:
         router: The router that chose it, with ``call``; None: another reason did.
     """
 
-    def __init__(self, target: Target, router: TextRouter | None = None, call: Call | None = None) -> None:
+    def __init__(
+        self, target: Target, router: TextRouter | None = None, call: RoutedRequest | None = None
+    ) -> None:
         self.target = target
         self._router = router
         self._call = call
@@ -71,7 +73,7 @@ class Assignment:
 class _Gathering:
     """Members of a task group that wait to be placed."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RoutedRequest] = field(default_factory=list)
     is_placed: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -191,10 +193,10 @@ class TargetChoice:
             router = self._routers[name] = TextRouter(sizes)
         return router
 
-    def _call(self, asked: RequestFacts, candidates: Sequence[Target]) -> Call:
+    def _call(self, asked: RequestFacts, candidates: Sequence[Target]) -> RoutedRequest:
         caller, program = asked.caller, asked.program
         assert asked.run is not None
-        return Call(
+        return RoutedRequest(
             next(self._numbers),
             asked.key,
             asked.run,
@@ -205,7 +207,7 @@ class TargetChoice:
             barred=[target.number for target in self.targets if target not in candidates],
         )
 
-    async def _gather(self, router: TextRouter, asked: RequestFacts, call: Call) -> None:
+    async def _gather(self, router: TextRouter, asked: RequestFacts, call: RoutedRequest) -> None:
         key = asked.model, asked.program, asked.caller.group
         gathering = self._gatherings.get(key)
         if gathering is not None:
@@ -235,7 +237,7 @@ class TargetChoice:
             finally:
                 gathering.is_placed.set()
 
-    def _give_up(self, router: TextRouter, gathering: _Gathering, call: Call) -> None:
+    def _give_up(self, router: TextRouter, gathering: _Gathering, call: RoutedRequest) -> None:
         """The client of a waiting member is gone."""
         if not gathering.is_placed.is_set():
             gathering.calls.remove(call)

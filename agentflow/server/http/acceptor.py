@@ -25,7 +25,7 @@ import anyio.lowlevel
 import msgspec
 
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.addresses import client_of
+from agentflow.server.addresses import client_network
 from agentflow.server.config.limits import ServerLimits
 
 logger = logging.getLogger(__name__)
@@ -101,8 +101,8 @@ class Acceptor:
         listener: the listening socket.
         make_protocol: creates the protocol of a connection.
         max_connections: the limit of open connections.
-        max_per_address: the limit for one client, as ``client_of`` identifies it. Further connections are
-            closed immediately, after an answer with status 429 if there is no TLS.
+        max_per_address: the limit for one client, as ``client_network`` identifies it. Further connections
+            are closed immediately, after an answer with status 429 if there is no TLS.
         tls: the server's certificate, for TLS.
         handshake_timeout_s: the time limit of a TLS handshake.
     """
@@ -184,7 +184,7 @@ class Acceptor:
                     await one_closed.wait()
                 continue
             connection.setblocking(False)
-            return connection, client_of(address[0]) if isinstance(address, tuple) else None
+            return connection, client_network(address[0]) if isinstance(address, tuple) else None
 
     def _counted(self, client: str | None) -> Callable[[], None]:
         """Counts one connection. Call the result when it has closed; further calls have no effect."""

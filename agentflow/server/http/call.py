@@ -30,12 +30,12 @@ from agentflow.protocol.ops import MAX_TRACE_CHARS
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server import event_stream
-from agentflow.server.errors import ApiError, api_error_of, not_ready, unsupported
-from agentflow.server.event_stream import EventStream
+from agentflow.server.errors import ApiError, ClientGone, make_api_error, not_ready, unsupported
+from agentflow.server.event_stream import ServerSentEvents
 from agentflow.server.http.caller import Caller
 from agentflow.server.http.json_body import (
     SMALL_BODY_BYTES,
-    check_size,
+    count_values,
     decoded,
     not_json,
     shown_fault,
@@ -91,8 +91,8 @@ class ApiCall:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, error_format: ErrorFormat) -> None:
         self.headers = Headers(scope=scope)
-        self.address = address_of(scope)
-        self.id = request_id_of(self.headers)
+        self.address = client_address(scope)
+        self.id = read_request_id(self.headers)
         self.tenant: Tenant = ANONYMOUS
         self.forwarded_for: str | None = scope.get(FORWARDED)
         self.record = RequestRecord(self.id, scope["method"], logged_path(scope["path"]))
@@ -105,7 +105,7 @@ class ApiCall:
         self._receive = receive
         self._send = send
         self._error_format = error_format
-        self._stream: EventStream | None = None
+        self._stream: ServerSentEvents | None = None
         self._body = bytearray()
         self._held: MemoryBudget | None = None
         self._num_charged_tokens = 0
@@ -247,7 +247,7 @@ class ApiCall:
             ),
         )
 
-    def failure_of(self, answered: ForwardedAnswer) -> ApiError:
+    def make_failure(self, answered: ForwardedAnswer) -> ApiError:
         """The error that another server has answered with."""
         fault = msgspec.json.decode(answered.body, type=_Fault).error
         param, code = fault.param, fault.code or "invalid_value"
@@ -268,12 +268,12 @@ class ApiCall:
         await self._write(body, False)
 
     @asynccontextmanager
-    async def streaming(self) -> AsyncIterator[EventStream]:
+    async def streaming(self) -> AsyncIterator[ServerSentEvents]:
         """The scope in which events are sent. Sends the status and the headers, then keep-alive events
         when nothing else is sent, so that no proxy closes the connection as idle."""
         self.record.is_streamed = True
         await self._start(200, self._error_format.stream_type.encode(), event_stream.HEADERS)
-        self._stream = EventStream(self._write, self._error_format.keepalive)
+        self._stream = ServerSentEvents(self._write, self._error_format.keepalive)
         async with open_task_group() as group:
             group.start_soon(self._stream.keep_alive, self.service.http_limits.stream_keepalive_s)
             yield self._stream
@@ -358,7 +358,7 @@ class ApiCall:
                 held.reserve(len(piece))
                 self._body += piece
                 self._charge(len(self._body))
-                check_size(scan, piece)
+                count_values(scan, piece)
                 self.is_body_read = not message.get("more_body", False)
                 try:
                     utf8.decode(piece, self.is_body_read)
@@ -429,13 +429,13 @@ def _check_engine_fields(body: object, model: str) -> None:
             raise unsupported(name, f"{model} is behind an API")
 
 
-def address_of(scope: Scope) -> str | None:
+def client_address(scope: Scope) -> str | None:
     """The client's IP address, if it is known."""
     client = scope.get("client")
     return client[0] if client else None
 
 
-def request_id_of(headers: Headers) -> str:
+def read_request_id(headers: Headers) -> str:
     """The id that the client chose for its request, or else a new one."""
     asked_id = headers.get("x-request-id", "")
     return asked_id if _REQUEST_ID.fullmatch(asked_id) else f"req_{secrets.token_hex(12)}"
@@ -449,10 +449,6 @@ class _FaultFields(msgspec.Struct):
 
 class _Fault(msgspec.Struct):
     error: _FaultFields
-
-
-class ClientGone(Exception):
-    """The client has closed the connection."""
 
 
 Handler = Callable[[ApiCall], Awaitable[None]]
@@ -507,7 +503,7 @@ class ApiEndpoint:
                 group.cancel_scope.cancel()
 
     async def _fail(self, call: ApiCall, error: Exception) -> None:
-        shown = api_error_of(error)
+        shown = make_api_error(error)
         if shown.status == 500:
             logger.error("request %s failed", call.id, exc_info=error)
         if call.is_over:

@@ -154,7 +154,7 @@ def caller_with(caller: Caller, extension: msgspec.Raw | None = None, cache_key:
     return caller
 
 
-def salt_of(salt: str | None, extension: msgspec.Raw | None) -> str:
+def read_salt(salt: str | None, extension: msgspec.Raw | None) -> str:
     """The cache salt of a request: its own, or that of its ``nvext``. Raises ``ApiError`` for one that is no
     salt: without it, the request would share its cache."""
     if salt or extension is None:
@@ -169,6 +169,6 @@ def salt_of(salt: str | None, extension: msgspec.Raw | None) -> str:
         raise invalid_field("nvext.cache_salt", str(error)) from None
 
 
-def priority_of(priority: int | None, extension: msgspec.Raw | None) -> int:
+def read_priority(priority: int | None, extension: msgspec.Raw | None) -> int:
     """The priority of a request: its own, or that of its ``nvext``."""
     return (_read_advice(extension).priority or 0) if priority is None else priority

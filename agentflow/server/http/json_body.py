@@ -93,7 +93,7 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, "request_too_large", f"the body has more than {limit:,} bytes, which is the limit")
 
 
-def check_size(scan: JsonScan, piece: bytes) -> None:
+def count_values(scan: JsonScan, piece: bytes) -> None:
     """Counts the values in the next piece of a body. ``ApiError`` if there are too many."""
     try:
         scan.push(piece)

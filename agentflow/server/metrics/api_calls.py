@@ -7,10 +7,10 @@ from collections.abc import Callable
 from time import monotonic
 
 from agentflow.protocol.events import Usage
-from agentflow.server.metrics.request_times import PendingRequest, RequestTimes, TokenUse, label_of
+from agentflow.server.metrics.request_times import PendingRequest, RequestTimes, TokenUse, tenant_label
 
 
-class ApiCalls(RequestTimes):
+class ApiCallTimes(RequestTimes):
     """A ``CallObserver``. Its calls wait in no queue, so that ``queue_wait`` stays empty."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -71,4 +71,4 @@ class ApiCalls(RequestTimes):
             self.cost[label] += usage.cost
 
     def _label(self, tenant: str) -> str:
-        return label_of(tenant, self.tokens.keys())
+        return tenant_label(tenant, self.tokens.keys())

@@ -28,7 +28,7 @@ from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import AgentflowError
 from agentflow.protocol.events import MISS_REASONS, Stats
 from agentflow.runtime.generator import Generator
-from agentflow.server.metrics.api_calls import ApiCalls
+from agentflow.server.metrics.api_calls import ApiCallTimes
 from agentflow.server.metrics.request_times import TPOT_BOUNDS_S, WAIT_BOUNDS_S, RequestTimes
 from agentflow.server.models.api_model import ApiModel
 from agentflow.server.models.models import EngineModel, Model, Models
@@ -74,7 +74,7 @@ class MetricFamilies(Collector):
         return {name: of for name, of in self._models.items() if of.calls is None}
 
     @property
-    def _apis(self) -> Mapping[str, ApiCalls]:
+    def _apis(self) -> Mapping[str, ApiCallTimes]:
         return {name: of.calls for name, of in self._models.items() if of.calls is not None}
 
     def _gauges(self) -> Iterator[Metric]:
@@ -419,7 +419,7 @@ class ModelMetrics:
 
     def __init__(self) -> None:
         self.requests = RequestTimes()
-        self.calls: ApiCalls | None = None  # to an API, for a model without an engine
+        self.calls: ApiCallTimes | None = None  # to an API, for a model without an engine
         self.totals = ReplicaTotals()
         self.replicas: Sequence[ReplicaStatus] = ()
         self.is_engine_up = False
@@ -428,7 +428,7 @@ class ModelMetrics:
 
     def watch_calls(self, model: ApiModel) -> None:
         """Measures the calls to the model's API from now on. They add to earlier ones."""
-        self.calls = self.calls or ApiCalls()
+        self.calls = self.calls or ApiCallTimes()
         self.requests = self.calls
         self.requests.forget_pending()
         model.observe(self.calls)

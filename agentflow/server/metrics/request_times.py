@@ -127,10 +127,10 @@ class RequestTimes:
             self.tpot.count(TPOT_BOUNDS_S, (now_s - pending.first_s) / (output_tokens - 1))
 
     def _label(self, tenant: str) -> str:
-        return label_of(tenant, self.queue_wait.keys())
+        return tenant_label(tenant, self.queue_wait.keys())
 
 
-def label_of(tenant: str, known: Set[str]) -> str:
+def tenant_label(tenant: str, known: Set[str]) -> str:
     """The label of a tenant, with those that are ``known`` already."""
     label = tenant[:MAX_TENANT_CHARS].encode("utf-8", "replace").decode() or NO_TENANT
     return label if label in known or len(known - {OTHER_TENANTS}) < MAX_TENANTS else OTHER_TENANTS

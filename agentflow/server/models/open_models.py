@@ -15,7 +15,7 @@ from agentflow.cluster.ray.models import placed_models
 from agentflow.cluster.ray.options import RayOptions
 from agentflow.cluster.replicas.open_replicas import open_replicas
 from agentflow.cluster.replicas.placing_turn import PlacingTurn
-from agentflow.cluster.replicas.shares import divided
+from agentflow.cluster.replicas.shares import divide_machine
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
@@ -24,7 +24,7 @@ from agentflow.engine.machine.resources import FreeMemory, devices_from, free_me
 from agentflow.engine.media.reader import FetchImage, MediaReader, open_reader
 from agentflow.engine.models.memory_need import MemoryNeed, divide_memory
 from agentflow.engine.options import EngineOptions
-from agentflow.engine.process.child import StartChild, start_process
+from agentflow.engine.process.child import StartChild, start_child_process
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.simulator.recording import recording
 from agentflow.engine.simulator.workload_file import open_sink, workload_name
@@ -124,7 +124,7 @@ async def _open_engines(
     """Opens the models with engines into ``opened``. Returns the compiler that they share."""
     # In a thread, so that the server answers in the meantime.
     folders, templates = await anyio.to_thread.run_sync(_read_folders, models)
-    start_child: dict[str, StartChild] = dict.fromkeys(models, start_process)
+    start_child: dict[str, StartChild] = dict.fromkeys(models, start_child_process)
     if ray is None:
         free = await free_memory(
             device
@@ -195,7 +195,7 @@ def _sized(
     replicas: dict[str, Sequence[EngineOptions]] = {}
     for name, model in models.items():
         is_on_gpu = free.is_on_gpu(model.device)
-        replicas[name] = divided(model, {0, *free.other_cuda_bytes} if is_on_gpu else None)
+        replicas[name] = divide_machine(model, {0, *free.other_cuda_bytes} if is_on_gpu else None)
         for number, options in enumerate(replicas[name]):
             label = _replica_name(name, number, model.replicas)
             need = engine_need(label, options, folders[name], on_gpu=is_on_gpu)
@@ -206,7 +206,7 @@ def _sized(
                 on_gpus.setdefault(gpu_number(device), []).append(need)
     shares = divide_memory(on_host, int(free.host_bytes * memory_share))
     for gpu, needs in on_gpus.items():
-        for name, kv_tokens in divide_memory(needs, int(free.bytes_of(gpu) * memory_share)).items():
+        for name, kv_tokens in divide_memory(needs, int(free.count_bytes(gpu) * memory_share)).items():
             shares[name] = min(kv_tokens, shares.get(name, kv_tokens))
     sized: dict[str, list[EngineOptions]] = {}
     for name, model in models.items():

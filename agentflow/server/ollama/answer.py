@@ -19,12 +19,12 @@ from agentflow.server.compatible.logprobs import token_logprob
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
+    AnswerToken,
     CompletionDelta,
     PromptDelta,
     ReasoningDelta,
     TextDelta,
     Times,
-    TokenLogprob,
     ToolArguments,
     ToolCallBegun,
 )
@@ -173,7 +173,7 @@ class AnswerLines:
         self,
         text: str,
         calls: Sequence[OllamaToolCall] = (),
-        tokens: Sequence[TokenLogprob] = (),
+        tokens: Sequence[AnswerToken] = (),
         *,
         thinking: str = "",
         done: bool = False,
@@ -194,7 +194,7 @@ def _shown(index: int, call: CalledTool) -> OllamaToolCall:
     return OllamaToolCall(id=call.id, function=function)
 
 
-def _logprobs(tokens: Sequence[TokenLogprob]) -> list[OllamaLogprob]:
+def _logprobs(tokens: Sequence[AnswerToken]) -> list[OllamaLogprob]:
     """Leaves out tokens without a log-probability, whose text was encoded again: clients need a number."""
     shown = [(token_logprob(token), token.logprob) for token in tokens]
     return [

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from agentflow.protocol.events import Usage
 from agentflow.runtime.generator import EmbeddingOptions
-from agentflow.server.compatible.embeddings import embedded, reply_written
+from agentflow.server.compatible.embeddings import compute_embeddings, reply_written
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.ollama.request import model_of
+from agentflow.server.ollama.request import resolve_name
 from agentflow.server.ollama.types import (
     OllamaEmbedAnswer,
     OllamaEmbeddingsAnswer,
@@ -64,10 +64,12 @@ async def _embedded(
     call: ApiCall, model: str, texts: Sequence[str], param: str, dimensions: int | None = None
 ) -> tuple[Sequence[NDArray[np.float32]], Usage]:
     """The embeddings. Errors name the field ``param``, which has the texts."""
-    generator = call.embedder(model_of(call, model))
+    generator = call.embedder(resolve_name(call, model))
     if not texts:
         async with generator.metered():
             return [], Usage()
     if "" in texts:
         raise invalid_field(f"{param}[{texts.index('')}]", "an empty text has no embedding")
-    return await embedded(call, generator, texts, EmbeddingOptions(None, None, dimensions), param=param)
+    return await compute_embeddings(
+        call, generator, texts, EmbeddingOptions(None, None, dimensions), param=param
+    )

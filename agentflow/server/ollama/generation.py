@@ -18,15 +18,15 @@ from agentflow.server.models.models import TextGenerator
 from agentflow.server.ollama.answer import AnswerLines
 from agentflow.server.ollama.request import (
     check_generation,
-    constraint_of,
-    conversation_of,
-    effort_of,
-    model_of,
-    prompt_of,
-    sampling_of,
+    list_unset,
+    read_constraint,
+    read_conversation,
+    read_effort,
+    read_prompt,
+    read_sampling,
+    read_tools,
+    resolve_name,
     thinks,
-    tools_of,
-    unset_of,
 )
 from agentflow.server.ollama.types import OllamaChatRequest, OllamaGenerateRequest
 
@@ -35,7 +35,7 @@ async def chat(call: ApiCall) -> None:
     """Continues a conversation."""
     began_ns = time.perf_counter_ns()
     body = await call.process(call.read, OllamaChatRequest)
-    generator = call.text_generator(model_of(call, body.model), body, to_generate=bool(body.messages))
+    generator = call.text_generator(resolve_name(call, body.model), body, to_generate=bool(body.messages))
     request = await call.process(_make_chat, call, body, generator)
     await _answer(call, body, request, generator, began_ns)
 
@@ -44,7 +44,7 @@ async def generate(call: ApiCall) -> None:
     """Answers a message, or continues a text."""
     began_ns = time.perf_counter_ns()
     body = await call.process(call.read, OllamaGenerateRequest)
-    generator = call.text_generator(model_of(call, body.model), body, to_generate=bool(body.prompt))
+    generator = call.text_generator(resolve_name(call, body.model), body, to_generate=bool(body.prompt))
     request = await call.process(_make_generation, call, body, generator)
     await _answer(call, body, request, generator, began_ns)
 
@@ -52,14 +52,14 @@ async def generate(call: ApiCall) -> None:
 def _make_chat(call: ApiCall, body: OllamaChatRequest, generator: TextGenerator) -> CompletionRequest:
     check_generation(body, generator)
     return CompletionRequest(
-        conversation_of(body.messages or (), generator),
-        sampling_of(body, generator),
-        constraint=constraint_of(body.format),
-        tools=tools_of(body.tools or ()),
+        read_conversation(body.messages or (), generator),
+        read_sampling(body, generator),
+        constraint=read_constraint(body.format),
+        tools=read_tools(body.tools or ()),
         max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
         thinks=thinks(body),
-        effort=effort_of(body),
-        unset=unset_of(body),
+        effort=read_effort(body),
+        unset=list_unset(body),
     )
 
 
@@ -68,13 +68,13 @@ def _make_generation(
 ) -> CompletionRequest:
     check_generation(body, generator)
     return CompletionRequest(
-        prompt_of(body, generator),
-        sampling_of(body, generator),
-        constraint=constraint_of(body.format),
+        read_prompt(body, generator),
+        read_sampling(body, generator),
+        constraint=read_constraint(body.format),
         max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
         thinks=thinks(body),
-        effort=effort_of(body),
-        unset=unset_of(body),
+        effort=read_effort(body),
+        unset=list_unset(body),
         returns_prompt=not body.raw and isinstance(generator, EngineGenerator),
     )
 

@@ -15,7 +15,7 @@ from agentflow.engine.text.reasoning import reasoning_marks
 from agentflow.server.errors import ApiError
 from agentflow.server.http.call import ApiCall
 from agentflow.server.models.models import Model
-from agentflow.server.ollama.request import LATEST, model_of
+from agentflow.server.ollama.request import LATEST, resolve_name
 from agentflow.server.ollama.types import (
     Capability,
     ModelDetails,
@@ -67,7 +67,7 @@ async def show_model(call: ApiCall) -> None:
     name = body.model or body.name
     if name is None:
         raise ApiError(400, "invalid_request", "the required parameter 'model' is missing", "model")
-    found = call.service.models.find(model_of(call, name), call.tenant)
+    found = call.service.models.find(resolve_name(call, name), call.tenant)
     generator = call.generator(found.name, to_generate=False)
     info, details = generator.info, _details(generator)
     family = details.family or "model"

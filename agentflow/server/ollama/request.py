@@ -33,8 +33,8 @@ from agentflow.server.ollama.types import (
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaMessage,
+    OllamaOptions,
     OllamaTool,
-    Options,
 )
 
 LATEST = ":latest"
@@ -46,7 +46,7 @@ TOP_P = 0.9
 Generation = OllamaChatRequest | OllamaGenerateRequest
 
 
-def model_of(call: ApiCall, name: str) -> str:
+def resolve_name(call: ApiCall, name: str) -> str:
     """The server's name of the model that a client calls ``name``."""
     known = {model.name for model in call.service.models.seen_by(call.tenant)}
     return name if name in known else name.removesuffix(LATEST)
@@ -70,14 +70,14 @@ def thinks(body: Generation) -> bool | None:
     return None if body.think is None else bool(body.think)
 
 
-def effort_of(body: Generation) -> str | None:
+def read_effort(body: Generation) -> str | None:
     """The effort of thinking, for templates that have a variable for it."""
     return body.think if isinstance(body.think, str) else None
 
 
-def sampling_of(body: Generation, generator: TextGenerator) -> SamplingParams:
+def read_sampling(body: Generation, generator: TextGenerator) -> SamplingParams:
     """The sampling parameters, with Ollama's defaults."""
-    options = body.options or Options()
+    options = body.options or OllamaOptions()
     room = generator.capabilities.max_context or SamplingParams().max_tokens
     stop = [options.stop] if isinstance(options.stop, str) else options.stop
     limit = options.num_predict or 0
@@ -103,16 +103,16 @@ def sampling_of(body: Generation, generator: TextGenerator) -> SamplingParams:
     return params
 
 
-def unset_of(body: Generation) -> tuple[str, ...]:
+def list_unset(body: Generation) -> tuple[str, ...]:
     """The parameters that a request leaves to the server, by the names of ``SamplingParams``."""
-    options = body.options or Options()
+    options = body.options or OllamaOptions()
     limit = None if (options.num_predict or 0) <= 0 else options.num_predict
     return names_of_unset(
         max_tokens=limit, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k
     )
 
 
-def constraint_of(form: Unread) -> Constraint | None:
+def read_constraint(form: Unread) -> Constraint | None:
     """The form of the answer: any object, one that conforms to a schema, or None for any text."""
     if form is None or not is_given(form):
         return None
@@ -126,7 +126,7 @@ def constraint_of(form: Unread) -> Constraint | None:
     return ANY_OBJECT if text else None
 
 
-def tools_of(tools: Sequence[OllamaTool]) -> tuple[ToolSpec, ...]:
+def read_tools(tools: Sequence[OllamaTool]) -> tuple[ToolSpec, ...]:
     """The tools that the model may call."""
     scan = JsonScan(OBJECT_BOUNDS)
     return tuple(
@@ -134,7 +134,7 @@ def tools_of(tools: Sequence[OllamaTool]) -> tuple[ToolSpec, ...]:
     )
 
 
-def prompt_of(
+def read_prompt(
     body: OllamaGenerateRequest, generator: TextGenerator
 ) -> tuple[Message, ...] | Continuation | str:
     """The prompt: a message, with ``context`` after that, and with ``raw`` only its text, which is also what
@@ -164,7 +164,7 @@ def prompt_of(
     return Continuation(tuple(context), turns)
 
 
-def conversation_of(messages: Sequence[OllamaMessage], generator: TextGenerator) -> tuple[Message, ...]:
+def read_conversation(messages: Sequence[OllamaMessage], generator: TextGenerator) -> tuple[Message, ...]:
     """The conversation. ``ApiError`` names the message that is wrong."""
     turns = _Turns()
     for number, message in enumerate(messages):

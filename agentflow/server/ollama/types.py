@@ -18,7 +18,7 @@ from agentflow.server.compatible.fields import (
     MAX_TOOLS,
     Count,
     Penalty,
-    Stop,
+    StopField,
     TokenId,
     ToolName,
     Unread,
@@ -41,18 +41,18 @@ Images: TypeAlias = Annotated[
         description="In base64, for models that accept images.",
     ),
 ]
-Form: TypeAlias = Annotated[
+FormatField: TypeAlias = Annotated[
     Unread,
     Meta(
         extra_json_schema={"anyOf": [{"type": ["object", "null"]}, {"enum": ["json", ""]}]},
         description='"json" for any object, or a JSON schema.',
     ),
 ]
-Arguments: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "null"]})]
+ArgumentsField: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "null"]})]
 Whole: TypeAlias = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 
 
-class Options(msgspec.Struct, kw_only=True):
+class OllamaOptions(msgspec.Struct, kw_only=True):
     """Sampling options. The second half, from ``num_ctx`` on, has no effect: the server's settings decide how
     models run. Neither have unknown options, as in Ollama. ``mirostat``, ``tfs_z`` and ``typical_p`` are only
     accepted where they are off."""
@@ -63,7 +63,7 @@ class Options(msgspec.Struct, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
     num_predict: Annotated[int, Meta(ge=-2, le=MAX_INT)] | None = None
-    stop: Stop | None = None
+    stop: StopField | None = None
     repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     repeat_last_n: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     presence_penalty: Penalty | None = None
@@ -96,7 +96,7 @@ class GivenFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``arguments``: an object. The other fields have no effect."""
 
     name: ToolName
-    arguments: Arguments = None
+    arguments: ArgumentsField = None
     description: str | None = None
     index: Whole | None = None
 
@@ -139,8 +139,8 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: ModelName
     stream: bool | None = None
-    format: Form = None
-    options: Options | None = None
+    format: FormatField = None
+    options: OllamaOptions | None = None
     keep_alive: KeepAlive | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
@@ -246,7 +246,7 @@ class OllamaEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     input: str | list[str]
     dimensions: Count | None = None
     truncate: bool | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     keep_alive: KeepAlive | None = None
 
 
@@ -265,7 +265,7 @@ class OllamaEmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_field
 
     model: ModelName
     prompt: str | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     keep_alive: KeepAlive | None = None
 
 
@@ -331,7 +331,7 @@ class OllamaShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     verbose: bool | None = None
     system: str | None = None
     template: str | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
 
 
 Capability: TypeAlias = Literal["completion", "tools", "thinking", "embedding"]

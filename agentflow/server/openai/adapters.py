@@ -12,12 +12,12 @@ import anyio.to_thread
 import msgspec
 from msgspec import Meta
 
-from agentflow.engine.store.adapter_folder import check_name, resolve_adapter
+from agentflow.engine.store.adapter_folder import check_adapter_name, resolve_adapter
 from agentflow.errors import BadArgument, BadModelFolder, UnknownModel, listed
 from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall
 from agentflow.server.models.models import EngineModel
-from agentflow.server.openai.models import card_of
+from agentflow.server.openai.models import make_card
 
 MAX_ADAPTERS = 1_000
 """The most adapters of a model: each is an entry in every list of models."""
@@ -54,7 +54,7 @@ async def load_adapter(call: ApiCall) -> None:
     body = call.read(LoadAdapterRequest)
     model = _managed_model(call, body.model)
     try:
-        check_name(body.lora_name)
+        check_adapter_name(body.lora_name)
         if body.lora_name in model.client.adapters and not body.load_inplace:
             raise invalid_field(
                 "lora_name", f"{model.name}:{body.lora_name} is loaded: unload it, or set load_inplace"
@@ -70,7 +70,7 @@ async def load_adapter(call: ApiCall) -> None:
             error.param = "lora_path"
         raise
     name = f"{model.name}:{body.lora_name}"
-    await call.reply(next(card_of(call, one) for one in model.adapted() if one.name == name))
+    await call.reply(next(make_card(call, one) for one in model.adapted() if one.name == name))
 
 
 async def unload_adapter(call: ApiCall) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from agentflow.protocol.events import Usage
 from agentflow.server.completion.completion import Completion
-from agentflow.server.completion.request import Answer, TokenLogprob
+from agentflow.server.completion.request import Answer, AnswerToken
 from agentflow.server.event_stream import EVENT_END, event, event_head
 from agentflow.server.openai.types import (
     CompletionDetails,
@@ -39,14 +39,14 @@ def usage_body(usage: Usage) -> UsageBody:
     )
 
 
-def prompt_logprobs_of(answer: Answer, num_top: int | None) -> PromptLogprobs | msgspec.UnsetType:
+def make_prompt_logprobs(answer: Answer, num_top: int | None) -> PromptLogprobs | msgspec.UnsetType:
     """The log-probabilities of the prompt, with ``num_top`` alternatives. None: they were not requested."""
     if answer.prompt is None or num_top is None:
         return msgspec.UNSET
     return [None, *[_prompt_logprob(token, num_top) for token in answer.prompt.tokens[1:]]]
 
 
-def _prompt_logprob(token: TokenLogprob, num_top: int) -> dict[str, PromptLogprob]:
+def _prompt_logprob(token: AnswerToken, num_top: int) -> dict[str, PromptLogprob]:
     found = {
         str(top.token_id): PromptLogprob(logprob=top.logprob, rank=rank, decoded_token=top.text)
         for rank, top in enumerate(token.top[:num_top], 1)
@@ -57,7 +57,7 @@ def _prompt_logprob(token: TokenLogprob, num_top: int) -> dict[str, PromptLogpro
     return found
 
 
-def prompt_ids_of(answer: Answer) -> list[int]:
+def list_prompt_ids(answer: Answer) -> list[int]:
     """The token ids of the prompt."""
     return [] if answer.prompt is None else [*answer.prompt.token_ids]
 

@@ -20,12 +20,12 @@ from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
+    AnswerToken,
     CompletionDelta,
     CompletionRequest,
     PromptDelta,
     ReasoningDelta,
     TextDelta,
-    TokenLogprob,
     ToolArguments,
     ToolCallBegun,
     names_of_unset,
@@ -33,27 +33,27 @@ from agentflow.server.completion.request import (
 from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.caller import caller_with, priority_of, salt_of
+from agentflow.server.http.caller import caller_with, read_priority, read_salt
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,
     UsageChunks,
     encode_json,
-    prompt_ids_of,
-    prompt_logprobs_of,
+    list_prompt_ids,
+    make_prompt_logprobs,
     usage_body,
 )
 from agentflow.server.openai.request import (
     NO_EFFORT,
     check_fields,
-    constraint_of,
-    conversation_of,
-    kept_of,
-    sampling_of,
-    template_values_of,
-    tool_choice_of,
-    tools_of,
+    find_kept,
+    read_constraint,
+    read_conversation,
+    read_sampling,
+    read_template_values,
+    read_tool_choice,
+    read_tools,
 )
 from agentflow.server.openai.types import (
     AnsweredFunction,
@@ -74,8 +74,8 @@ _KIND = "chat.completion.chunk"
 async def create_chat_completion(call: ApiCall) -> None:
     """Continues a conversation."""
     body = await call.process(call.read, ChatRequest)
-    generator = call.text_generator(body.model, body, priority=priority_of(body.priority, body.nvext))
-    form, request = await call.process(_request_of, call, body, generator)
+    generator = call.text_generator(body.model, body, priority=read_priority(body.priority, body.nvext))
+    form, request = await call.process(_make_request, call, body, generator)
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
     with naming_field(generator, "messages", form):
@@ -95,38 +95,40 @@ async def create_chat_completion(call: ApiCall) -> None:
             system_fingerprint=identity.system_fingerprint,
             choices=[_choice(n, answer, body, has_logprobs) for n, answer in enumerate(answers)],
             usage=usage_body(completion.usage),
-            prompt_logprobs=prompt_logprobs_of(answers[0], body.prompt_logprobs),
-            prompt_token_ids=prompt_ids_of(answers[0]) if body.return_token_ids else msgspec.UNSET,
+            prompt_logprobs=make_prompt_logprobs(answers[0], body.prompt_logprobs),
+            prompt_token_ids=list_prompt_ids(answers[0]) if body.return_token_ids else msgspec.UNSET,
         )
     )
 
 
-def _request_of(call: ApiCall, body: ChatRequest, generator: TextGenerator) -> tuple[str, CompletionRequest]:
+def _make_request(
+    call: ApiCall, body: ChatRequest, generator: TextGenerator
+) -> tuple[str, CompletionRequest]:
     """The field of its form, and the request as the engine takes it. ``ApiError`` names the field that is
     wrong or not supported."""
     limits = call.service.http_limits
     check_fields(body, limits.max_n)
-    tools = tools_of(body.tools or ())
-    choice = tool_choice_of(body.tool_choice, has_tools=bool(tools), parallel=body.parallel_tool_calls)
+    tools = read_tools(body.tools or ())
+    choice = read_tool_choice(body.tool_choice, has_tools=bool(tools), parallel=body.parallel_tool_calls)
     max_tokens = body.max_completion_tokens or body.max_tokens
-    params = sampling_of(body, generator, max_tokens, _top_logprobs(body))
+    params = read_sampling(body, generator, max_tokens, _top_logprobs(body))
     check_num_logprobs(params, generator, body.n or 1, "top_logprobs")
     with naming_param():
-        form, constraint = constraint_of(body, _response_format(body))
+        form, constraint = read_constraint(body, _response_format(body))
     _check_turns(body)
     return form, CompletionRequest(
-        conversation_of(body.messages, generator.capabilities),
+        read_conversation(body.messages, generator.capabilities),
         params,
         constraint=constraint,
         tools=tools,
         tool_choice=choice,
         n=body.n or 1,
-        cache_salt=salt_of(body.cache_salt, body.nvext),
-        priority=priority_of(body.priority, body.nvext),
-        kept=kept_of(body.messages, body.tools or ()),
+        cache_salt=read_salt(body.cache_salt, body.nvext),
+        priority=read_priority(body.priority, body.nvext),
+        kept=find_kept(body.messages, body.tools or ()),
         max_prompt_tokens=limits.max_prompt_tokens,
         opens_turn=body.add_generation_prompt is not False,
-        template_values=template_values_of(body.chat_template_kwargs),
+        template_values=read_template_values(body.chat_template_kwargs),
         returns_prompt=body.prompt_logprobs is not None or bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs,
         thinks=_thinks(body),
@@ -242,7 +244,7 @@ class _ChatChunks(ChunkWriter):
             + self.rest
         )
 
-    def _with_logprobs(self, tokens: Sequence[TokenLogprob]) -> bytes:
+    def _with_logprobs(self, tokens: Sequence[AnswerToken]) -> bytes:
         logprobs = encode_json(_logprobs(tokens))
         return b'},"logprobs":' + logprobs + b',"finish_reason":null' + self.tail
 
@@ -262,5 +264,5 @@ def _tool_call(delta: ToolCallBegun | ToolArguments) -> bytes:
     return encode_json({"tool_calls": [begun]})
 
 
-def _logprobs(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
+def _logprobs(tokens: Sequence[AnswerToken]) -> ChoiceLogprobs:
     return ChoiceLogprobs(content=[token_logprob(token) for token in tokens])

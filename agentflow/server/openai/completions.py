@@ -12,33 +12,33 @@ from msgspec.structs import replace
 
 from agentflow.protocol.sampling import MAX_INT
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
-from agentflow.server.compatible.prompts import Prompt, prompts_of
+from agentflow.server.compatible.prompts import Prompt, read_prompts
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
+    AnswerToken,
     CompletionDelta,
     CompletionRequest,
     PromptDelta,
     TextDelta,
-    TokenLogprob,
     names_of_unset,
 )
 from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.caller import caller_with, priority_of, salt_of
+from agentflow.server.http.caller import caller_with, read_priority, read_salt
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.openai.answer import (
     AnswerIdentity,
     ChunkWriter,
     UsageChunks,
     encode_json,
-    prompt_ids_of,
-    prompt_logprobs_of,
+    list_prompt_ids,
+    make_prompt_logprobs,
     usage_body,
 )
-from agentflow.server.openai.request import check_fields, constraint_of, sampling_of
+from agentflow.server.openai.request import check_fields, read_constraint, read_sampling
 from agentflow.server.openai.types import PromptLogprobs, SharedFields, UsageBody
 
 # The limit of OpenAI's endpoint.
@@ -95,8 +95,8 @@ class TextAnswer(msgspec.Struct, kw_only=True):
 async def create_completion(call: ApiCall) -> None:
     """Continues one text or several."""
     body = await call.process(call.read, TextRequest)
-    generator = call.text_generator(body.model, body, priority=priority_of(body.priority, body.nvext))
-    form, requests = await call.process(_requests_of, call, body, generator)
+    generator = call.text_generator(body.model, body, priority=read_priority(body.priority, body.nvext))
+    form, requests = await call.process(_make_requests, call, body, generator)
     n = requests[0].n
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)
@@ -126,34 +126,34 @@ async def create_completion(call: ApiCall) -> None:
     )
 
 
-def _requests_of(
+def _make_requests(
     call: ApiCall, body: TextRequest, generator: TextGenerator
 ) -> tuple[str, list[CompletionRequest]]:
     """The field of their form, and a request for each prompt."""
     limits = call.service.http_limits
     check_fields(body, limits.max_n, takes=("best_of", "echo"))
-    prompts = prompts_of(body.prompt)
+    prompts = read_prompts(body.prompt)
     n = body.best_of or body.n or 1
     if n * len(prompts) > limits.max_n:
         asked = f"{len(prompts)} prompts with {n} answers each"
         raise invalid_field("prompt", f"{asked} exceed the limit of {limits.max_n} answers to a request")
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = sampling_of(body, generator, max_tokens or 1, body.logprobs)
+    params = read_sampling(body, generator, max_tokens or 1, body.logprobs)
     if n > (body.n or 1):
         params = replace(params, logprobs=True)
     check_num_logprobs(params, generator, n * len(prompts), "logprobs")
     echoed_logprobs = body.logprobs if body.echo else None
     wanted = [count for count in (echoed_logprobs, body.prompt_logprobs) if count is not None]
     with naming_param():
-        form, constraint = constraint_of(body)
+        form, constraint = read_constraint(body)
     return form, [
         CompletionRequest(
             prompt,
             params,
             constraint=constraint,
             n=n,
-            cache_salt=salt_of(body.cache_salt, body.nvext),
-            priority=priority_of(body.priority, body.nvext),
+            cache_salt=read_salt(body.cache_salt, body.nvext),
+            priority=read_priority(body.priority, body.nvext),
             max_prompt_tokens=limits.max_prompt_tokens,
             returns_prompt=bool(body.echo or body.return_token_ids or wanted),
             prompt_logprobs=max(wanted, default=None),
@@ -185,9 +185,9 @@ def _choice(index: int, answer: Answer, body: TextRequest) -> TextChoice:
         text=answer.text if prompt is None else prompt.text + answer.text,
         logprobs=logprobs,
         finish_reason=reason,
-        prompt_logprobs=prompt_logprobs_of(answer, body.prompt_logprobs),
+        prompt_logprobs=make_prompt_logprobs(answer, body.prompt_logprobs),
         token_ids=[*answer.token_ids] if body.return_token_ids else msgspec.UNSET,
-        prompt_token_ids=prompt_ids_of(answer) if body.return_token_ids else msgspec.UNSET,
+        prompt_token_ids=list_prompt_ids(answer) if body.return_token_ids else msgspec.UNSET,
     )
 
 
@@ -201,7 +201,7 @@ class _OffsetLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def push(self, tokens: Sequence[TokenLogprob]) -> TextLogprobs:
+    def push(self, tokens: Sequence[AnswerToken]) -> TextLogprobs:
         """The log-probabilities of the next tokens, which begin with the prompt's."""
         prompt, self._prompt = self._prompt, None
         num_added = 0
@@ -222,14 +222,14 @@ class _OffsetLogprobs:
             text_offset=offsets,
         )
 
-    def _top(self, token: TokenLogprob) -> dict[str, float | None]:
+    def _top(self, token: AnswerToken) -> dict[str, float | None]:
         """The most likely tokens, and always the token itself."""
         top = {_written(one): one.logprob for one in token.top[: self._num_top]}
         top.setdefault(_written(token), token.logprob)
         return top
 
 
-def _written(token: TokenLogprob) -> str:
+def _written(token: AnswerToken) -> str:
     if "\ufffd" not in token.text or not token.raw:
         return token.text
     return "bytes:" + "".join([f"\\x{byte:02x}" for byte in token.raw])
@@ -262,6 +262,6 @@ class _TextChunks(ChunkWriter):
                 parts += (front, b'"","logprobs":null,"finish_reason":', reason, self.tail)
         return b"".join(parts)
 
-    def _encode_rest(self, index: int, tokens: Sequence[TokenLogprob]) -> bytes:
+    def _encode_rest(self, index: int, tokens: Sequence[AnswerToken]) -> bytes:
         logprobs = encode_json(self._logprobs[index].push(tokens))
         return b',"logprobs":' + logprobs + b',"finish_reason":null' + self.tail

@@ -22,9 +22,9 @@ from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.caller import caller_with
 from agentflow.server.models.api_model import TenantGenerator
-from agentflow.server.openai.responses.answer import usage_of
-from agentflow.server.openai.responses.items import ItemReader, Turns, items_of
-from agentflow.server.openai.responses.types import Input, ResponseUsage
+from agentflow.server.openai.responses.answer import make_usage
+from agentflow.server.openai.responses.items import ItemReader, Turns, read_items
+from agentflow.server.openai.responses.types import ResponseInput, ResponseUsage
 
 _Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 _TWO_OR_MORE = Meta(min_length=2, max_length=MAX_OPTIONS)
@@ -88,7 +88,7 @@ class DecisionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     and ``priority`` are extensions."""
 
     model: str
-    input: Input
+    input: ResponseInput
     questions: Annotated[list[AskedQuestion], Meta(min_length=1, max_length=MAX_QUESTIONS)]
 
     prompt_cache_key: str | None = None
@@ -171,7 +171,7 @@ async def create_decision(call: ApiCall) -> None:
         for asked, probabilities in zip(body.questions, decided.probabilities, strict=True)
     ]
     await call.reply(
-        DecisionAnswer(answers=answers, model=generator.capabilities.model, usage=usage_of(decided.usage))
+        DecisionAnswer(answers=answers, model=generator.capabilities.model, usage=make_usage(decided.usage))
     )
 
 
@@ -225,7 +225,7 @@ async def _decided_by_api(
 
 
 def _make_messages(body: DecisionRequest, model: str) -> tuple[Message, ...]:
-    items = items_of(body.input)
+    items = read_items(body.input)
     if not items:
         raise invalid_field("input", "it is empty: give a text or at least one item")
     # Decisions are made about texts.

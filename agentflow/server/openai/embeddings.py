@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from agentflow.engine.generator.embedding import EmbeddingInput
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.runtime.generator import EmbeddingOptions
-from agentflow.server.compatible.embeddings import embedded, reply_written
+from agentflow.server.compatible.embeddings import compute_embeddings, reply_written
 from agentflow.server.compatible.fields import Count, TokenId
-from agentflow.server.compatible.prompts import IdList, prompts_of
+from agentflow.server.compatible.prompts import IdList, read_prompts
 from agentflow.server.completion.request import TokenIds
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
 
 InputText: TypeAlias = Annotated[str, Meta(min_length=1)]
-Input: TypeAlias = Annotated[
+EmbeddingsField: TypeAlias = Annotated[
     InputText | Annotated[list[InputText | TokenId | IdList], Meta(min_length=1)],
     Meta(description="A text, a list of texts, token ids, or a list of lists of token ids."),
 ]
@@ -37,7 +37,7 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     ``prompt``: put before each text; ``prompt_name``: the model's prompt of this name instead."""
 
     model: str
-    input: Input
+    input: EmbeddingsField
     dimensions: Count | None = None
     encoding_format: Literal["float", "base64"] | None = None
     prompt: str | None = None
@@ -76,7 +76,7 @@ async def create_embeddings(call: ApiCall) -> None:
     generator = call.embedder(body.model, priority=body.priority)
     inputs = _read_inputs(body.input, call.service.http_limits.max_embedding_inputs)
     options = EmbeddingOptions(body.prompt, body.prompt_name, body.dimensions)
-    vectors, usage = await embedded(call, generator, inputs, options, priority=body.priority or 0)
+    vectors, usage = await compute_embeddings(call, generator, inputs, options, priority=body.priority or 0)
 
     def answer() -> EmbeddingsAnswer:
         is_text = body.encoding_format == "base64"
@@ -92,8 +92,8 @@ async def create_embeddings(call: ApiCall) -> None:
     await reply_written(call, vectors, answer)
 
 
-def _read_inputs(given: Input, most: int) -> Sequence[EmbeddingInput]:
-    inputs = prompts_of(given, "input")
+def _read_inputs(given: EmbeddingsField, most: int) -> Sequence[EmbeddingInput]:
+    inputs = read_prompts(given, "input")
     if len(inputs) > most:
         raise invalid_field("input", f"{len(inputs):,} inputs exceed the limit of {most:,} for a request")
     return [list(one.ids) if isinstance(one, TokenIds) else one for one in inputs]

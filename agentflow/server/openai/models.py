@@ -20,7 +20,7 @@ from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.errors import invalid_field
 from agentflow.server.http.call import ApiCall
 from agentflow.server.models.models import Model
-from agentflow.server.openai.request import conversation_of, tools_of
+from agentflow.server.openai.request import read_conversation, read_tools
 from agentflow.server.openai.types import ChatMessage, Tool
 
 
@@ -50,15 +50,15 @@ class ModelList(msgspec.Struct):
 async def list_models(call: ApiCall) -> None:
     """Lists the models that the tenant may use."""
     seen = call.service.models.seen_by(call.tenant)
-    await call.reply(ModelList([card_of(call, model) for model in seen]))
+    await call.reply(ModelList([make_card(call, model) for model in seen]))
 
 
 async def get_model(call: ApiCall) -> None:
     """Describes one model. ``UnknownModel``."""
-    await call.reply(card_of(call, call.service.models.find(call.path_params["name"], call.tenant)))
+    await call.reply(make_card(call, call.service.models.find(call.path_params["name"], call.tenant)))
 
 
-def card_of(call: ApiCall, model: Model) -> ModelCard:
+def make_card(call: ApiCall, model: Model) -> ModelCard:
     """The description of a model that the tenant may use."""
     generator = model.generator(call.tenant)
     size = generator.embedding_size if isinstance(generator, EngineGenerator) else 0
@@ -152,7 +152,7 @@ async def tokenize(call: ApiCall) -> None:
     texts: list[str] | None = None
     async with generator.metered():
         with naming_field(generator, "prompt" if body.messages is None else "messages"):
-            token_ids = await _ids_of(call, body, generator)
+            token_ids = await _find_ids(call, body, generator)
         if body.return_token_strs:
             texts = await generator.requests.encode_beside(
                 len(token_ids), partial(_texts, generator), token_ids
@@ -185,16 +185,16 @@ def _texts(generator: EngineGenerator, token_ids: list[int]) -> list[str]:
     return [decode([token_id], skip_special=False, continues=True) for token_id in token_ids]
 
 
-async def _ids_of(call: ApiCall, body: TokenizeRequest, generator: EngineGenerator) -> list[int]:
+async def _find_ids(call: ApiCall, body: TokenizeRequest, generator: EngineGenerator) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid_field("prompt", "give either 'prompt' or 'messages'")
     if body.messages is not None:
         if body.add_special_tokens is not None:
             raise invalid_field("add_special_tokens", "it needs 'prompt'")
         request = CompletionRequest(
-            await call.process(conversation_of, body.messages, generator.capabilities),
+            await call.process(read_conversation, body.messages, generator.capabilities),
             SamplingParams(),
-            tools=await call.process(tools_of, body.tools or ()),
+            tools=await call.process(read_tools, body.tools or ()),
             opens_turn=body.add_generation_prompt is not False,
         )
         return await prompt_ids(generator, request)

@@ -12,7 +12,7 @@ import msgspec
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.text.chat_template import RESERVED_VALUES
-from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, VARIABLE_BOUNDS, JsonScan, object_of
+from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, VARIABLE_BOUNDS, JsonScan, decode_object
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities
@@ -25,9 +25,9 @@ from agentflow.server.compatible.cache_marks import (
 )
 from agentflow.server.compatible.field_errors import naming_param
 from agentflow.server.compatible.fields import Unread, is_given
-from agentflow.server.compatible.forms import ANY_OBJECT, forms_of, only_form
+from agentflow.server.compatible.forms import ANY_OBJECT, only_form, read_forms
 from agentflow.server.compatible.functions import function_tool
-from agentflow.server.compatible.images import check_images, check_videos, image_of, video_of
+from agentflow.server.compatible.images import check_images, check_videos, image_from_url, video_from_url
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.json_body import decoded
 from agentflow.server.models.models import TextGenerator
@@ -35,15 +35,15 @@ from agentflow.server.openai.types import (
     AssistantMessage,
     AudioPart,
     ChatMessage,
-    Content,
     CustomTool,
     DeveloperMessage,
     FilePart,
     FunctionMessage,
     ImagePart,
     ImageUrl,
+    MessageContent,
+    MessagePart,
     NamedChoice,
-    Part,
     RefusalPart,
     SharedFields,
     StreamOptions,
@@ -113,7 +113,7 @@ def _check_stream_options(request: SharedFields, options: StreamOptions) -> None
         raise unsupported("stream_options.include_obfuscation", "chunks are not padded")
 
 
-def sampling_of(
+def read_sampling(
     request: SharedFields, generator: TextGenerator, max_tokens: int | None, top_logprobs: int | None
 ) -> SamplingParams:
     """The sampling parameters. ``max_tokens`` None: the rest of the context. ``top_logprobs`` None: no
@@ -171,7 +171,7 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def conversation_of(messages: Sequence[ChatMessage], model: Capabilities) -> tuple[Message, ...]:
+def read_conversation(messages: Sequence[ChatMessage], model: Capabilities) -> tuple[Message, ...]:
     """The conversation. ``ApiError`` names the message that is wrong. ``model``: its features."""
     turns: list[Message] = []
     called: dict[str, str] = {}  # the tool of each call
@@ -179,7 +179,7 @@ def conversation_of(messages: Sequence[ChatMessage], model: Capabilities) -> tup
         place = f"messages[{number}]"
         match message:
             case SystemMessage() | DeveloperMessage():
-                turns.append(Message("system", _text_of(message.content, place, model)))
+                turns.append(Message("system", _read_text(message.content, place, model)))
             case UserMessage():
                 text, images = _shown(message.content, place, model)
                 turns.append(Message("user", text, images=images))
@@ -202,7 +202,7 @@ def conversation_of(messages: Sequence[ChatMessage], model: Capabilities) -> tup
     return tuple(turns)
 
 
-def kept_of(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Sequence[tuple[int, float]]:
+def find_kept(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Sequence[tuple[int, float]]:
     """The beginnings of the conversation that ``cache_control`` and ``prompt_cache_breakpoint`` keep."""
     kept = KeptBeginnings()
     is_system = [isinstance(message, SystemMessage | DeveloperMessage) for message in messages]
@@ -234,7 +234,7 @@ def _assistant_turn(message: AssistantMessage, place: str, model: Capabilities) 
     reasoning = _read_reasoning(given, place)
     if content is None and not calls and reasoning is None:
         raise invalid_field(f"{place}.content", "an assistant's message needs 'content' or 'tool_calls'")
-    text = "" if content is None else _text_of(content, place, model)
+    text = "" if content is None else _read_text(content, place, model)
     return Message("assistant", text, tool_calls=calls, reasoning=reasoning)
 
 
@@ -245,7 +245,7 @@ def _read_reasoning(given: Unread, place: str) -> str | None:
     return decoded(given, str, f"{place}.reasoning_content")
 
 
-def _text_of(content: Content, place: str, model: Capabilities) -> str:
+def _read_text(content: MessageContent, place: str, model: Capabilities) -> str:
     """The text of a message without images."""
     text, images = _shown(content, place, model)
     if images:
@@ -253,7 +253,7 @@ def _text_of(content: Content, place: str, model: Capabilities) -> str:
     return text
 
 
-def _shown(content: Content, place: str, model: Capabilities) -> tuple[str, tuple[PlacedImage, ...]]:
+def _shown(content: MessageContent, place: str, model: Capabilities) -> tuple[str, tuple[PlacedImage, ...]]:
     """The parts without anything between them, as chat templates write them, and the images and
     videos."""
     if isinstance(content, str):
@@ -263,7 +263,7 @@ def _shown(content: Content, place: str, model: Capabilities) -> tuple[str, tupl
     )
 
 
-def _part(part: Part, place: str, model: Capabilities) -> str | Medium:
+def _part(part: MessagePart, place: str, model: Capabilities) -> str | Medium:
     match part:
         case TextPart():
             return part.text
@@ -272,16 +272,16 @@ def _part(part: Part, place: str, model: Capabilities) -> str | Medium:
         case ImagePart():
             check_images(place, model)
             url = decoded(part.image_url, ImageUrl, f"{place}.image_url").url
-            return image_of(url, f"{place}.image_url.url", model)
+            return image_from_url(url, f"{place}.image_url.url", model)
         case VideoPart():
             check_videos(place, model)
             video = decoded(part.video_url, VideoUrl, f"{place}.video_url")
-            return video_of(video.url, video.num_frames, f"{place}.video_url.url", model)
+            return video_from_url(video.url, video.num_frames, f"{place}.video_url.url", model)
         case AudioPart() | FilePart():
             raise unsupported(place, f"{model.model} takes no {_KIND_OF_PART[type(part)]}")
 
 
-def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
+def read_tools(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
     """The tools that the model may call."""
     scan = JsonScan(OBJECT_BOUNDS)
     return tuple([_tool_spec(tool, f"tools[{number}]", scan) for number, tool in enumerate(tools)])
@@ -293,7 +293,7 @@ def _tool_spec(tool: Tool, place: str, scan: JsonScan) -> ToolSpec:
     return function_tool(tool.function, f"{place}.function", scan)
 
 
-def tool_choice_of(choice: ToolChoiceField | None, *, has_tools: bool, parallel: bool | None) -> ToolChoice:
+def read_tool_choice(choice: ToolChoiceField | None, *, has_tools: bool, parallel: bool | None) -> ToolChoice:
     """Which tools the model may or must call."""
     is_parallel = parallel is not False
     if isinstance(choice, NamedChoice):
@@ -304,20 +304,20 @@ def tool_choice_of(choice: ToolChoiceField | None, *, has_tools: bool, parallel:
     return ToolChoice(choice or ("auto" if has_tools else "none"), None, is_parallel)
 
 
-def template_values_of(given: msgspec.Raw | None) -> dict[str, Any]:
+def read_template_values(given: msgspec.Raw | None) -> dict[str, Any]:
     """The variables of ``chat_template_kwargs``. ``ApiError`` for variables that the server sets itself."""
     if given is None or not is_given(given):
         return {}
     param = "chat_template_kwargs"
     with naming_param(param):
-        values = object_of(given, param, JsonScan(VARIABLE_BOUNDS))
+        values = decode_object(given, param, JsonScan(VARIABLE_BOUNDS))
     for name in values:
         if name in RESERVED_VALUES:
             raise invalid_field(f"{param}.{name[:100]}", "the server sets this variable itself")
     return values
 
 
-def constraint_of(
+def read_constraint(
     request: SharedFields, response_format: Constraint | None = None
 ) -> tuple[str, Constraint | None]:
     """The field that asks for a form, and its constraint. ``ApiError`` if there are several, ``BadArgument``
@@ -329,8 +329,8 @@ def constraint_of(
 
 
 def _forms(request: SharedFields) -> Iterator[tuple[str, Constraint]]:
-    yield from forms_of("", regex=request.regex, grammar=request.grammar, ebnf=request.ebnf)
-    yield from forms_of(
+    yield from read_forms("", regex=request.regex, grammar=request.grammar, ebnf=request.ebnf)
+    yield from read_forms(
         "guided_",
         json=request.guided_json,
         regex=request.guided_regex,
@@ -340,7 +340,9 @@ def _forms(request: SharedFields) -> Iterator[tuple[str, Constraint]]:
     if (asked := request.structured_outputs) is not None:
         prefix = "structured_outputs."
         found = [
-            *forms_of(prefix, json=asked.json, regex=asked.regex, choice=asked.choice, grammar=asked.grammar)
+            *read_forms(
+                prefix, json=asked.json, regex=asked.regex, choice=asked.choice, grammar=asked.grammar
+            )
         ]
         if asked.json_object:
             found.append((f"{prefix}json_object", ANY_OBJECT))

@@ -32,7 +32,7 @@ from agentflow.server.compatible.fields import (
     Probability,
     Repetition,
     Source,
-    Stop,
+    StopField,
     StopString,
     Temperature,
     TokenId,
@@ -79,7 +79,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     n: Count | None = None
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
-    stop: Stop | None = None
+    stop: StopField | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_BIASES)] | None = None
     ignore_eos: bool | None = None
     max_tokens: Count | None = None
@@ -182,8 +182,8 @@ class FilePart(msgspec.Struct, tag_field="type", tag="file"):
     file: msgspec.Raw
 
 
-Part: TypeAlias = TextPart | RefusalPart | ImagePart | VideoPart | AudioPart | FilePart
-Content: TypeAlias = str | Annotated[list[Part], Meta(min_length=1)]
+MessagePart: TypeAlias = TextPart | RefusalPart | ImagePart | VideoPart | AudioPart | FilePart
+MessageContent: TypeAlias = str | Annotated[list[MessagePart], Meta(min_length=1)]
 
 
 class _Message(msgspec.Struct, tag_field="role", kw_only=True, forbid_unknown_fields=True):
@@ -197,19 +197,19 @@ class _Message(msgspec.Struct, tag_field="role", kw_only=True, forbid_unknown_fi
 class SystemMessage(_Message, tag="system", kw_only=True):
     """The application's instructions."""
 
-    content: Content
+    content: MessageContent
 
 
 class DeveloperMessage(_Message, tag="developer", kw_only=True):
     """OpenAI's newer name of a system message."""
 
-    content: Content
+    content: MessageContent
 
 
 class UserMessage(_Message, tag="user", kw_only=True):
     """A message of the user."""
 
-    content: Content
+    content: MessageContent
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -235,7 +235,7 @@ class AssistantMessage(_Message, tag="assistant", kw_only=True):
     ``reasoning_content``, or ``reasoning``, if it is a text: its reasoning before. ``parsed`` is not read,
     like ``parsed_arguments``, nor the ``provider_specific_fields`` that LiteLLM adds."""
 
-    content: Content | None = None
+    content: MessageContent | None = None
     tool_calls: list[MessageToolCall] | None = None
     refusal: str | None = None
     audio: Unread = None
@@ -250,7 +250,7 @@ class AssistantMessage(_Message, tag="assistant", kw_only=True):
 class ToolMessage(_Message, tag="tool", kw_only=True):
     """The result of the call ``tool_call_id`` of an earlier message."""
 
-    content: Content
+    content: MessageContent
     tool_call_id: str
 
 

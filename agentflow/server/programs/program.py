@@ -26,9 +26,9 @@ from agentflow.runtime.generator import SessionModels
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.interpreter.variables import EventCursor, Reports, VariableRecord
 from agentflow.runtime.limits import STATE_BYTES, MemoryBudget, MemoryReservation, text_bytes, variable_bytes
+from agentflow.runtime.loop_turns import LoopTurn
 from agentflow.runtime.programs.deduction import How
 from agentflow.runtime.programs.live import TenantGraphs
-from agentflow.runtime.turns import Turn
 
 MAX_REQUESTS = 5_000
 """The most requests of one program."""
@@ -39,7 +39,7 @@ _ROOT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class ProgramInput:
     """A place of a prompt where a variable's value is filled in."""
 
     variable: str
@@ -47,7 +47,7 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ProgramOutput:
     """A place of a prompt where text is generated. The value of the variable is the text after the
     transforms."""
 
@@ -56,28 +56,28 @@ class Output:
     transforms: tuple[Transform, ...] = ()
 
 
-Piece = str | Input | Output
+PromptPiece = str | ProgramInput | ProgramOutput
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class SubmittedPrompt:
     """A request of a program: its state, and its variables in the order of the prompt."""
 
     state: int
-    variables: list[Variable] = field(default_factory=list)
+    variables: list[ProgramVariable] = field(default_factory=list)
     criteria: ops.Objective | None = None  # of a reader of its values
-    failed: Variable | None = None  # the first one without a value, once somebody has asked for it
+    failed: ProgramVariable | None = None  # the first one without a value, once somebody has asked for it
 
 
 @dataclass(eq=False, slots=True)
-class Variable:
+class ProgramVariable:
     """A variable of a program. ``gen``: the number of the variable of its gen, without the transforms.
     ``request``: the request that makes it; None: a client sets it."""
 
     id: str
     record: VariableRecord
     gen: int
-    request: Request | None
+    request: SubmittedPrompt | None
     reservation: MemoryReservation
 
 
@@ -113,13 +113,13 @@ class ServedProgram:
         self._graphs = graphs
         self._interpreter: Interpreter[Any] | None = None
         self._models: frozenset[str] = frozenset()
-        self._variables: dict[str, Variable] = {}
+        self._variables: dict[str, ProgramVariable] = {}
         self._num_requests = 0
         self._states, self._numbers = count(_ROOT + 1), count(1)
         self._readers: set[EventCursor] = set()
         self._submitting = anyio.Lock()
         self._follower: EventCursor | None = None
-        self._added: list[Variable] = []  # since the follower has taken them
+        self._added: list[ProgramVariable] = []  # since the follower has taken them
 
     def begin(self, models: SessionModels, tasks: TaskGroup) -> None:
         """Starts the interpreter, whose tasks ``tasks`` owns. ``Overloaded``."""
@@ -167,12 +167,12 @@ class ServedProgram:
         self._added = [*self._variables.values()]
         return self._follower
 
-    def take_added(self) -> list[Variable]:
+    def take_added(self) -> list[ProgramVariable]:
         """The variables that are new since the last call."""
         added, self._added = self._added, []
         return added
 
-    def find(self, variable_id: str) -> Variable | None:
+    def find(self, variable_id: str) -> ProgramVariable | None:
         """The variable with this id, or None."""
         return self._variables.get(variable_id)
 
@@ -187,7 +187,7 @@ class ServedProgram:
         if self.has_ended or self._interpreter is None:
             raise ProgramEnded
 
-    async def submit(self, pieces: Sequence[Piece], *, model: str = "", trace: str = "") -> None:
+    async def submit(self, pieces: Sequence[PromptPiece], *, model: str = "", trace: str = "") -> None:
         """Starts a request, without waiting for it. Its outputs must be new variables; inputs that do not
         exist are declared, and a client must set them. An error leaves the program unchanged.
 
@@ -205,7 +205,7 @@ class ServedProgram:
         async with self._submitting:
             self._check_open()
             for piece in pieces:
-                if isinstance(piece, Output) and piece.variable in self._variables:
+                if isinstance(piece, ProgramOutput) and piece.variable in self._variables:
                     raise VariableTaken(piece.variable, "this variable exists, and an output is a new one")
             if self._num_requests >= MAX_REQUESTS:
                 raise RateLimited(f"this program has {MAX_REQUESTS} requests, which is the limit")
@@ -214,10 +214,10 @@ class ServedProgram:
             with anyio.CancelScope(shield=True):  # a request is taken as a whole, or not at all
                 await self._take(pieces, model, trace)
 
-    async def _take(self, pieces: Sequence[Piece], model: str, trace: str) -> None:
-        request = Request(next(self._states))
+    async def _take(self, pieces: Sequence[PromptPiece], model: str, trace: str) -> None:
+        request = SubmittedPrompt(next(self._states))
         self._num_requests += 1
-        inputs = [piece.variable for piece in pieces if isinstance(piece, Input)]
+        inputs = [piece.variable for piece in pieces if isinstance(piece, ProgramInput)]
         for variable_id in dict.fromkeys(inputs):
             if variable_id not in self._variables:
                 await self._declare(variable_id)
@@ -227,11 +227,11 @@ class ServedProgram:
             match piece:
                 case str():
                     texts.append(piece)
-                case Input():
+                case ProgramInput():
                     source = self._variables[piece.variable]
                     request.variables.append(source)
                     texts.append(ops.Ref(source.record.id, piece.transforms))
-                case Output():
+                case ProgramOutput():
                     if texts:
                         await self._send(ops.Text(request.state, tuple(texts)))
                         texts = []
@@ -239,7 +239,7 @@ class ServedProgram:
         # The end of the prompt after its last output changes no value.
         await self._send(ops.Seal(request.state))
 
-    async def _generate(self, request: Request, output: Output, trace: str) -> None:
+    async def _generate(self, request: SubmittedPrompt, output: ProgramOutput, trace: str) -> None:
         gen, name = next(self._numbers), output.variable
         await self._send(ops.Gen(request.state, gen, name, output.params, trace=trace))
         number = gen
@@ -249,16 +249,18 @@ class ServedProgram:
         variable = self._add(name, number, gen, request)
         request.variables.append(variable)
 
-    async def _declare(self, variable_id: str) -> Variable:
+    async def _declare(self, variable_id: str) -> ProgramVariable:
         number = next(self._numbers)
         await self._send(ops.Expect(_ROOT, number, variable_id))
         return self._add(variable_id, number, number, None)
 
-    def _add(self, variable_id: str, number: int, gen: int, request: Request | None) -> Variable:
+    def _add(
+        self, variable_id: str, number: int, gen: int, request: SubmittedPrompt | None
+    ) -> ProgramVariable:
         reservation = MemoryReservation(self._memory, 0)
         reservation.count(_ENTRY_BYTES + sys.getsizeof(variable_id))
         record = self._running.variable(number)
-        variable = Variable(variable_id, record, gen, request, reservation)
+        variable = ProgramVariable(variable_id, record, gen, request, reservation)
         self._variables[variable_id] = variable
         if self._follower is not None:
             self._added.append(variable)
@@ -266,7 +268,7 @@ class ServedProgram:
         return variable
 
     async def _send(self, op: ops.Op) -> None:
-        turn = Turn()
+        turn = LoopTurn()
         try:
             for _ in self._running.submitting(op):
                 await turn.pause()
@@ -290,7 +292,7 @@ class ServedProgram:
                     raise VariableTaken(variable_id, "this variable has a value")
                 await self._send(ops.Provide(variable.record.id, value))
 
-    async def prefer(self, variable: Variable, criteria: ops.Objective, how: How = "value") -> None:
+    async def prefer(self, variable: ProgramVariable, criteria: ops.Objective, how: How = "value") -> None:
         """A reader waits for the variable, or reads it ``how``: advises the scheduler about the requests that
         its value depends on. Latency prevails. ``ProgramEnded``."""
         if variable.request is None or variable.record.has_ended:
@@ -300,11 +302,11 @@ class ServedProgram:
             with anyio.CancelScope(shield=True):  # marked states are advised
                 await self._want(variable, criteria, how)
 
-    async def _want(self, variable: Variable, criteria: ops.Objective, how: How) -> None:
-        turn = Turn()
-        pending: list[Request] = []
+    async def _want(self, variable: ProgramVariable, criteria: ops.Objective, how: How) -> None:
+        turn = LoopTurn()
+        pending: list[SubmittedPrompt] = []
 
-        def reach(request: Request | None) -> None:
+        def reach(request: SubmittedPrompt | None) -> None:
             if request is not None and request.criteria not in ("latency", criteria):
                 request.criteria = criteria
                 pending.append(request)
@@ -322,7 +324,7 @@ class ServedProgram:
             await turn.pause()
 
     @contextmanager
-    def reading(self, variable: Variable, reports: Reports = "all") -> Iterator[EventCursor]:
+    def reading(self, variable: ProgramVariable, reports: Reports = "all") -> Iterator[EventCursor]:
         """The scope of one reader of a variable. ``Overloaded``; ``ProgramEnded``."""
         self._check_open()
         cursor = EventCursor()
@@ -333,7 +335,7 @@ class ServedProgram:
             finally:
                 self._readers.remove(cursor)
 
-    async def wait(self, variable: Variable, most_s: float | None = None) -> bool:
+    async def wait(self, variable: ProgramVariable, most_s: float | None = None) -> bool:
         """Waits for the end of a variable, at most ``most_s`` seconds. Whether it has ended. ``Overloaded``;
         ``ProgramEnded``."""
         self._check_open()
@@ -346,10 +348,10 @@ class ServedProgram:
         self._check_open()
         return variable.record.has_ended
 
-    async def path_of_failure(self, variable: Variable) -> list[Variable]:
+    async def path_of_failure(self, variable: ProgramVariable) -> list[ProgramVariable]:
         """The chain of variables from the one whose failure is the cause to ``variable``. Searches in turns
         of the event loop."""
-        path, turn = [variable], Turn()
+        path, turn = [variable], LoopTurn()
         while (failed := _failed_before(path[-1])) is not None:
             path.append(failed)
             await turn.pause()
@@ -368,7 +370,7 @@ class VariableTaken(Exception):
         self.variable = variable
 
 
-def _failed_before(variable: Variable) -> Variable | None:
+def _failed_before(variable: ProgramVariable) -> ProgramVariable | None:
     """The first variable without a value that the request of ``variable``, which failed, needs before it."""
     request = variable.request
     if request is None:
@@ -378,13 +380,13 @@ def _failed_before(variable: Variable) -> Variable | None:
     return None if request.failed is variable else request.failed
 
 
-def check_piece(piece: Piece) -> None:
+def check_piece(piece: PromptPiece) -> None:
     """``BadArgument`` for parameters or transforms that are invalid."""
     checked: list[ops.Op] = []
     match piece:
-        case Input():
+        case ProgramInput():
             checked = [ops.Text(1, (ops.Ref(1, piece.transforms),))]
-        case Output():
+        case ProgramOutput():
             checked = [
                 ops.Gen(1, 1, piece.variable, piece.params),
                 ops.Set(1, 1, piece.variable, (ops.Ref(1, piece.transforms),)),
@@ -395,7 +397,7 @@ def check_piece(piece: Piece) -> None:
         OPS[type(op)].check(op)
 
 
-def _piece_bytes(piece: Piece) -> int:
+def _piece_bytes(piece: PromptPiece) -> int:
     """An estimate of the memory that a piece takes before its request runs."""
     if isinstance(piece, str):
         return OP_BYTES + text_bytes(piece)

@@ -64,7 +64,7 @@ class Programs:
         program = ServedProgram(
             program_id or f"prog_{secrets.token_hex(16)}",
             tenant,
-            self.store.memory_of(tenant),
+            self.store.tenant_memory(tenant),
             cache_salt=cache_salt,
             is_valid=is_valid,
             graphs=graphs,

@@ -15,7 +15,7 @@ import msgspec
 
 from agentflow.errors import Overloaded
 from agentflow.protocol.events import ErrorInfo, Value, VarFailed
-from agentflow.server.programs.program import ServedProgram, Variable
+from agentflow.server.programs.program import ProgramVariable, ServedProgram
 from agentflow.server.stores.entries import SharedEntries
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class SharedValues:
         front = msgspec.msgpack.encode(_KeptProgram(self._entries.store.front))
         await self._write(program, "", front)
         cursor = program.followed()
-        waiting: dict[int, tuple[Variable, ExitStack]] = {}
+        waiting: dict[int, tuple[ProgramVariable, ExitStack]] = {}
         with ExitStack() as readers:
             while True:
                 for variable in program.take_added():
@@ -98,7 +98,7 @@ class SharedValues:
         """Closes a program whose front is gone. Its values expire."""
         await self._entries.delete(tenant, _entry(program_id, ""))
 
-    async def front_of(self, tenant: str, program_id: str) -> str | None:
+    async def find_front(self, tenant: str, program_id: str) -> str | None:
         """The front that runs the tenant's program, or did; None if there is no such program."""
         found = await self._find(tenant, program_id, "", _KeptProgram)
         return None if found is None else found.front
@@ -119,7 +119,7 @@ def _entry(program_id: str, variable_id: str) -> str:
     return f"{program_id}/{variable_id}"
 
 
-async def _kept(program: ServedProgram, variable: Variable) -> bytes:
+async def _kept(program: ServedProgram, variable: ProgramVariable) -> bytes:
     value = variable.record.value
     if value is not None:
         usage = KeptUsage(value.usage.prompt_tokens, value.usage.cached_tokens, value.usage.output_tokens)

@@ -10,7 +10,7 @@ import msgspec
 from agentflow.protocol.events import ErrorInfo
 from agentflow.server.compatible.error_format import OpenAIErrorFormat
 from agentflow.server.errors import ApiError
-from agentflow.server.programs.program import ServedProgram, Variable
+from agentflow.server.programs.program import ProgramVariable, ServedProgram
 from agentflow.server.programs_api.types import (
     ProgramErrorBody,
     VariableAnswer,
@@ -45,7 +45,7 @@ class ProgramErrorFormat(OpenAIErrorFormat):
 PROGRAMS = ProgramErrorFormat()
 
 
-async def failure(program: ServedProgram, variable: Variable) -> FailedVariable:
+async def failure(program: ServedProgram, variable: ProgramVariable) -> FailedVariable:
     """The error of a variable that has failed."""
     failed = await program.path_of_failure(variable)
     path = [one.id for one in failed]
@@ -64,7 +64,7 @@ def failed_variable(variable_id: str, path: Sequence[str], info: ErrorInfo) -> F
     return FailedVariable(FAILED, info.code, f"{text}: {info.message}", path=tuple(path))
 
 
-def answer_of(variable: Variable) -> VariableAnswer:
+def make_variable_answer(variable: ProgramVariable) -> VariableAnswer:
     """The variable's current value."""
     value = variable.record.value
     if value is None:

@@ -28,7 +28,7 @@ async def answer_elsewhere(call: ApiCall) -> None:
     program_id, values = call.path_params["id"], call.service.programs.values
     if values is None or call.forwarded_for is not None:
         raise not_found(program_id)
-    kept = await values.front_of(call.tenant.name, program_id)
+    kept = await values.find_front(call.tenant.name, program_id)
     front = kept or front_in(program_id)  # a new program is in the store a moment after its first answer
     if front is None or (call.service.fronts is not None and front == call.service.fronts.own):
         raise not_found(program_id)
@@ -75,7 +75,7 @@ async def _show(call: ApiCall, values: SharedValues, front: str | None) -> None:
             asked = {} if query.criteria is None else {"criteria": query.criteria}
             answered = await call.asked_elsewhere(front, urlencode(asked).encode())
             if answered.status != 200:
-                raise call.failure_of(answered)
+                raise call.make_failure(answered)
             answer = msgspec.json.decode(answered.body, type=VariableAnswer)
         if answer.value:
             delta = VariableDelta(semantic_var_id=answer.semantic_var_id, at=0, delta=answer.value)

@@ -15,11 +15,11 @@ from agentflow.server.event_stream import event
 from agentflow.server.http.call import ApiCall, Handler
 from agentflow.server.programs.program import (
     ProgramEnded,
+    ProgramVariable,
     ServedProgram,
-    Variable,
     VariableTaken,
 )
-from agentflow.server.programs_api.answer import answer_of, failure
+from agentflow.server.programs_api.answer import failure, make_variable_answer
 from agentflow.server.programs_api.elsewhere import answer_elsewhere, not_found
 from agentflow.server.programs_api.prompt import read_prompt
 from agentflow.server.programs_api.types import (
@@ -116,11 +116,11 @@ async def get_variable(call: ApiCall, program: ServedProgram) -> None:
         await program.wait(variable, query.wait_s)
         if variable.record.error is not None:
             raise await failure(program, variable)
-        answer = answer_of(variable)
+        answer = make_variable_answer(variable)
     await call.reply(answer)
 
 
-async def _stream(call: ApiCall, program: ServedProgram, variable: Variable) -> None:
+async def _stream(call: ApiCall, program: ServedProgram, variable: ProgramVariable) -> None:
     with program.reading(variable) as cursor:
         async with call.streaming() as stream:
             while True:
@@ -138,7 +138,7 @@ async def _stream(call: ApiCall, program: ServedProgram, variable: Variable) -> 
                     continue  # an end that came during the send has text that is not sent yet
                 if variable.record.error is not None:
                     raise await failure(program, variable)
-                await stream.end(event(msgspec.json.encode(answer_of(variable))))
+                await stream.end(event(msgspec.json.encode(make_variable_answer(variable))))
                 return
 
 
@@ -157,7 +157,7 @@ async def set_variable(call: ApiCall, program: ServedProgram) -> None:
         raise invalid_field("var", str(error)) from None
     variable = program.find(variable_id)
     assert variable is not None
-    await call.reply(answer_of(variable))
+    await call.reply(make_variable_answer(variable))
 
 
 @contextmanager

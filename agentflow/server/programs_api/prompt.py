@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from agentflow.protocol.sampling import GenParams
 from agentflow.server.compatible.field_errors import naming_param
 from agentflow.server.errors import ApiError, invalid_field
-from agentflow.server.programs.program import Input, Output, Piece, check_piece
+from agentflow.server.programs.program import ProgramInput, ProgramOutput, PromptPiece, check_piece
 from agentflow.server.programs_api.types import (
     NAME,
     PlacedVariable,
@@ -24,13 +24,13 @@ from agentflow.server.programs_api.types import (
 _PLACE = re.compile(r"\{\{\s*(" + NAME + r")\s*\}\}")
 
 
-def read_prompt(body: SubmitRequest) -> tuple[list[Piece], list[PlacedVariable]]:
+def read_prompt(body: SubmitRequest) -> tuple[list[PromptPiece], list[PlacedVariable]]:
     """The pieces of the prompt, and the variables of the placeholders in their order. ``ApiError``."""
     placed = _variables(body.placeholders)
     by_name = {one.name: (number, one) for number, one in enumerate(body.placeholders)}
     shown = _PLACE.split(body.prompt)
     counts = dict.fromkeys(by_name, 0)
-    pieces: list[Piece] = []
+    pieces: list[PromptPiece] = []
     for index, text in enumerate(shown):
         if index % 2 == 0:
             if text:
@@ -73,12 +73,14 @@ def _variables(placeholders: Sequence[Placeholder]) -> list[PlacedVariable]:
     return placed
 
 
-def _piece(placeholder: Placeholder, variable_id: str, place: str) -> Input | Output:
+def _piece(placeholder: Placeholder, variable_id: str, place: str) -> ProgramInput | ProgramOutput:
     transforms = tuple(placeholder.transforms or ())
     if placeholder.in_out == "in":
-        found: Input | Output = Input(variable_id, transforms)
+        found: ProgramInput | ProgramOutput = ProgramInput(variable_id, transforms)
     else:
-        found = Output(variable_id, _params(placeholder.sampling_params or ProgramSampling()), transforms)
+        found = ProgramOutput(
+            variable_id, _params(placeholder.sampling_params or ProgramSampling()), transforms
+        )
     try:
         with naming_param():
             check_piece(found)

@@ -15,7 +15,7 @@ from agentflow.server.compatible.fields import (
     Penalty,
     Probability,
     Repetition,
-    Stop,
+    StopField,
     Temperature,
     TopK,
 )
@@ -65,7 +65,7 @@ class ProgramSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    stop: Stop | None = None
+    stop: StopField | None = None
 
 
 class Placeholder(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -144,7 +144,7 @@ class VariableDelta(msgspec.Struct, kw_only=True):
     object: Literal["program.variable.delta"] = "program.variable.delta"
 
 
-class ProgramError(msgspec.Struct, kw_only=True):
+class ProgramsApiError(msgspec.Struct, kw_only=True):
     """``param``: the field of the request that is wrong, if any. ``code``: the cause. ``path``: of a variable
     without a value, the variables from the one whose failure is the cause to the variable itself."""
 
@@ -158,4 +158,4 @@ class ProgramError(msgspec.Struct, kw_only=True):
 class ProgramErrorBody(msgspec.Struct):
     """The body of an error."""
 
-    error: ProgramError
+    error: ProgramsApiError

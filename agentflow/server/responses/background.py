@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from agentflow.errors import RateLimited
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.errors import ApiError, api_error_of
+from agentflow.server.errors import ApiError, make_api_error
 from agentflow.server.event_stream import EVENT_END
 from agentflow.server.responses.item import Item
 
@@ -186,7 +186,7 @@ class BackgroundRun:
             except Exception as error:
                 if not is_accepted:
                     raise
-                failure = api_error_of(error)
+                failure = make_api_error(error)
                 if failure.status == 500:
                     logger.error("the background response %s failed", self.id, exc_info=error)
             try:

@@ -96,7 +96,7 @@ class StoredConversation:
         return _ENTRY_BYTES + sized(self.metadata) + self.item_bytes + references
 
 
-Stored: TypeAlias = StoredResponse | StoredConversation
+StoredRecord: TypeAlias = StoredResponse | StoredConversation
 
 
 class ResponseStore:
@@ -116,7 +116,7 @@ class ResponseStore:
         self._lifetime_s = lifetime_s
         self._clock = clock
         # When each expires, its size when it was stored, and itself.
-        self._of_tenant: dict[str, OrderedDict[str, tuple[float, int, Stored]]] = {}
+        self._of_tenant: dict[str, OrderedDict[str, tuple[float, int, StoredRecord]]] = {}
         # The items by the ids of the responses and conversations that contain them.
         self._items: dict[tuple[str, str], dict[str, Item]] = {}
         self._num_bytes: dict[str, int] = {}
@@ -131,7 +131,7 @@ class ResponseStore:
         self._count_gone()
         return sum(self._num_bytes.values())
 
-    def add(self, tenant: str, stored: Stored) -> bool:
+    def add(self, tenant: str, stored: StoredRecord) -> bool:
         """Stores a response or a conversation, in place of an earlier one with its id. False for one that is
         larger than the store, which is not stored."""
         num_bytes = stored.num_bytes
@@ -195,7 +195,7 @@ class ResponseStore:
         found = self._find(tenant, conversation_id)
         return found if isinstance(found, StoredConversation) else None
 
-    def _find(self, tenant: str, stored_id: str) -> Stored | None:
+    def _find(self, tenant: str, stored_id: str) -> StoredRecord | None:
         # Changes nothing: large bodies are read in threads.
         expires_s, _, found = self._of_tenant.get(tenant, OrderedDict()).get(stored_id, (0.0, 0, None))
         return found if expires_s > self._clock() else None

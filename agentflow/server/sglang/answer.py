@@ -20,10 +20,10 @@ from agentflow.server.completion.completion import Completion
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
+    AnswerToken,
     CompletionDelta,
     PromptDelta,
     TextDelta,
-    TokenLogprob,
 )
 from agentflow.server.event_stream import event
 from agentflow.server.sglang.types import (
@@ -59,11 +59,11 @@ class LogprobForm:
             shown[0], tops[0] = (None, *shown[0][1:]), None
         return shown, tops
 
-    def of_tokens(self, tokens: Sequence[TokenLogprob]) -> tuple[list[LoggedToken], LoggedTops]:
+    def of_tokens(self, tokens: Sequence[AnswerToken]) -> tuple[list[LoggedToken], LoggedTops]:
         """The log-probabilities of an answer."""
         return self._shown(tokens), [self._shown(token.top) for token in tokens]
 
-    def _shown(self, tokens: Sequence[TokenLogprob]) -> list[LoggedToken]:
+    def _shown(self, tokens: Sequence[AnswerToken]) -> list[LoggedToken]:
         has_texts = self.has_texts
         return [(one.logprob, one.token_id, one.text if has_texts else None) for one in tokens]
 
@@ -112,7 +112,7 @@ class _Written:
     """An answer so far, of which ``num_sent`` characters were sent."""
 
     parts: list[str] = field(default_factory=list)
-    tokens: list[TokenLogprob] = field(default_factory=list)
+    tokens: list[AnswerToken] = field(default_factory=list)
     prompt: PromptDelta | None = None
     num_chars: int = 0
     num_sent: int = 0
@@ -160,7 +160,7 @@ class AnswerEvents:
                     events.append(self._event(delta.index, self._form.ended(delta.index, _whole(own, delta))))
         for index, own in touched.items():
             if own.is_due:
-                usage = self._completion.usage_of(index)
+                usage = self._completion.make_usage(index)
                 events.append(self._event(index, self._form.begun(index, own.text(), usage)))
         return b"".join(events)
 

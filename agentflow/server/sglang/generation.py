@@ -15,12 +15,12 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
 from agentflow.server.compatible.fields import is_given
-from agentflow.server.compatible.forms import forms_of, only_form
-from agentflow.server.compatible.prompts import Prompt, prompts_of
+from agentflow.server.compatible.forms import only_form, read_forms
+from agentflow.server.compatible.prompts import Prompt, read_prompts
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import CompletionRequest, TokenIds
 from agentflow.server.completion.streaming import report, stream_completion
-from agentflow.server.errors import api_error_of, invalid_field, unsupported
+from agentflow.server.errors import invalid_field, make_api_error, unsupported
 from agentflow.server.http.call import ApiCall
 from agentflow.server.sglang.answer import AnswerEvents, AnswerForm, LogprobForm
 from agentflow.server.sglang.types import SamplingFields, SglangRequest
@@ -64,8 +64,8 @@ async def generate(call: ApiCall) -> None:
     began_s = time.perf_counter()
     body = await call.process(call.read, SglangRequest)
     generator = call.generator(body.model, priority=body.priority)
-    constraint_field, requests = await call.process(_requests_of, call, body, generator)
-    form = _form_of(body, requests, began_s)
+    constraint_field, requests = await call.process(_make_requests, call, body, generator)
+    form = _make_form(body, requests, began_s)
     prompt_field = "input_ids" if body.text is None else "text"
     with naming_field(generator, prompt_field, constraint_field), _naming_sampling():
         async with completing(
@@ -80,7 +80,7 @@ async def generate(call: ApiCall) -> None:
     await call.reply(shown if form.is_list else shown[0])
 
 
-def _requests_of(
+def _make_requests(
     call: ApiCall, body: SglangRequest, generator: EngineGenerator
 ) -> tuple[str, list[CompletionRequest]]:
     """The field of their form, and a request for each prompt."""
@@ -92,7 +92,7 @@ def _requests_of(
         param = f"{_SAMPLING}.n" if len(prompts) == 1 else "input_ids" if body.text is None else "text"
         raise invalid_field(param, f"{asked} exceed the limit of {limits.max_n} answers to a request")
     max_new_tokens = MAX_NEW_TOKENS if fields.max_new_tokens is None else fields.max_new_tokens
-    params = _sampling_of(body, fields, generator, max_new_tokens)
+    params = _read_sampling(body, fields, generator, max_new_tokens)
     check_num_logprobs(params, generator, n * len(prompts), "top_logprobs_num")
     constraint_field, constraint = _read_constraint(fields)
     scores_prompt = _logprob_start(body) >= 0
@@ -128,11 +128,11 @@ def _list_prompts(body: SglangRequest) -> list[str | TokenIds]:
     if (body.text is None) == (body.input_ids is None):
         raise invalid_field("text", "give either 'text' or 'input_ids'")
     if body.text is not None:
-        return prompts_of(cast(Prompt, body.text), "text")
-    return prompts_of(cast(Prompt, body.input_ids), "input_ids")
+        return read_prompts(cast(Prompt, body.text), "text")
+    return read_prompts(cast(Prompt, body.input_ids), "input_ids")
 
 
-def _sampling_of(
+def _read_sampling(
     body: SglangRequest, fields: SamplingFields, generator: EngineGenerator, max_new_tokens: int
 ) -> SamplingParams:
     """The sampling parameters, with SGLang's defaults."""
@@ -177,7 +177,7 @@ def _read_constraint(fields: SamplingFields) -> tuple[str, Constraint | None]:
     """The field that asks for a form, and its constraint."""
     prefix = f"{_SAMPLING}."
     with naming_param():
-        found = [*forms_of(prefix, regex=fields.regex, json_schema=fields.json_schema, ebnf=fields.ebnf)]
+        found = [*read_forms(prefix, regex=fields.regex, json_schema=fields.json_schema, ebnf=fields.ebnf)]
     return only_form(found, _SAMPLING)
 
 
@@ -188,7 +188,7 @@ def _logprob_start(body: SglangRequest) -> int:
     return body.logprob_start_len
 
 
-def _form_of(body: SglangRequest, requests: list[CompletionRequest], began_s: float) -> AnswerForm:
+def _make_form(body: SglangRequest, requests: list[CompletionRequest], began_s: float) -> AnswerForm:
     ids = body.input_ids or ()
     is_single = isinstance(body.text, str) or any(isinstance(one, int) for one in ids[:1])
     logprobs: LogprobForm | None = None
@@ -211,5 +211,5 @@ def _naming_sampling() -> Iterator[None]:
     except AgentflowError as error:
         if error.param not in SamplingParams.__struct_fields__:
             raise
-        shown, param = api_error_of(error), f"{_SAMPLING}.{_NAMES.get(error.param, error.param)}"
+        shown, param = make_api_error(error), f"{_SAMPLING}.{_NAMES.get(error.param, error.param)}"
         raise replace(shown, message=shown.message.removeprefix("gen: "), param=param) from error

@@ -24,7 +24,7 @@ from agentflow.server.compatible.fields import (
     Probability,
     Repetition,
     Source,
-    Stop,
+    StopField,
     Temperature,
     TokenId,
     TopK,
@@ -58,7 +58,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: Repetition | None = None
     logit_bias: Biases | None = None
     sampling_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    stop: Stop | None = None
+    stop: StopField | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_BIASES)] | None = None
     stop_regex: Pattern | Annotated[list[Pattern], Meta(max_length=1)] | None = None
     ignore_eos: bool | None = None

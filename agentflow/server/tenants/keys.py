@@ -25,7 +25,7 @@ An error in the file is one line that names the file and the field, and never sh
 of failures that refills within a minute. While it is empty, only keys that were valid from this address
 before are accepted: clients that share an address with an attacker can continue. Both tables are bounded and
 evict the least recently used entries. This machine is exempt, because a proxy on it may serve all clients
-(``addresses.client_of``).
+(``addresses.client_network``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import msgspec
 from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, NotAuthorized, RateLimited
-from agentflow.server.addresses import client_of
+from agentflow.server.addresses import client_network
 from agentflow.server.tenants.rate_limit import Bucket
 from agentflow.server.tenants.tickets import SessionTickets, TicketStore
 
@@ -199,7 +199,7 @@ class FailedKeys:
 
 
 def _client(address: str | None) -> str | None:
-    return None if address is None else client_of(address)
+    return None if address is None else client_network(address)
 
 
 KEY_BYTES = 32

@@ -207,7 +207,7 @@ class SharedGate(TenantGate):
         wanted = {name: amount for name, amount in wanted.items() if limits[name] is not None}
         if not wanted:
             return None
-        account = self._account_of(now)
+        account = self._find_account(now)
         return self._lease(now.name, account, wanted) if _lacks(account, wanted) else None
 
     async def _lease(self, name: str, account: SharedAccount, wanted: dict[str, int]) -> None:
@@ -281,7 +281,7 @@ class SharedGate(TenantGate):
             shared.buckets[kind.decode()] = Bucket.restored(capacity, level, filled_ns, period_ns)
         return shared
 
-    def _account_of(self, tenant: Tenant) -> SharedAccount:
+    def _find_account(self, tenant: Tenant) -> SharedAccount:
         account = self._account(tenant, self._clock_ns())
         assert isinstance(account, SharedAccount)
         return account

@@ -106,7 +106,7 @@ def too_many_tickets(retry_after_s: float) -> RateLimited:
     return error
 
 
-def ticket_of(subprotocols: Sequence[str]) -> str | None:
+def find_ticket(subprotocols: Sequence[str]) -> str | None:
     """The ticket among the subprotocols that a websocket offers."""
     for offered in subprotocols:
         if offered.startswith(TICKET_SUBPROTOCOL):

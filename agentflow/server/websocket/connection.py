@@ -48,7 +48,7 @@ from agentflow.protocol.wire import (
     op_reader,
 )
 from agentflow.runtime.generator import ContextT, SessionModels
-from agentflow.runtime.turns import Turn, end_turn
+from agentflow.runtime.loop_turns import LoopTurn, end_loop_turn
 from agentflow.server.websocket.frames import SMALL_FRAME_BYTES, check_frame, event_frames
 from agentflow.server.websocket.sessions import (
     IsValid,
@@ -244,7 +244,7 @@ class WsSession(Generic[ContextT]):
     async def _send_events(self, ack: int, events: list[Event]) -> None:
         self._num_acked, self._num_unacked_bytes = ack, 0
         frames = event_frames(ack, events, frame_bytes=self._limits.frame_bytes, binary=self._binary)
-        turn = Turn()
+        turn = LoopTurn()
         for frame in frames:
             await self._send_bytes(frame)
             await turn.pause()
@@ -260,14 +260,14 @@ class WsSession(Generic[ContextT]):
         data: bytes | str = message["bytes"] if message.get("bytes") is not None else message["text"]
         is_large = len(data) > SMALL_FRAME_BYTES
         if is_large:
-            await end_turn()  # receiving was one turn
+            await end_loop_turn()  # receiving was one turn
         is_binary = not isinstance(data, str)
         if first:
             self._binary = is_binary
         encoded = data.encode(errors="surrogatepass") if isinstance(data, str) else data
         num_bytes = len(encoded)
         if is_large:
-            await end_turn()  # encoding was one turn
+            await end_loop_turn()  # encoding was one turn
         if num_bytes > self._limits.frame_bytes:
             raise FrameTooLarge(
                 f"a frame has {num_bytes:,} bytes, and the limit is {self._limits.frame_bytes:,}: "
@@ -281,7 +281,7 @@ class WsSession(Generic[ContextT]):
         await check_frame(encoded, binary=is_binary)
         frame = self._decoder.decode(data)
         if is_large:
-            await end_turn()  # decoding was one turn
+            await end_loop_turn()  # decoding was one turn
         return frame
 
     async def _send(self, frame: ServerFrame) -> None:

@@ -13,7 +13,7 @@ import anyio.lowlevel
 import msgspec
 
 from agentflow.errors import FrameTooLarge
-from agentflow.protocol.bounds.json_bounds import PIECE_BYTES, JsonBounds, JsonScan, TooMuchJson, pieces_of
+from agentflow.protocol.bounds.json_bounds import PIECE_BYTES, JsonBounds, JsonScan, TooMuchJson, split_pieces
 from agentflow.protocol.events import Delta, ErrorInfo, Event, StateFailed, Value, VarFailed
 from agentflow.protocol.wire import Events, encode
 
@@ -47,7 +47,7 @@ async def check_frame(data: bytes, *, binary: bool) -> None:
 
 def _counting_json(data: bytes) -> Iterator[None]:
     scan = JsonScan(FRAME_BOUNDS)
-    for piece in pieces_of(data):
+    for piece in split_pieces(data):
         scan.push(piece)
         yield
 

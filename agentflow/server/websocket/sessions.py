@@ -29,10 +29,10 @@ from agentflow.protocol.ops import Op, Rejected
 from agentflow.protocol.wire import Resume, UnreadOps
 from agentflow.runtime.generator import ContextT, SessionModels
 from agentflow.runtime.interpreter.interpreter import Interpreter
-from agentflow.runtime.limits import MemoryBudget, TenantMemory, part_of
+from agentflow.runtime.limits import MemoryBudget, TenantMemory, tenant_part
+from agentflow.runtime.loop_turns import LoopTurn
 from agentflow.runtime.programs.live import OpenGraphs, TenantGraphs
 from agentflow.runtime.task_group import open_task_group
-from agentflow.runtime.turns import Turn
 from agentflow.server.config.limits import ServerLimits
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class ServedSession(Generic[ContextT]):
                 f"expected ops from number {self.num_taken + 1} on, received a frame whose first op has "
                 f"number {frame.first}"
             )
-        turn = Turn()
+        turn = LoopTurn()
         for number, data in enumerate(frame.ops, frame.first):
             if number > self.num_taken:
                 op = read(data)
@@ -161,7 +161,7 @@ class ServedSession(Generic[ContextT]):
         self._changed = anyio.Event()
 
 
-def front_of(session_id: str) -> str:
+def session_front(session_id: str) -> str:
     """The front with which the id of a session begins; empty without one."""
     return session_id.rpartition(".")[0]
 
@@ -200,7 +200,7 @@ class Sessions(Generic[ContextT]):
     def connection_place(self, tenant: str) -> Iterator[Overloaded | None]:
         """Reserves a place for one more websocket of the tenant. Yields the error if there is none."""
         error: Overloaded | None = None
-        most = part_of(self.limits.max_connections, tenant)
+        most = tenant_part(self.limits.max_connections, tenant)
         if self.num_connections >= self.limits.max_connections:
             error = Overloaded(
                 f"the server has {self.limits.max_connections} open connections, which is its limit: "
@@ -235,7 +235,7 @@ class Sessions(Generic[ContextT]):
                 f"the server has {self.limits.max_sessions} open sessions, which is its limit: "
                 "try again later"
             )
-        most = part_of(self.limits.max_sessions, tenant)
+        most = tenant_part(self.limits.max_sessions, tenant)
         num_open = sum([session.tenant == tenant for session in self._sessions.values()])
         if num_open + list(self._opening.values()).count(tenant) >= most:
             raise Overloaded(

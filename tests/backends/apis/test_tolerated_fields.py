@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.apis import anthropic_answers, openai_answers, responses_answers
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.answers.reported_usage import MAX_COUNT, usage_in
 from agentflow.backends.apis.chat.chat_completions import ChatReader
-from agentflow.backends.apis.chat.completions import TextReader
+from agentflow.backends.apis.chat.completions import CompletionReader
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import EventReader, ServerEvent
 from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors, MessagesReader
@@ -25,9 +25,9 @@ from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import GenParams
 
 ERRORS = ErrorMapping("a server", "m")
-READERS: dict[str, Callable[[Answer], Any]] = {
+READERS: dict[str, Callable[[AnswerCollector], Any]] = {
     "chat": lambda answer: ChatReader(answer, ERRORS, 400),
-    "completions": lambda answer: TextReader(answer, ERRORS, 400),
+    "completions": lambda answer: CompletionReader(answer, ERRORS, 400),
     "responses": lambda answer: ResponsesReader(answer, ERRORS, 400),
     "messages": lambda answer: MessagesReader(answer, AnthropicErrors("a server", "m"), num_sent=400),
 }
@@ -120,7 +120,7 @@ VALUES = st.recursive(
 
 def read(api: str, stream: Iterable[ServerEvent]) -> tuple[Any, ...]:
     """The parts of an answer, and its usage at the end."""
-    answer = Answer(GenParams(), lambda text: None, is_reply=api != "completions")
+    answer = AnswerCollector(GenParams(), lambda text: None, is_reply=api != "completions")
     reader = READERS[api](answer)
     for event in stream:
         reader.event(event)

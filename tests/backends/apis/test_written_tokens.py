@@ -8,7 +8,7 @@ import pytest
 from support.apis import anthropic_answers, openai_answers, responses_answers
 from support.apis.fake_server import Answer as Response
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.chat.chat_completions import ChatReader
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import EventReader
@@ -17,15 +17,15 @@ from agentflow.backends.apis.responses.responses_stream import ResponsesReader
 from agentflow.protocol.sampling import GenParams
 
 
-def chat(answer: Answer) -> ChatReader:
+def chat(answer: AnswerCollector) -> ChatReader:
     return ChatReader(answer, ErrorMapping("OpenAI", "gpt-5.6-sol"), 100)
 
 
-def responses(answer: Answer) -> ResponsesReader:
+def responses(answer: AnswerCollector) -> ResponsesReader:
     return ResponsesReader(answer, ErrorMapping("OpenAI", "gpt-5.6-sol"), 100)
 
 
-def messages(answer: Answer) -> MessagesReader:
+def messages(answer: AnswerCollector) -> MessagesReader:
     return MessagesReader(answer, AnthropicErrors("Anthropic", "claude-opus-5-5"))
 
 
@@ -54,7 +54,7 @@ def messages(answer: Answer) -> MessagesReader:
     ],
 )
 def test_written_tokens_are_counted(reader: Any, response: Response, written: int) -> None:
-    answer = Answer(GenParams(), lambda text: None)
+    answer = AnswerCollector(GenParams(), lambda text: None)
     sink, events = reader(answer), EventReader()
     for step in response.body:
         assert isinstance(step, bytes)

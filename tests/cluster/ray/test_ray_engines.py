@@ -28,11 +28,11 @@ from support.ray_nodes import HEAD, SECOND
 from support.server.http_clients import only_asyncio
 from support.tcp_proxy import proxied
 
+import agentflow.cluster.ray.bundles as placement_module
 import agentflow.cluster.ray.child as child_module
-import agentflow.cluster.ray.placement as placement_module
-from agentflow.cluster.ray.host import connected
+from agentflow.cluster.ray.bundles import Bundle, Placement, connected_to_ray, placed
+from agentflow.cluster.ray.host import connect_actor
 from agentflow.cluster.ray.options import RayOptions
-from agentflow.cluster.ray.placement import Bundle, Placement, connected_to_ray, placed
 from agentflow.cluster.replicas.open_replicas import replicated_engine
 from agentflow.engine.local_engine import open_engine
 from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE
@@ -100,7 +100,7 @@ async def test_a_stream_continues_when_the_network_splits(ray_nodes, tmp_path, m
     results, proxies = [], []
 
     def connected_over_proxy(address: tuple[str, int], head: bytes) -> socket.socket:
-        return connected(("127.0.0.1", anyio.from_thread.run(group.start, serve, address)), head)
+        return connect_actor(("127.0.0.1", anyio.from_thread.run(group.start, serve, address)), head)
 
     async def serve(address: tuple[str, int], *, task_status: TaskStatus[int]) -> None:
         async with proxied(address[1], address[0]) as proxy:
@@ -111,7 +111,7 @@ async def test_a_stream_continues_when_the_network_splits(ray_nodes, tmp_path, m
     async def run() -> None:
         results.append(await generate(client))
 
-    monkeypatch.setattr(child_module, "connected", connected_over_proxy)
+    monkeypatch.setattr(child_module, "connect_actor", connected_over_proxy)
     hold = Hold(tmp_path / "hold")
     async with (
         room(cluster) as placement,
@@ -146,7 +146,7 @@ FRONT = """
 import sys, anyio
 from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
-from agentflow.cluster.ray.placement import Bundle, connected_to_ray, placed
+from agentflow.cluster.ray.bundles import Bundle, connected_to_ray, placed
 from agentflow.engine.process.supervisor import supervised_engine
 
 async def main():

@@ -21,7 +21,7 @@ from support.engine.random_model import write_random_model
 from support.ray_nodes import HEAD, NODE, SETTINGS
 
 import agentflow as af
-from agentflow.cli.operating.ray_serve import app, read_settings
+from agentflow.cli.operating.ray_serve import app, read_serve_config
 from agentflow.errors import BadArgument
 
 ROUTER = "agentflow.cluster.ray.request_router.PrefixTreeRouter"
@@ -157,14 +157,14 @@ async def greet(s: af.State) -> str:
 
 
 def test_settings_of_an_application(tmp_path):
-    config = read_settings(
+    config = read_serve_config(
         {"model": ["a=/m/a", "b=/m/b"], "kv_tokens": 100, "cache": "false", "api_keys": ["k"], "ui": False}
     )
     assert [model.path for model in config.models] == ["/m/a", "/m/b"]
     assert [(model.kv_tokens, model.cache) for model in config.models] == [(100, False)] * 2
     assert (config.network.host, config.network.ui, config.access.api_keys) == ("0.0.0.0", False, ("k",))
     (tmp_path / "server.toml").write_text("[network]\nallow_anonymous = true\n")
-    assert read_settings({"config": tmp_path / "server.toml"}).network.allow_anonymous
+    assert read_serve_config({"config": tmp_path / "server.toml"}).network.allow_anonymous
     with pytest.raises(BadArgument, match="no API keys"):
         app({})
     with pytest.raises(BadArgument, match="'no_such'"):

@@ -28,11 +28,11 @@ from agentflow.cluster.ray.request_router import (
     LOST_S,
     MAX_DEPTH,
     PrefixTreeRouter,
+    find_program,
     output_limit,
-    program,
     prompt_run,
 )
-from agentflow.cluster.routing.load import Call
+from agentflow.cluster.routing.load import RoutedRequest
 from agentflow.cluster.routing.text_router import MAX_RUN_BYTES
 
 pytestmark = pytest.mark.anyio
@@ -217,7 +217,7 @@ async def test_a_request_that_has_ended_keeps_no_prompt():
         bench.end(await bench.send(f"{number} {LONG}"))
     bench.check_empty()
     gc.collect()
-    calls = [one for one in gc.get_objects() if isinstance(one, Call)]
+    calls = [one for one in gc.get_objects() if isinstance(one, RoutedRequest)]
     assert not calls
 
 
@@ -293,5 +293,5 @@ def test_prompts_of_requests():
 def test_fields_of_requests():
     assert output_limit([{"max_tokens": 7}]) == output_limit([SimpleNamespace(max_completion_tokens=7)]) == 7
     assert output_limit([{"max_tokens": None}, {"max_tokens": True}]) == 0
-    assert program([{"headers": {"x-session-id": "s", "X-Agentflow-Program": "p"}}]) == "p"
-    assert program([{}, "text"]) == ""
+    assert find_program([{"headers": {"x-session-id": "s", "X-Agentflow-Program": "p"}}]) == "p"
+    assert find_program([{}, "text"]) == ""

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.replicas.shared_devices import BusyObserver, gpus_of
+from agentflow.cluster.replicas.shared_devices import BusyObserver, list_gpus
 from agentflow.cluster.routing.devices import SharedDevices
-from agentflow.cluster.routing.load import THROUGHPUT, Call, EngineShape
+from agentflow.cluster.routing.load import THROUGHPUT, EngineShape, RoutedRequest
 from agentflow.cluster.routing.router import Router
 from agentflow.engine.messages import Failed
 from agentflow.engine.options import EngineOptions
@@ -27,8 +27,8 @@ def options(*devices: str, tensor_parallel: int = 1) -> list[EngineOptions]:
     return [EngineOptions(device=device, tensor_parallel=tensor_parallel) for device in devices]
 
 
-def call(number: int, **rest: object) -> Call:
-    return Call(number, "key", np.full(400, number, dtype=np.int32).tobytes(), **rest)  # type: ignore[arg-type]
+def call(number: int, **rest: object) -> RoutedRequest:
+    return RoutedRequest(number, "key", np.full(400, number, dtype=np.int32).tobytes(), **rest)  # type: ignore[arg-type]
 
 
 class Model:
@@ -36,15 +36,15 @@ class Model:
 
     def __init__(self, shared: SharedDevices, *devices: str, tensor_parallel: int = 1) -> None:
         self.router = Router(SHAPE, "m")
-        gpus = [gpus_of(one) for one in options(*devices, tensor_parallel=tensor_parallel)]
+        gpus = [list_gpus(one) for one in options(*devices, tensor_parallel=tensor_parallel)]
         self.engines = shared.add_replicas(self.router.loads, gpus)
         for number in range(len(devices)):
             self.router.add(number)
-        self.requests: list[Call] = []
+        self.requests: list[RoutedRequest] = []
         self.ends_s: list[list[float]] = [[] for _ in devices]  # since each replica had no requests
         self.num_calls = 0
 
-    def send(self, replica: int | None = None, objective: str = "latency") -> Call:
+    def send(self, replica: int | None = None, objective: str = "latency") -> RoutedRequest:
         self.num_calls += 1
         barred = () if replica is None else [one for one in self.present if one != replica]
         one = call(self.num_calls, barred=barred, objective=objective)
@@ -55,7 +55,7 @@ class Model:
         self.requests.append(one)
         return one
 
-    def end(self, one: Call) -> None:
+    def end(self, one: RoutedRequest) -> None:
         self.requests.remove(one)
         self.router.ended(one, 5, 0.0)
         if one.replica in self.present and not self.weight(one.replica):
@@ -89,13 +89,13 @@ def test_a_group_of_gpus_is_as_slow_as_its_slowest() -> None:
     group = Model(shared, "cuda:0", "cuda:2", tensor_parallel=2)
     for device in ("cuda:1", "cuda:1", "cuda:3"):
         Model(shared, device).send()
-    assert gpus_of(options("cuda:2", tensor_parallel=2)[0]) == ["cuda:2", "cuda:3"]
+    assert list_gpus(options("cuda:2", tensor_parallel=2)[0]) == ["cuda:2", "cuda:3"]
     assert group.send().replica == 1
 
 
 def test_engines_on_processors_share_no_device() -> None:
-    assert gpus_of(options("cpu")[0]) == ()
-    assert gpus_of(EngineOptions()) == ["cuda:0"]
+    assert list_gpus(options("cpu")[0]) == ()
+    assert list_gpus(EngineOptions()) == ["cuda:0"]
 
 
 def test_a_model_without_a_router_counts_while_it_has_requests() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from agentflow.cluster.routing.devices import SharedDevices
-from agentflow.cluster.routing.load import Call, EngineShape
+from agentflow.cluster.routing.load import EngineShape, RoutedRequest
 from agentflow.cluster.routing.placement import place_together
 from agentflow.cluster.routing.router import Router
 from agentflow.engine.simulator.cost_model import CostModel
@@ -23,8 +23,8 @@ COSTS = (
 DEVICES = [("a", "b", "c"), ("b", "c", "d")]
 
 
-def request(number: int, length: int, **rest: object) -> Call:
-    return Call(number, "key", np.full(length, number, dtype=np.int32).tobytes(), **rest)  # type: ignore[arg-type]
+def request(number: int, length: int, **rest: object) -> RoutedRequest:
+    return RoutedRequest(number, "key", np.full(length, number, dtype=np.int32).tobytes(), **rest)  # type: ignore[arg-type]
 
 
 def routers(shared: SharedDevices | None) -> list[Router]:
@@ -57,7 +57,7 @@ def test_a_request_goes_where_it_costs_least_over_all_models(
     """The reference counts the other models' requests one by one; the cost on a device that a model has alone
     is tested elsewhere."""
     together, alone = routers(SharedDevices()), routers(None)
-    placed: list[tuple[int, Call, float]] = []  # the model, the request, and when it ends
+    placed: list[tuple[int, RoutedRequest, float]] = []  # the model, the request, and when it ends
     for number, (model, replica, tokens, has_started) in enumerate(earlier):
         for group in (alone, together):
             one = request(number, tokens, barred=[other for other in range(3) if other != replica])
@@ -94,7 +94,7 @@ class Recorder(Router):
         self._name, self._log = name, log
         self.add(0)
 
-    def place(self, calls: Sequence[Call], now_s: float) -> None:
+    def place(self, calls: Sequence[RoutedRequest], now_s: float) -> None:
         self._log.append((self._name, [call.id for call in calls]))
         if any(call.id == 13 for call in calls):
             raise ValueError

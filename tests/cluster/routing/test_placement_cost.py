@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from agentflow.cluster.routing.load import Call, EngineShape
+from agentflow.cluster.routing.load import EngineShape, RoutedRequest
 from agentflow.cluster.routing.router import Router
 from agentflow.engine.simulator.cost_model import CostModel
 
@@ -22,10 +22,10 @@ begun = st.tuples(st.integers(0, 3), st.integers(1, 900), st.booleans())
 """A request: whose prefix it has, the tokens after the prefix, and whether it has its first token."""
 
 
-def request(number: int, prefix: int, length: int, **rest: object) -> Call:
+def request(number: int, prefix: int, length: int, **rest: object) -> RoutedRequest:
     begin = np.full(600, prefix, dtype=np.int32)
     own = np.full(length, 100 + number, dtype=np.int32)
-    return Call(number, "key", np.concatenate((begin, own)).tobytes(), **rest)  # type: ignore[arg-type]
+    return RoutedRequest(number, "key", np.concatenate((begin, own)).tobytes(), **rest)  # type: ignore[arg-type]
 
 
 def loaded(num_replicas: int, earlier: Sequence[tuple[int, int, bool]]) -> Router:

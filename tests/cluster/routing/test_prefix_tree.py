@@ -14,7 +14,7 @@ from agentflow.engine.cache.blocks import (
     BLOCK_TOKENS,
     BlocksRemoved,
     BlocksStored,
-    chain,
+    chain_digests,
     root_digest,
 )
 from agentflow.engine.cache.radix_cache import RadixCache
@@ -145,7 +145,7 @@ TestTree = TreeMachine.TestCase
 
 
 def blocks_of(run: bytes, parent: bytes = root_digest("m", "")) -> BlocksStored:
-    return BlocksStored("", parent, chain(parent, run), run)
+    return BlocksStored("", parent, chain_digests(parent, run), run)
 
 
 def tokens(*values: int) -> bytes:

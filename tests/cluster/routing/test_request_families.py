@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.routing.load import Call, EngineShape
+from agentflow.cluster.routing.load import EngineShape, RoutedRequest
 from agentflow.cluster.routing.prefix_tree import Match, RequestFamily
 from agentflow.cluster.routing.request_families import (
     KNOWN_FAMILIES,
@@ -127,10 +127,10 @@ class Conversations:
         for replica in range(num_replicas):
             self.router.add(replica)
         self.now_s = 0.0
-        self.sent: list[Call] = []
+        self.sent: list[RoutedRequest] = []
 
     def turn(self, run: bytes, barred: Sequence[int] = ()) -> int:
-        call = Call(len(self.sent), "key", run, barred=barred)
+        call = RoutedRequest(len(self.sent), "key", run, barred=barred)
         self.router.place([call], self.now_s)
         self.sent.append(call)
         self.router.tree.begin(call.replica, "key", run)  # it stays
@@ -168,13 +168,16 @@ def test_requests_that_continue_nothing_are_placed_by_load_alone() -> None:
 def test_the_members_of_a_group_continue_what_they_share() -> None:
     cluster = Conversations(1)
     shared = sequence(1, 800)
-    members = [Call(i, "key", shared + sequence(2 + i, 50), task_group="g") for i in range(4)]
+    members = [RoutedRequest(i, "key", shared + sequence(2 + i, 50), task_group="g") for i in range(4)]
     cluster.router.place(members, 0.0)
     assert cluster.router.families.num_followers("kind") == pytest.approx(3, rel=0.01)
     family = cluster.router.tree.match("key", shared + sequence(9, 50)).family
     assert family is not None
     assert family.replica == members[0].replica
     # Members that share little begin each for itself.
-    others = [Call(10 + i, "key", sequence(1, 50) + sequence(20 + i, 800), task_group="h") for i in range(4)]
+    others = [
+        RoutedRequest(10 + i, "key", sequence(1, 50) + sequence(20 + i, 800), task_group="h")
+        for i in range(4)
+    ]
     cluster.router.place(others, 0.0)
     assert cluster.router.families.num_followers("kind") == pytest.approx(3 / 5, rel=0.02)

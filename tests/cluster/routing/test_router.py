@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from agentflow.cluster.routing.feed import Update
-from agentflow.cluster.routing.load import Call, EngineShape, Loads
+from agentflow.cluster.routing.load import EngineShape, Loads, RoutedRequest
 from agentflow.cluster.routing.router import Router
-from agentflow.engine.cache.blocks import BlocksStored, chain, root_digest
+from agentflow.engine.cache.blocks import BlocksStored, chain_digests, root_digest
 from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.errors import Overloaded
 
@@ -22,8 +22,8 @@ def tokens(value: int, length: int) -> bytes:
     return np.full(length, value, dtype=np.int32).tobytes()
 
 
-def call(number: int, run: bytes, **rest: object) -> Call:
-    return Call(number, "key", run, **rest)  # type: ignore[arg-type]
+def call(number: int, run: bytes, **rest: object) -> RoutedRequest:
+    return RoutedRequest(number, "key", run, **rest)  # type: ignore[arg-type]
 
 
 def router_of(num_replicas: int, shape: EngineShape = SHAPE, **rest: bool) -> Router:
@@ -33,17 +33,19 @@ def router_of(num_replicas: int, shape: EngineShape = SHAPE, **rest: bool) -> Ro
     return router
 
 
-def place(router: Router, *calls: Call, now_s: float = 0.0) -> list[int]:
+def place(router: Router, *calls: RoutedRequest, now_s: float = 0.0) -> list[int]:
     router.place(calls, now_s)
     return [one.replica for one in calls]
 
 
 def report(router: Router, replica: int, run: bytes, number: int = 1) -> None:
     root = root_digest("m", "key")
-    assert router.receive(Update(replica, 0, number, [BlocksStored("key", root, chain(root, run), run)]))
+    assert router.receive(
+        Update(replica, 0, number, [BlocksStored("key", root, chain_digests(root, run), run)])
+    )
 
 
-def run_on(router: Router, replica: int, count: int, **rest: object) -> list[Call]:
+def run_on(router: Router, replica: int, count: int, **rest: object) -> list[RoutedRequest]:
     """Requests that share nothing and have their first token on the replica."""
     calls = [call(1000 * replica + i, tokens(1000 * (replica + 1) + i, 500), **rest) for i in range(count)]
     for one in calls:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.cluster.routing.feed import Update
-from agentflow.cluster.routing.load import Call, EngineShape
-from agentflow.cluster.routing.router import Policy, Router
+from agentflow.cluster.routing.load import EngineShape, RoutedRequest
+from agentflow.cluster.routing.router import Router, RoutingPolicy
 from agentflow.cluster.routing.text_router import MAX_RUN_BYTES, TextRouter, text_run
 from agentflow.cluster.simulated.published import RoundRobin
 from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
@@ -25,11 +25,11 @@ from agentflow.errors import Overloaded
 SYSTEM = b"You are a strict judge of essays. " * 200
 
 
-def call(number: int, text: bytes, **rest: object) -> Call:
-    return Call(number, "m", text_run(text), **rest)  # type: ignore[arg-type]
+def call(number: int, text: bytes, **rest: object) -> RoutedRequest:
+    return RoutedRequest(number, "m", text_run(text), **rest)  # type: ignore[arg-type]
 
 
-def served(router: TextRouter, one: Call, now_s: float, num_output: int = 20) -> float:
+def served(router: TextRouter, one: RoutedRequest, now_s: float, num_output: int = 20) -> float:
     """The streamed answer to a request that was placed now. Returns its end."""
     started_s = now_s + 0.02 + 1e-4 * (one.num_tokens - one.num_hit)
     router.started(one, started_s)
@@ -167,14 +167,14 @@ class TextPolicy:
     def receive(self, update: Update) -> bool:
         return True
 
-    def place(self, calls: Sequence[Call], now_s: float) -> None:
+    def place(self, calls: Sequence[RoutedRequest], now_s: float) -> None:
         self.text.place(calls, now_s)
 
-    def started(self, call: Call, now_s: float) -> None:
+    def started(self, call: RoutedRequest, now_s: float) -> None:
         call.has_started = False  # the simulator sets it before
         self.text.started(call, now_s)
 
-    def ended(self, call: Call, num_output: int, now_s: float) -> None:
+    def ended(self, call: RoutedRequest, num_output: int, now_s: float) -> None:
         self.text.ended(call, num_output or None, now_s)
 
 
@@ -184,7 +184,7 @@ def test_real_caches_have_what_the_router_guesses() -> None:
     cost = CostModel(base_s=5e-3, row_s=2e-5, logits_s=0.0, read_s=2e-8, pair_s=0.0)
     workload = Workload("chat", arrivals, kv_tokens)
 
-    def hit_rate(policy: Policy) -> float:
+    def hit_rate(policy: RoutingPolicy) -> float:
         cluster = SimulatedCluster(
             workload, SchedulerConfig(max_running=32), policy, num_engines=3, cost=cost, max_context=4_096
         )

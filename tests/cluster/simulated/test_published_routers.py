@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.cluster.routing.load import Call
+from agentflow.cluster.routing.load import RoutedRequest
 from agentflow.cluster.simulated.published import (
     ConsistentHashing,
     LeastLoaded,
@@ -23,7 +23,7 @@ def tokens(value: int, length: int) -> bytes:
 
 
 def place(policy: RoundRobin, *runs: bytes) -> list[int]:
-    calls = [Call(number, "key", run) for number, run in enumerate(runs)]
+    calls = [RoutedRequest(number, "key", run) for number, run in enumerate(runs)]
     policy.place(calls, 0.0)
     return [call.replica for call in calls]
 
@@ -70,7 +70,7 @@ def test_round_robin_and_the_shortest_queue() -> None:
     assert place(with_replicas(RoundRobin()), *[b"aaaa"] * 4) == [0, 1, 2, 0]
     policy = with_replicas(LeastLoaded())
     assert place(policy, *[b"aaaa"] * 3) == [0, 1, 2]
-    policy.ended(Call(0, "key", b"aaaa", replica=1), 1, 0.0)
+    policy.ended(RoutedRequest(0, "key", b"aaaa", replica=1), 1, 0.0)
     assert place(policy, b"aaaa") == [1]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from agentflow.cluster.routing.load import EngineShape
-from agentflow.cluster.routing.router import Policy, Router
+from agentflow.cluster.routing.router import Router, RoutingPolicy
 from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS, LeastTokens
 from agentflow.cluster.simulated.simulation import MODEL, Loss, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
@@ -37,7 +37,9 @@ def times(simulated: Simulated) -> list[tuple[float, float, float, int]]:
     return sorted((one.arrived_s, one.first_s, one.ended_s, one.num_cached) for one in simulated.served)
 
 
-def several(num_engines: int, *, policy: Policy | None = None, knows_programs: bool = True) -> Simulated:
+def several(
+    num_engines: int, *, policy: RoutingPolicy | None = None, knows_programs: bool = True
+) -> Simulated:
     return SimulatedCluster(
         WORKLOAD,
         CONFIG,

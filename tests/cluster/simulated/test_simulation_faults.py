@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from agentflow.cluster.routing.load import EngineShape
-from agentflow.cluster.routing.router import Policy, Router
+from agentflow.cluster.routing.router import Router, RoutingPolicy
 from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS
 from agentflow.cluster.simulated.simulation import MODEL, Loss, MakePrompt, Network, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
@@ -68,7 +68,7 @@ def router() -> Router:
 def run(
     workload: Workload,
     width: int,
-    policy: Policy,
+    policy: RoutingPolicy,
     *,
     num_engines: int = NUM_REPLICAS,
     network: Network | None = None,

@@ -30,7 +30,7 @@ from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.messages import Abort, Failed, Finished
 from agentflow.engine.request import Origin, Submit
 from agentflow.engine.text.channels import ANSWER_HEAD, NEXT_MESSAGE, REASONING_HEAD
-from agentflow.engine.text.reasoning import Thinking
+from agentflow.engine.text.reasoning import ReasoningFormat
 from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
@@ -190,7 +190,7 @@ def test_f9e_reasoning_in_channels_keep_the_grammar_of_the_answer(monkeypatch: p
     monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 1)
     grammars = GrammarCache(CHANNELS.tokenizer, CHANNELS.tokenizer.vocab_size)
     grammars.grammar(word("yes"))
-    thinking = Thinking(REASONING_HEAD, "<|end|>", is_open=False, answer=ANSWER_HEAD)
+    thinking = ReasoningFormat(REASONING_HEAD, "<|end|>", is_open=False, answer=ANSWER_HEAD)
     params = SamplingParams(max_tokens=200)
     known = CompiledConstraint("yes", "dfa", b"")
     message = Submit(1, [5], params, constraint=known, jump_forward=False, thinking=thinking)

@@ -27,7 +27,7 @@ from agentflow.engine.request import Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.state.token_state import TokenState
-from agentflow.protocol.decisions import Option, Question, probabilities_of, question_text
+from agentflow.protocol.decisions import Option, Question, compute_probabilities, question_text
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.task_group import open_task_group
 
@@ -80,7 +80,7 @@ async def by_hand(client: EngineClient, turns: Turns, question: Question) -> tup
             ids = TOKENIZER.encode(state.text_view() + f" {answer}\n")
         end = await client.score(ids, len(prompt))
         logprobs.append(sum(end.logprobs))
-    return probabilities_of(logprobs)
+    return compute_probabilities(logprobs)
 
 
 words = st.lists(st.sampled_from(["the", " an", "swer", " question", "s", "é"]), min_size=1, max_size=3).map(

@@ -23,7 +23,7 @@ from agentflow.engine.request import GREEDY
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.state.choices import EncodedChoices, scores_of
+from agentflow.engine.text.state.choices import EncodedChoices, compute_scores
 from agentflow.engine.token_tree import MAX_CHOICE_TOKENS
 from agentflow.protocol.sampling import SamplingParams
 
@@ -182,7 +182,7 @@ async def test_every_method_scores_what_is_appended(method, text, choices, with_
         unconditional = []
         if method == "unconditional_likelihood_normalized":
             unconditional = await one_by_one(client, [client.info.end_token_ids[0]], encoded.ends)
-        assert list(end.scores) == scores_of(method, encoded.ends, given, unconditional)
+        assert list(end.scores) == compute_scores(method, encoded.ends, given, unconditional)
         assert end.scores[end.index] == max(end.scores)
         assert context.tokens.ids() == encoded.prefix + encoded.ends[end.index]
         assert end.usage.prompt_tokens == len(encoded.prefix)  # once, whatever the method and the choices
@@ -277,7 +277,7 @@ async def test_f8a_long_choices_are_scored_as_one_by_one(choices, longest, budge
                 start = [client.info.end_token_ids[0]]
                 unconditional = expected_logprobs(start, choices)
                 given_prompt = expected_logprobs(PROMPT, choices)
-                assert scores == scores_of(method, choices, given_prompt, unconditional)
+                assert scores == compute_scores(method, choices, given_prompt, unconditional)
                 assert end.prompt_tokens == len(PROMPT)
 
 
@@ -297,7 +297,7 @@ async def test_f8b_a_select_of_long_choices_stalls_no_step():
         encoded = EncodedChoices(0, "", [""] * 3, PROMPT, choices)
         scores, _ = await select.select_scores(client, context, encoded, METHODS[0])
         stats = await client.stats()
-    assert scores == scores_of(METHODS[0], choices, expected_logprobs(PROMPT, choices), [])
+    assert scores == compute_scores(METHODS[0], choices, expected_logprobs(PROMPT, choices), [])
     assert most <= 64
     assert longest <= select.MAX_TREE_TOKENS
     # What the long ones share is computed once, and a few tokens a second time for their logits.

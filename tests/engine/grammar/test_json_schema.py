@@ -14,7 +14,7 @@ from support.engine.schema_strategies import schemas, valid_value, written
 
 from agentflow.engine.grammar.dfa import Dfa, build_dfa
 from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
-from agentflow.engine.grammar.regex import Choice
+from agentflow.engine.grammar.regex import Alternation
 
 POLICIES = ("compact", "tight", "free")
 STRING = {"type": "string"}
@@ -261,7 +261,7 @@ def test_a_record_is_a_small_dfa():
     regex = schema_to_regex(
         {"type": "object", "properties": properties, "required": list(properties)}, "compact"
     )
-    assert regex not in (None, Choice(()))
+    assert regex not in (None, Alternation(()))
     dfa = build_dfa(regex)
     assert dfa.num_states < 200
     assert dfa.matches(b'{"name": "Ada", "age": 36, "tags": ["a", "b"]}')

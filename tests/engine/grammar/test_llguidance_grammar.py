@@ -9,7 +9,7 @@ from support.small_tokenizers import byte_level, byte_level_of, sentencepiece
 
 from agentflow.engine.grammar import llguidance as llguidance_grammar
 from agentflow.engine.grammar.compiler.compile import compile_constraint
-from agentflow.engine.grammar.compiler.lark import pattern_of
+from agentflow.engine.grammar.compiler.lark import write_pattern
 from agentflow.engine.grammar.dfa import DEAD, START, build_dfa
 from agentflow.engine.grammar.grammar import is_allowed
 from agentflow.engine.grammar.llguidance import (
@@ -71,7 +71,7 @@ def payload_of(constraint: Constraint) -> str:
 
 def pattern_payload(pattern: str) -> str:
     """Of a pattern that would otherwise be a DFA."""
-    return f"start: /{pattern_of(parse_regex(pattern))}/\n{ALL_TOKENS_ALLOWED}"
+    return f"start: /{write_pattern(parse_regex(pattern))}/\n{ALL_TOKENS_ALLOWED}"
 
 
 def ids_of(words) -> list[int]:

@@ -28,7 +28,7 @@ from agentflow.engine.grammar.regex import (
     Repeat,
     TooLargeForDfa,
     all_but,
-    merged,
+    merge_ranges,
     parse_regex,
 )
 from agentflow.errors import BadArgument
@@ -229,7 +229,7 @@ def test_far_out_no_character_has_a_case():
 @example([(0xD800, 0xDFFF)], random.Random(1))
 @example([(0x7F, 0x80), (0x7FF, 0x800), (0xFFFF, 0x10000)], random.Random(1))
 def test_ranges_of_code_points_are_read_as_utf8(pairs, rolls):
-    ranges = merged([(min(pair), max(pair)) for pair in pairs])
+    ranges = merge_ranges([(min(pair), max(pair)) for pair in pairs])
     edges = {point + step for pair in ranges for point in pair for step in (-1, 0, 1)}
     edges |= {rolls.randrange(0x110000) for _ in range(50)} | {0x7F, 0x80, 0x7FF, 0x800, 0xFFFF, 0x10000}
     for kept in (ranges, all_but(ranges)):

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from agentflow.engine.grammar.dfa import MAX_STEPS, build_dfa
 from agentflow.engine.grammar.regex import (
     EMPTY,
+    Alternation,
     CharSet,
-    Choice,
+    Concatenation,
     LookAhead,
     Regex,
     Repeat,
-    Sequence,
     TooLargeForDfa,
     literal,
     parse_regex,
 )
 from agentflow.errors import BadArgument
 
-NOTHING = Choice(())
+NOTHING = Alternation(())
 
 REFUSED = {
     r"(?<=ab)c": "look-behind",
@@ -218,7 +218,7 @@ def test_a_tree_whose_parts_are_shared_is_counted_without_walking_all_of_it():
     """A billion texts in thirty choices."""
     regex: Regex = literal("a")
     for _ in range(60):
-        regex = Sequence((regex, regex))
+        regex = Concatenation((regex, regex))
     with pytest.raises(TooLargeForDfa, match="repeats and choices"):
         build_dfa(regex)
 
@@ -226,7 +226,7 @@ def test_a_tree_whose_parts_are_shared_is_counted_without_walking_all_of_it():
 def test_a_deep_tree_is_too_much():
     regex: Regex = literal("a")
     for _ in range(5_000):
-        regex = Choice((regex, EMPTY))
+        regex = Alternation((regex, EMPTY))
     with pytest.raises(TooLargeForDfa, match="nests deeper"):
         build_dfa(regex)
 
@@ -236,12 +236,12 @@ def test_a_deep_tree_is_too_much():
     [
         (EMPTY, [""], ["a"]),
         (literal("héé"), ["héé"], ["", "h", "hé", "hééé"]),
-        (Choice((literal("yes"), NOTHING, EMPTY)), ["yes", ""], ["no", "y"]),
-        (Sequence((Repeat(NOTHING, 0, None), literal("a"))), ["a"], ["", "aa"]),
+        (Alternation((literal("yes"), NOTHING, EMPTY)), ["yes", ""], ["no", "y"]),
+        (Concatenation((Repeat(NOTHING, 0, None), literal("a"))), ["a"], ["", "aa"]),
         (Repeat(EMPTY, 3, None), [""], ["a"]),
-        (Repeat(Choice((EMPTY, literal("ab"))), 2, 3), ["", "ab", "ababab"], ["a", "abababab"]),
+        (Repeat(Alternation((EMPTY, literal("ab"))), 2, 3), ["", "ab", "ababab"], ["a", "abababab"]),
         (Repeat(literal("a"), 0, 0), [""], ["a"]),
-        (Sequence((LookAhead(NOTHING, False), literal("a"))), ["a"], [""]),
+        (Concatenation((LookAhead(NOTHING, False), literal("a"))), ["a"], [""]),
         (CharSet(((0x61, 0x62), (0x63, 0x63))), ["a", "b", "c"], ["d", "`", ""]),
     ],
 )
@@ -250,7 +250,9 @@ def test_trees_that_no_pattern_gives(regex, texts, others):
     assert [text for text in [*texts, *others] if dfa.matches(text.encode())] == texts
 
 
-@pytest.mark.parametrize("regex", [NOTHING, Repeat(NOTHING, 1, 2), Sequence((literal("a"), CharSet(())))])
+@pytest.mark.parametrize(
+    "regex", [NOTHING, Repeat(NOTHING, 1, 2), Concatenation((literal("a"), CharSet(())))]
+)
 def test_a_tree_that_no_text_matches_is_refused(regex):
     with pytest.raises(BadArgument):
         build_dfa(regex)

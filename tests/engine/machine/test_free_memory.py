@@ -185,13 +185,13 @@ async def test_the_memory_of_each_gpu_that_models_name(
     free = await free_memory(["cuda:1", "cuda", "cuda:4", "cpu"])
     assert (free.cuda_bytes, free.other_cuda_bytes) == (5_000, {1: 6_000})
     assert [free.is_on_gpu(device) for device in ("cuda:1", "cuda", "cpu")] == [True, True, False]
-    assert [free.bytes_of(gpu_number(device)) for device in (None, "cuda:0", "cuda:1")] == [
+    assert [free.count_bytes(gpu_number(device)) for device in (None, "cuda:0", "cuda:1")] == [
         5_000,
         5_000,
         6_000,
     ]
     with pytest.raises(BadArgument, check=has_param("device")):
-        free.bytes_of(gpu_number("cuda:4"))
+        free.count_bytes(gpu_number("cuda:4"))
 
 
 @pytest.mark.anyio

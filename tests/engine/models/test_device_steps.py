@@ -13,7 +13,7 @@ from support.engine.random_model import VOCAB, write_random_model
 from support.engine.runner_driver import Driver
 
 from agentflow.engine.batch import MaskWords, TokenMasks
-from agentflow.engine.grammar.grammar import words_of
+from agentflow.engine.grammar.grammar import make_mask
 from agentflow.engine.models import device_steps, sampler
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.torch_runner import TorchRunner
@@ -63,7 +63,7 @@ def test_masks_are_computed_behind_the_forward_pass(
     monkeypatch.setattr(device_steps, "choose_tensors", choose)
 
     def words() -> MaskWords:
-        return np.stack([words_of(ALLOWED, VOCAB)] * len(masked))
+        return np.stack([make_mask(ALLOWED, VOCAB)] * len(masked))
 
     driver = Driver(runner)
     walker = driver.add([5 + i % 40 for i in range(num_rows)])

@@ -16,7 +16,7 @@ from support.engine.scheduler_harness import reads_of
 from agentflow.engine.batch import Batch
 from agentflow.engine.models.device_steps import DeviceStep, DeviceSteps
 from agentflow.engine.models.device_table import DeviceTable, write_slots
-from agentflow.engine.models.torch_runner import forward_input_of
+from agentflow.engine.models.torch_runner import make_forward_input
 from agentflow.engine.scheduling.kv_memory import SlotTable
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.kernels.platforms import TORCH, Kernels, triton_kernels
@@ -49,7 +49,7 @@ def greedy(
         if batch is not None:
             batches.append(batch)
             table = steps.table.sized_for(batch)
-            in_flight.append(steps.launch(batch, forward_input_of(batch, kernels, pool, table=table)))
+            in_flight.append(steps.launch(batch, make_forward_input(batch, kernels, pool, table=table)))
         if len(in_flight) < 2 and batch is not None:
             continue
         for row in scheduler.complete(in_flight.popleft().output()):
@@ -124,7 +124,7 @@ def test_a_launch_that_fails_loses_no_changes(monkeypatch: pytest.MonkeyPatch) -
             changes=changes,
         )
         with torch.inference_mode():
-            given = forward_input_of(batch, TORCH, pool, table=steps.table.sized_for(batch))
+            given = make_forward_input(batch, TORCH, pool, table=steps.table.sized_for(batch))
             steps.launch(batch, given).output()
         return batch
 

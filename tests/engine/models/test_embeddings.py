@@ -152,7 +152,7 @@ async def test_special_tokens_in_a_text_are_text(tmp_path: Path) -> None:
     folder = write_embedding_model(tmp_path, "bert", pooling="cls_token")
     async with embedding_engine(folder) as client:
         (ids,) = client.tokenizer.encode_whole(["a [SEP] b"])
-    assert ids.count(client.tokenizer.id_of("[SEP]")) == 1
+    assert ids.count(client.tokenizer.find_id("[SEP]")) == 1
 
 
 @pytest.mark.parametrize(

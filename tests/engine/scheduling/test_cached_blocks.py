@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 from support.engine.requests import request_of
 
-from agentflow.engine.cache.blocks import BLOCK_TOKENS, BlocksRemoved, BlocksStored, chain, root_digest
+from agentflow.engine.cache.blocks import (
+    BLOCK_TOKENS,
+    BlocksRemoved,
+    BlocksStored,
+    chain_digests,
+    root_digest,
+)
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
@@ -30,7 +36,7 @@ def test_generated_tokens_enter_the_cache_block_by_block_while_their_request_run
         batch = scheduler.schedule()
         assert batch is not None
         scheduler.complete(run_batch(runner, batch))
-    expected = chain(
+    expected = chain_digests(
         root_digest("m", request.cache_key), request.tokens[: request.num_tokens].astype(np.int32).tobytes()
     )
     assert len(stored) >= 3
@@ -39,9 +45,9 @@ def test_generated_tokens_enter_the_cache_block_by_block_while_their_request_run
 
 def test_a_digest_depends_on_the_model_the_tenant_and_all_tokens_before() -> None:
     tokens = np.arange(3 * BLOCK_TOKENS, dtype=np.int32)
-    digests = chain(root_digest("m", "one"), tokens.tobytes())
+    digests = chain_digests(root_digest("m", "one"), tokens.tobytes())
     assert len(digests) == 3
-    assert set(digests).isdisjoint(chain(root_digest("m", "two"), tokens.tobytes()))
-    assert set(digests).isdisjoint(chain(root_digest("other", "one"), tokens.tobytes()))
+    assert set(digests).isdisjoint(chain_digests(root_digest("m", "two"), tokens.tobytes()))
+    assert set(digests).isdisjoint(chain_digests(root_digest("other", "one"), tokens.tobytes()))
     tokens[0] = 7
-    assert set(digests).isdisjoint(chain(root_digest("m", "one"), tokens.tobytes()))
+    assert set(digests).isdisjoint(chain_digests(root_digest("m", "one"), tokens.tobytes()))

@@ -722,7 +722,7 @@ def test_f7e_siblings_are_passed_over_only_if_they_are_blocked(prompts, cached, 
         waiting[-1].is_held_back = number in held_back
         siblings.add(waiting[-1])
 
-    def match_of(made: Request) -> int:
+    def count_match(made: Request) -> int:
         common = 0
         while (
             common < min(cached, made.num_reusable, len(computing))
@@ -732,8 +732,8 @@ def test_f7e_siblings_are_passed_over_only_if_they_are_blocked(prompts, cached, 
         return common
 
     while waiting:
-        chosen = siblings.first(match_of, is_blocked)
-        free_ones = [made for made in waiting if not is_blocked(made, match_of(made))]
+        chosen = siblings.first(count_match, is_blocked)
+        free_ones = [made for made in waiting if not is_blocked(made, count_match(made))]
         assert (chosen is None) == (not free_ones)
         if chosen is None:
             break

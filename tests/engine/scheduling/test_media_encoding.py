@@ -16,7 +16,7 @@ from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.media_run import MediaRun, PreparedMedium, lead_tokens, pseudo_tokens
 from agentflow.engine.request import Status
 from agentflow.engine.scheduling.media_work import MediaWork
-from agentflow.engine.scheduling.retries import divided
+from agentflow.engine.scheduling.retries import divide_work
 
 MEDIA = {
     "cat": prepared(b"cat", num_rows=3),
@@ -309,7 +309,7 @@ def test_features_that_a_running_request_needs_stay() -> None:
 def test_a_batch_that_is_too_large_is_divided_between_runs() -> None:
     prompt = Prompt([4, "elk", 3])
     request = Harness().add(0, prompt.ids, 0, media=prompt.runs)
-    ends = np.cumsum([count for part in divided([(request, len(prompt.ids))], 2) for _, count in part])
+    ends = np.cumsum([count for part in divide_work([(request, len(prompt.ids))], 2) for _, count in part])
     assert ends[-1] == len(prompt.ids)
     assert [end for end in ends if any(run.start < end < run.end for run in prompt.runs)] == []
 

@@ -93,7 +93,7 @@ class WaitingTreeMachine(RuleBasedStateMachine):
     def every_match_is_known(self):
         assert len(self.tree.nodes) == len(self.requests)
         for request in self.requests.values():
-            assert self.tree.match_of(request) == self.match(request)
+            assert self.tree.count_match(request) == self.match(request)
 
     @invariant()
     def the_first_that_is_not_blocked_is_found(self):

@@ -22,7 +22,7 @@ from agentflow.engine.simulator.generators import (
     agent_sessions,
     chains,
     chat,
-    generate,
+    make_arrivals,
     tree_of_thought,
     unshared,
 )
@@ -168,7 +168,7 @@ def test_generated_workloads_are_the_same_each_time_and_run_to_their_end(name):
         "agent-sessions": {"num_sessions": 2, "turns": 4, "first": 500, "last": 4000, "output": 20},
     }
     parameters = small.get(name, {"num_requests": 20})
-    once, again = generate(name, parameters), generate(name, parameters)
+    once, again = make_arrivals(name, parameters), make_arrivals(name, parameters)
     assert [a.tokens.tolist() for a in once] == [a.tokens.tolist() for a in again]
     result = simulate(Workload(name, once, 20_000), SchedulerConfig())
     assert len(result.served) == len(once)

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from agentflow.engine.store.pull_progress import Phase, PullListener, shown_on
+from agentflow.engine.store.pull_progress import Phase, PullListener, show_pull
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _play(listener: PullListener) -> None:
 
 def test_outside_a_terminal_each_phase_is_one_line() -> None:
     out = StringIO()
-    with shown_on(Console(file=out), "tiny") as listener:
+    with show_pull(Console(file=out), "tiny") as listener:
         _play(listener)
     assert out.getvalue().splitlines() == [
         "tiny: waiting for another pull of the same model",
@@ -41,14 +41,14 @@ def test_outside_a_terminal_each_phase_is_one_line() -> None:
 def test_a_terminal_that_cannot_redraw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     out = StringIO()
-    with shown_on(Console(file=out, force_terminal=True), "tiny") as listener:
+    with show_pull(Console(file=out, force_terminal=True), "tiny") as listener:
         _play(listener)
     assert out.getvalue().splitlines()[-1] == "tiny: storing"
 
 
 def test_in_a_terminal_each_phase_is_a_bar_that_ends_full() -> None:
     out = StringIO()
-    with shown_on(Console(file=out, force_terminal=True, width=120), "tiny") as listener:
+    with show_pull(Console(file=out, force_terminal=True, width=120), "tiny") as listener:
         _play(listener)
     last_frame = [line for line in out.getvalue().splitlines() if "tiny" in line][-3:]
     for line, says in zip(last_frame, ["downloading", "checking", "storing"], strict=True):
@@ -60,7 +60,7 @@ def test_in_a_terminal_each_phase_is_a_bar_that_ends_full() -> None:
 def test_a_pull_that_ends_early_leaves_its_bar_as_it_was() -> None:
     out = StringIO()
     try:
-        with shown_on(Console(file=out, force_terminal=True, width=120), "tiny") as listener:
+        with show_pull(Console(file=out, force_terminal=True, width=120), "tiny") as listener:
             listener.begin("download")
             listener.advance(1_000_000, 3_000_000)
             raise KeyboardInterrupt

@@ -11,7 +11,7 @@ from support.thinking_models import CHANNEL_MODEL, QWEN_MODEL
 
 from agentflow.engine.text.channel_output import ChannelOutput, ChannelTokens, read_channels
 from agentflow.engine.text.channels import ANSWER_HEAD, REASONING_HEAD, call_head, has_channels
-from agentflow.protocol.chat import Arguments, CallBegun, Piece, ReasoningPiece, TextPiece
+from agentflow.protocol.chat import Arguments, CallBegun, ReasoningPiece, ReplyPiece, TextPiece
 
 NEXT = "<|end|><|start|>assistant"
 HEADS = {
@@ -33,7 +33,7 @@ MESSAGES = st.lists(st.tuples(st.sampled_from([*HEADS]), BODIES), max_size=4)
 CUTS = st.lists(st.integers(0, 400), max_size=8)
 
 
-def streamed(text: str, cuts: list[int], *, is_truncated: bool = False, **options) -> list[Piece]:
+def streamed(text: str, cuts: list[int], *, is_truncated: bool = False, **options) -> list[ReplyPiece]:
     reader, pieces, at = ChannelOutput(("look",), **options), [], 0
     for cut in sorted(cut for cut in cuts if cut <= len(text)):
         pieces += reader.push(text[at:cut])
@@ -44,7 +44,7 @@ def streamed(text: str, cuts: list[int], *, is_truncated: bool = False, **option
     return pieces
 
 
-def joined(pieces: list[Piece]) -> list[tuple[type, str]]:
+def joined(pieces: list[ReplyPiece]) -> list[tuple[type, str]]:
     """Adjacent pieces of one kind as one."""
     shown = [(type(p), p.name if isinstance(p, CallBegun) else p.text) for p in pieces]
     return [(kind, "".join(text for _, text in group)) for kind, group in groupby(shown, lambda one: one[0])]

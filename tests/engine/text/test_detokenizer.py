@@ -99,7 +99,7 @@ def test_cutting_at_a_place_in_the_text(ids: list[int], data: st.DataObject) -> 
     within = detokenizer.num_ids_within(end)
     assert within == max(n for n, at in enumerate(ends) if -1 < at <= end)
 
-    cut = detokenizer.ids_of(start, end)
+    cut = detokenizer.list_ids(start, end)
     assert TINY.decode(cut, continues=True) == text[start:end]
     first = next((n for n, at in enumerate(ends) if at >= start), None)
     if first is not None and first < within:
@@ -125,7 +125,7 @@ def test_cutting_the_front_of_a_text(name: str, data: st.DataObject, continues: 
     detokenizer = Detokenizer(tokenizer, continues=continues)
     text = detokenizer.push_all(ids)
     end = data.draw(st.integers(0, len(text)))
-    cut = detokenizer.ids_of(0, end)
+    cut = detokenizer.list_ids(0, end)
     kept = detokenizer.num_ids_within(end)
     assert cut[:kept] == ids[:kept]
     assert tokenizer.decode(cut, continues=continues) == text[:end]
@@ -138,7 +138,7 @@ def test_special_tokens_add_nothing() -> None:
     assert detokenizer.push(0) == ""
     detokenizer.push_all([*fox, 1])
     assert detokenizer.text == "fox"
-    assert detokenizer.ids_of(0, 3) == [0, *fox, 1]
+    assert detokenizer.list_ids(0, 3) == [0, *fox, 1]
     assert detokenizer.num_ids_within(0) == 1
 
 

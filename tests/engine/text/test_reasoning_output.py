@@ -13,23 +13,23 @@ from support.thinking_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.reasoning import (
     WHITE_SPACE,
+    ReasoningFormat,
     ReasoningOutput,
     ReasoningTokens,
-    Thinking,
     reasoning_marks,
     shown_reasoning,
     thinking_values,
 )
 from agentflow.engine.text.state.token_state import TokenState
-from agentflow.protocol.chat import CalledTool, Message, Piece, ReasoningPiece, TextPiece
+from agentflow.protocol.chat import CalledTool, Message, ReasoningPiece, ReplyPiece, TextPiece
 
-OPEN = Thinking("<think>", "</think>", is_open=True)
-CLOSED = Thinking("<think>", "</think>", is_open=False)
+OPEN = ReasoningFormat("<think>", "</think>", is_open=True)
+CLOSED = ReasoningFormat("<think>", "</think>", is_open=False)
 PARTS = ["<think>", "</think>", "\n", " ", "<", "</", "think>", "</thi", "yes", "no.", "\u2003"]
 OUTPUTS = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
 
 
-def whole(output: str, thinking: Thinking) -> tuple[str, str]:
+def whole(output: str, thinking: ReasoningFormat) -> tuple[str, str]:
     """The reference: reasoning and answer of a whole output."""
     if not thinking.is_open:
         bare = output.lstrip(WHITE_SPACE)
@@ -40,7 +40,7 @@ def whole(output: str, thinking: Thinking) -> tuple[str, str]:
     return reasoning.strip(WHITE_SPACE), answer.lstrip(WHITE_SPACE) if mark else ""
 
 
-def whole_of_tokens(tokens: Sequence[str], thinking: Thinking) -> tuple[str, str]:
+def whole_of_tokens(tokens: Sequence[str], thinking: ReasoningFormat) -> tuple[str, str]:
     """The reference where the mark after reasoning is one token, and only this token ends them."""
     before = "".join(tokens)
     if not thinking.is_open and not before.lstrip(WHITE_SPACE).startswith(thinking.begin):
@@ -60,7 +60,7 @@ def whole_of_tokens(tokens: Sequence[str], thinking: Thinking) -> tuple[str, str
     return reasoning[num_begun:].strip(WHITE_SPACE), answer.lstrip(WHITE_SPACE)
 
 
-def joined(pieces: Sequence[Piece]) -> tuple[str, str]:
+def joined(pieces: Sequence[ReplyPiece]) -> tuple[str, str]:
     """Reasoning and answer, which must come in this order."""
     kinds = [type(piece) for piece in pieces]
     assert kinds == sorted(kinds, key=[ReasoningPiece, TextPiece].index)
@@ -71,12 +71,12 @@ def joined(pieces: Sequence[Piece]) -> tuple[str, str]:
 
 
 def read(
-    tokens: Sequence[str], thinking: Thinking, cuts: Sequence[int], *, has_end_token: bool
+    tokens: Sequence[str], thinking: ReasoningFormat, cuts: Sequence[int], *, has_end_token: bool
 ) -> tuple[str, str]:
     """Reasoning and answer of an output whose tokens one reader follows and whose text, in pieces of several
     tokens, another one divides."""
     follower, reader = ReasoningTokens(thinking, has_end_token=has_end_token), ReasoningOutput(thinking)
-    pieces: list[Piece] = []
+    pieces: list[ReplyPiece] = []
     text = ""
     for number, token in enumerate(tokens):
         follower.take(token.encode())
@@ -164,10 +164,10 @@ def test_past_reasoning_stand_where_the_template_wants_them_and_are_no_markup(mo
     assert "Easy." not in text
     assert f"<think>\n{evil}\n</think>" in text
     ids, tokenizer = state.ids(), model.tokenizer
-    start = tokenizer.id_of("<|im_start|>")
+    start = tokenizer.find_id("<|im_start|>")
     assert ids.count(start) == text.count("<|im_start|>") - 1
     if model is QWEN_MODEL:
-        assert ids.count(tokenizer.id_of("</think>")) == 1
+        assert ids.count(tokenizer.find_id("</think>")) == 1
 
 
 def test_reasoning_that_a_template_reads_from_the_content_are_not_given_twice() -> None:
@@ -182,7 +182,7 @@ def test_reasoning_that_a_template_reads_from_the_content_are_not_given_twice() 
 def test_marks_have_text_in_outputs_and_are_no_tokens_of_contents(model) -> None:
     tokenizer, text = model.tokenizer, "<think>Easy.</think>1"
     ids = tokenizer.encode(text)
-    marks = {tokenizer.id_of("<think>"), tokenizer.id_of("</think>")} - {None}
+    marks = {tokenizer.find_id("<think>"), tokenizer.find_id("</think>")} - {None}
     assert tokenizer.decode(ids) == text == tokenizer.decode(tokenizer.encode_written(text))
     assert marks.isdisjoint(ids)
     assert marks <= {*tokenizer.encode_written(text)}

@@ -251,8 +251,8 @@ def test_a_token_that_ends_one_character_and_begins_another() -> None:
     spec["model"]["vocab"][straddling] = len(spec["model"]["vocab"])
     spec["model"]["merges"].append([chars[second], chars[first]])
     tokenizer = Tokenizer(spec)
-    lead = tokenizer.id_of(chars[first])
-    both = tokenizer.id_of(straddling)
+    lead = tokenizer.find_id(chars[first])
+    both = tokenizer.find_id(straddling)
     assert lead is not None
     assert both is not None
     end = TextEnd(tokenizer)

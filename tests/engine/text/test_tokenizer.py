@@ -75,7 +75,7 @@ def test_a_text_in_two_pieces_decodes_to_itself(name: str, text: str, cut: int) 
 @given(ids=st.lists(st.integers(0, 300), max_size=30))
 def test_the_texts_of_tokens_joined_are_their_text(name: str, ids: list[int]) -> None:
     tokenizer = TOKENIZERS[name]
-    pieces = tokenizer.texts_of(ids)
+    pieces = tokenizer.list_texts(ids)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == tokenizer.decode(ids, skip_special=False, continues=True)
 
@@ -86,8 +86,8 @@ def test_a_character_in_several_tokens_is_in_the_last_of_them() -> None:
         next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == bytes([byte]))
         for byte in "é".encode()
     ]
-    assert tokenizer.texts_of(ids) == ["", "é"]
-    assert tokenizer.texts_of(ids[:1]) == ["\ufffd"]
+    assert tokenizer.list_texts(ids) == ["", "é"]
+    assert tokenizer.list_texts(ids[:1]) == ["\ufffd"]
 
 
 @family
@@ -121,7 +121,7 @@ def test_a_piece_that_follows_text_gets_no_space(name: str) -> None:
     assert tokenizer.decode(tokenizer.encode("fox", continues=True), continues=True) == "fox"
     inside = tokenizer.encode_markup("fox</s>the", continues=True)
     whole = tokenizer.encode_markup("fox</s>the")
-    end = tokenizer.id_of("</s>")
+    end = tokenizer.find_id("</s>")
     assert end is not None
     assert inside[inside.index(end) :] == whole[whole.index(end) :]
     assert tokenizer.decode(inside[: inside.index(end)], continues=True) == "fox"
@@ -234,7 +234,7 @@ def test_added_tokens_of_turns_are_text_in_contents(tmp_path: Path) -> None:
     spec = small_tokenizers.byte_level(plain_added=["<turn>", "<think>", "\n\n"])
     template = "{% for m in messages %}{{ '<turn>' + m.role + '\n\n' + m.content }}{% endfor %}"
     tokenizer = Tokenizer.from_folder(small_tokenizers.write_folder(tmp_path, spec, template=template))
-    turn, think, space = (tokenizer.id_of(text) for text in ("<turn>", "<think>", "\n\n"))
+    turn, think, space = (tokenizer.find_id(text) for text in ("<turn>", "<think>", "\n\n"))
     ids = tokenizer.encode("<turn>a<think>\n\n")
     assert turn not in ids
     assert think in ids
@@ -260,7 +260,7 @@ def test_added_ids_with_holes() -> None:
     spec = copy.deepcopy(FAMILIES["byte_level"])
     spec["added_tokens"].append(small_tokenizers.added_token(spec["added_tokens"][-1]["id"] + 7, "<far>"))
     tokenizer = Tokenizer(spec)
-    far = tokenizer.id_of("<far>")
+    far = tokenizer.find_id("<far>")
     assert far is not None
     assert [far] == small_tokenizers.library(spec).encode("<far>").ids == tokenizer.encode_markup("<far>")
     assert far == tokenizer.vocab_size - 1

@@ -42,7 +42,7 @@ texts = st.lists(st.sampled_from([*SPECIAL, "a", " ", "[", "{é", "\n"]), max_si
 @given(text=texts)
 def test_a_mark_is_open_to_models_alone(name: str, text: str) -> None:
     tokenizer = ALL[name]
-    mark = tokenizer.id_of("[TOOL_CALLS]")
+    mark = tokenizer.find_id("[TOOL_CALLS]")
     assert tokenizer.mark_ids == {mark}
     assert tokenizer.token_bytes(mark) == b"[TOOL_CALLS]"
     assert tokenizer.closed_ids.isdisjoint(tokenizer.encode(text, continues=True))
@@ -59,7 +59,7 @@ def test_places_of_closed_tokens(name: str, text: str) -> None:
     tokenizer = ALL[name]
     closed = [text[start:end] for start, end in tokenizer.closed_places(text)]
     ids = [token for token in tokenizer.encode_markup(text) if token in tokenizer.closed_ids]
-    assert [tokenizer.id_of(one) for one in closed] == ids
+    assert [tokenizer.find_id(one) for one in closed] == ids
 
 
 @pytest.mark.parametrize("name", SENTENCEPIECE)
@@ -110,7 +110,7 @@ cut_texts = st.lists(
 def test_no_content_forms_a_mark_that_the_tokenizer_calls_plain_text(qwen, said, cuts):
     """Written in one go or in pieces, in any turn, in tools and in calls of tools."""
     tokenizer, template = qwen
-    marks = {tokenizer.id_of(mark) for mark in PLAIN_MARKS}
+    marks = {tokenizer.find_id(mark) for mark in PLAIN_MARKS}
 
     def state_with(words: list[list[str]]) -> TokenState:
         user, assistant, description, argument, result = words
@@ -132,7 +132,7 @@ def test_no_content_forms_a_mark_that_the_tokenizer_calls_plain_text(qwen, said,
     state, harmless = state_with(said), state_with([["x"]] * 5)
     found, expected = [[i for i in one.ids() if i in marks] for one in (state, harmless)]
     assert found == expected
-    assert tokenizer.id_of("<tool_call>") in expected  # those that the template writes are there
+    assert tokenizer.find_id("<tool_call>") in expected  # those that the template writes are there
     assert tokenizer.decode(state.ids(), skip_special=False) == state.text_view()
     content = "".join(said[0])
     assert marks.isdisjoint(tokenizer.encode(content))
@@ -142,13 +142,13 @@ def test_no_content_forms_a_mark_that_the_tokenizer_calls_plain_text(qwen, said,
 def test_a_model_may_write_the_marks_under_a_grammar(qwen):
     """What is closed to contents is how it marks its calls and reasoning."""
     tokenizer, _ = qwen
-    marks = {tokenizer.id_of(mark) for mark in PLAIN_MARKS}
+    marks = {tokenizer.find_id(mark) for mark in PLAIN_MARKS}
     assert tokenizer.mark_ids == marks
     vocabulary = GrammarCache(tokenizer, tokenizer.vocab_size).vocabulary
-    assert [vocabulary.token_bytes[tokenizer.id_of(mark)].decode() for mark in PLAIN_MARKS] == PLAIN_MARKS
+    assert [vocabulary.token_bytes[tokenizer.find_id(mark)].decode() for mark in PLAIN_MARKS] == PLAIN_MARKS
     written = tokenizer.encode_written("a<think>b</think><tool_call>")
     assert [i for i in written if i in marks] == [
-        tokenizer.id_of(mark) for mark in ("<think>", "</think>", "<tool_call>")
+        tokenizer.find_id(mark) for mark in ("<think>", "</think>", "<tool_call>")
     ]
 
 
@@ -156,7 +156,7 @@ def test_an_added_token_without_a_meaning_is_one_token_of_contents(qwen):
     """Such as the runs of spaces that some tokenizers add."""
     tokenizer, _ = qwen
     for text in ("<other>", "  "):
-        assert tokenizer.encode(f"a{text}b", continues=True).count(tokenizer.id_of(text)) == 1
+        assert tokenizer.encode(f"a{text}b", continues=True).count(tokenizer.find_id(text)) == 1
 
 
 def test_marks_are_those_of_the_folders_template(tmp_path: Path) -> None:
@@ -167,4 +167,4 @@ def test_marks_are_those_of_the_folders_template(tmp_path: Path) -> None:
         folder.mkdir()
         config = {"bos_token": "<s>", "eos_token": "</s>"}
         tokenizer = Tokenizer.from_folder(small_tokenizers.write_folder(folder, SPEC, config, template))
-        assert tokenizer.mark_ids == {tokenizer.id_of(mark) for mark in marks}
+        assert tokenizer.mark_ids == {tokenizer.find_id(mark) for mark in marks}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentflow.engine.text.tool_format import FALLBACK, ToolFormat
 from agentflow.engine.text.tool_output import JsonExtent, ToolOutput
-from agentflow.protocol.chat import Arguments, CallBegun, Piece
+from agentflow.protocol.chat import Arguments, CallBegun, ReplyPiece
 
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>")
 LIST = ToolFormat("[TOOL_CALLS] ", "", is_list=True, before="", between=None)
@@ -55,7 +55,7 @@ def written(form: ToolFormat, some: list[tuple[str, str]]) -> str:
     return (form.between or "").join([f"{form.begin}{one}{form.end}" for one in objects])
 
 
-def summary_of(pieces: list[Piece]) -> list[tuple[str, ...]]:
+def summary_of(pieces: list[ReplyPiece]) -> list[tuple[str, ...]]:
     """Neighbouring pieces of a kind put together, and the ids of calls left out."""
     found: list[tuple[str, ...]] = []
     for piece in pieces:
@@ -84,7 +84,7 @@ def read(
     names: tuple[str, ...] = NAMES,
     begins: tuple[str, ...] = (),
     truncated: bool = False,
-) -> list[Piece]:
+) -> list[ReplyPiece]:
     output = ToolOutput(form, names, is_constrained=constrained, begins=begins)
     pieces = [piece for part in parts for piece in output.push(part)]
     pieces += output.finish(is_truncated=truncated)

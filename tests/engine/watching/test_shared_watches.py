@@ -19,7 +19,7 @@ from support.process_engine import generate, kill, process_engine
 from agentflow.engine.cache.nodes import Node
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import (
-    Answer,
+    EngineAnswer,
     EngineSnapshot,
     EngineStats,
     NodeTokens,
@@ -49,7 +49,7 @@ class Engine:
         self.answers = anyio.Semaphore(0)
         self.error: EngineDown | None = None
 
-    async def send(self, make: Callable[[int], Query]) -> Answer:
+    async def send(self, make: Callable[[int], Query]) -> EngineAnswer:
         query = make(len(self.queries) + 1)
         self.queries.append(query)
         await self.answers.acquire()

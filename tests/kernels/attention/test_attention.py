@@ -36,7 +36,7 @@ from support.examples import examples
 
 from agentflow.kernels.attention import torch_attention
 from agentflow.kernels.attention.group_attention import attend_dense
-from agentflow.kernels.attention.groups import AttentionPlan, Group, plan_groups
+from agentflow.kernels.attention.groups import AttentionPlan, ChunkGroup, plan_groups
 from agentflow.kernels.inputs import AttentionBatch
 from agentflow.kernels.platforms import REFERENCE, TORCH, Kernels
 
@@ -312,7 +312,7 @@ def test_f36b_a_short_prefix_that_many_share_changes_no_bit(
         assert torch.equal(kernels.attention.attend(case.q[one], case.kv_layer, plan, RULE), together[one])
 
 
-def sizes(groups: Sequence[Group]) -> list[tuple[int, int, int]]:
+def sizes(groups: Sequence[ChunkGroup]) -> list[tuple[int, int, int]]:
     """The chunks of each group, and the rows and slots of each chunk."""
     return [(n := g.num_chunks, len(g.rows) // n, len(g.slots) // n) for g in groups]
 

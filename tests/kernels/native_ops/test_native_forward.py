@@ -32,7 +32,7 @@ from agentflow.kernels.decoder_weights import (
     Routing,
 )
 from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, ForwardInput, GivenRows, LinearWeight
-from agentflow.kernels.native_ops.structures import address
+from agentflow.kernels.native_ops.structures import array_address
 from agentflow.kernels.platforms import NATIVE, REFERENCE, Kernels
 
 CPU = torch.device("cpu")
@@ -543,7 +543,7 @@ def test_any_number_of_threads_gives_the_same(sizes: Sizes, monkeypatch: pytest.
 def test_the_address_of_an_array(shape: tuple[int, ...], is_writable: bool) -> None:
     array = np.zeros(shape, dtype=np.int64)
     array.flags.writeable = is_writable
-    assert address(array) == array.ctypes.data
+    assert array_address(array) == array.ctypes.data
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

@@ -39,7 +39,13 @@ pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
 
 from agentflow.kernels.triton_ops import early_start, interpreted
 from agentflow.kernels.triton_ops.attention import units
-from agentflow.kernels.triton_ops.attention.units import EVERYWHERE, Units, cut, find_groups, joined_slots
+from agentflow.kernels.triton_ops.attention.units import (
+    EVERYWHERE,
+    Units,
+    find_groups,
+    joined_slots,
+    make_units,
+)
 
 TRITON = triton_kernels()
 pytestmark = pytest.mark.gpu
@@ -108,7 +114,7 @@ def test_f42a_attention_over_long_contexts(dtype: torch.dtype) -> None:
 def cut_units(batch: AttentionBatch, *args: int) -> tuple[Units, NDArray[np.int32]]:
     """The units, and the table to which they refer."""
     table = batch.req_to_token if batch.device_table is not None else joined_slots(batch)[None]
-    return cut(find_groups(batch), *args), table
+    return make_units(find_groups(batch), *args), table
 
 
 def keys_of(made: Units, table: NDArray[np.int32]) -> Iterator[tuple[int, int, int, bool]]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.protocol.bounds.json_bounds import JsonBounds, JsonScan, TooMuchJson, pieces_of
+from agentflow.protocol.bounds.json_bounds import JsonBounds, JsonScan, TooMuchJson, split_pieces
 
 values = st.recursive(
     st.none() | st.integers() | st.text(alphabet='ab"\\,[]{}\n\u00e9', max_size=8),
@@ -89,4 +89,4 @@ def test_several_texts_share_a_bound() -> None:
 
 @given(st.binary(max_size=300_000))
 def test_pieces_are_the_whole_text(data: bytes) -> None:
-    assert b"".join(pieces_of(data)) == data
+    assert b"".join(split_pieces(data)) == data

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.engine.schema_strategies import LITERALS, schemas, valid_value
 
 from agentflow.protocol.bounds.client_pattern import CannotCheck
-from agentflow.protocol.bounds.schema_check import MOST_VIOLATIONS, Path, SchemaCheck
+from agentflow.protocol.bounds.schema_check import MOST_VIOLATIONS, SchemaCheck, SchemaPath
 
 EXTRA: list[dict[str, Any]] = [
     {},
@@ -26,7 +26,7 @@ DEFINITIONS = {"few": {"properties": {"a": {}}, "maxItems": 1}}
 VALUES = [*LITERALS, {"a": 1}, {"a": None, "b": 2}, [1, 1.0], [True, 1], [[1], [1.0]], ["x", "x"], {"b": "x"}]
 
 
-def violations(schema: Any, text: str) -> list[Path] | None:
+def violations(schema: Any, text: str) -> list[SchemaPath] | None:
     """The violated places; None if the check was given up."""
     try:
         return SchemaCheck(schema).violations(text).paths

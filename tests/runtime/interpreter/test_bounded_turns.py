@@ -24,7 +24,7 @@ from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.text import transform
 from agentflow.protocol.text.transform import Transform, apply_transforms
-from agentflow.runtime import turns
+from agentflow.runtime import loop_turns
 from agentflow.runtime.interpreter import state_tree, variables
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.interpreter.state_tree import StateTree
@@ -69,13 +69,13 @@ async def test_f27c_a_turn_ends_after_its_time(monkeypatch: pytest.MonkeyPatch) 
 
     async with anyio.create_task_group() as group:
         group.start_soon(count)
-        monkeypatch.setattr(turns, "TURN_S", 1000)
-        turn = turns.Turn()
+        monkeypatch.setattr(loop_turns, "TURN_S", 1000)
+        turn = loop_turns.LoopTurn()
         for _ in range(100):
             await turn.pause()
         assert num_turns == 0
-        monkeypatch.setattr(turns, "TURN_S", -1)
-        turn = turns.Turn()
+        monkeypatch.setattr(loop_turns, "TURN_S", -1)
+        turn = loop_turns.LoopTurn()
         for _ in range(100):
             await turn.pause()
         assert num_turns >= 90
@@ -94,15 +94,15 @@ async def test_tasks_that_others_wake_run_before_a_turn_that_has_ended_continues
         group.start_soon(pass_on, second, third)
         await anyio.wait_all_tasks_blocked()
         first.set()
-        await turns.end_turn()
+        await loop_turns.end_loop_turn()
         assert third.is_set()
 
 
 async def test_tasks_that_are_ready_together_begin_in_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turns, "TURN_S", -1)
-    starts = turns.Starts()
+    monkeypatch.setattr(loop_turns, "TURN_S", -1)
+    starts = loop_turns.Starts()
     begun: list[int] = []
     most = turn = 0
 
@@ -121,11 +121,11 @@ async def test_tasks_that_are_ready_together_begin_in_turns(
             group.start_soon(begin, number)
         group.start_soon(watch)
     assert sorted(begun) == list(range(100))
-    assert most <= turns.MAX_STARTS
+    assert most <= loop_turns.MAX_STARTS
 
 
 async def test_a_cancelled_task_does_not_hold_up_those_behind_it() -> None:
-    starts = turns.Starts()
+    starts = loop_turns.Starts()
     begun: list[int] = []
 
     async def begin(number: int) -> None:
@@ -269,7 +269,7 @@ class Turns:
 @asynccontextmanager
 async def counted_turns(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Turns]:
     """Each turn is over immediately."""
-    monkeypatch.setattr(turns, "TURN_S", -1)
+    monkeypatch.setattr(loop_turns, "TURN_S", -1)
     counted = Turns()
     async with anyio.create_task_group() as group:
         group.start_soon(counted.count)

@@ -29,7 +29,7 @@ def upload(store: ImageStore, op: ops.Upload) -> None:
 
 
 def used(store: ImageStore, source: str) -> Image:
-    (image,) = store.images_of(ops.Image(1, source))
+    (image,) = store.find_images(ops.Image(1, source))
     return image
 
 
@@ -83,17 +83,17 @@ def test_a_file_is_used_as_the_kind_that_it_was_uploaded_as() -> None:
     clip = b"\x00\x00\x00\x18ftypmp42 a clip"
     upload(store, ops.Upload(source_of(clip), len(clip), 0, clip, "video"))
     upload(store, ops.Upload(source_of(FILES[0]), len(FILES[0]), 0, FILES[0]))
-    (file,) = store.images_of(ops.Video(1, source_of(clip)))
+    (file,) = store.find_images(ops.Video(1, source_of(clip)))
     assert (file.media_type, file.data) == ("video/mp4", clip)
     placed = (PlacedImage(0, Image(source_of(FILES[0]))), PlacedImage(0, Image(source_of(clip)), True, 4))
     message = Message("user", "", images=placed)
-    assert len(store.images_of(ops.Converse(1, Conversation((message,))))) == 2
+    assert len(store.find_images(ops.Converse(1, Conversation((message,))))) == 2
     for op in (ops.Image(1, source_of(clip)), ops.Video(1, source_of(FILES[0]))):
         with pytest.raises(BadArgument):
-            store.images_of(op)
+            store.find_images(op)
     upload(store, ops.Upload(source_of(b"no clip"), 7, 0, b"no clip", "video"))
     with pytest.raises(BadArgument):
-        store.images_of(ops.Video(1, source_of(b"no clip")))
+        store.find_images(ops.Video(1, source_of(b"no clip")))
 
 
 def test_an_image_counts_until_nothing_uses_it() -> None:
@@ -152,7 +152,7 @@ def test_the_bytes_in_a_conversation_are_the_uploaded_ones() -> None:
     upload(store, ops.Upload(source_of(FILES[1]), len(FILES[1]), 0, FILES[1]))
     claimed = Image(source_of(FILES[1]), "image/gif", b"other bytes")
     message = Message("user", "ab", images=(PlacedImage(1, claimed),))
-    (image,) = store.images_of(ops.Converse(1, Conversation((message,))))
+    (image,) = store.find_images(ops.Converse(1, Conversation((message,))))
     assert (image.data, image.media_type) == (FILES[1], "image/png")
 
 

@@ -31,7 +31,7 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.text.transform import Transform
-from agentflow.runtime import turns
+from agentflow.runtime import loop_turns
 from agentflow.runtime.interpreter import interpreter as interpreter_module
 from agentflow.runtime.interpreter import state_tree, wired_text
 from agentflow.runtime.interpreter.interpreter import MAX_PENDING_OPS, Interpreter
@@ -136,7 +136,7 @@ def check(program: OpProgram, listener: Listener) -> None:
             assert listener.texts[var] == expected
     for state in program.states:
         if state.id not in uncertain:
-            failure = program.failure_of(state)
+            failure = program.make_failure(state)
             assert (state.id in listener.failed) == (failure is not None)
             tickets = [op.ticket for op in state.stream if isinstance(op, ops.Await)]
             if tickets and failure is None:
@@ -243,7 +243,7 @@ async def test_the_frontend_gives_the_same_values(program):
                 with pytest.raises(af.errors.EngineFailed if expected.is_own else af.errors.RunFailed):
                     await variable
         for state in program.states:
-            if program.failure_of(state) is None:
+            if program.make_failure(state) is None:
                 await states[state.id]
 
 
@@ -460,7 +460,7 @@ async def test_unread_text_is_sent_as_one_delta():
 
 
 async def test_a_long_stream_of_texts_does_not_block_other_states(monkeypatch):
-    monkeypatch.setattr(turns, "TURN_S", 0.0)  # however fast the machine is, its stream takes many turns
+    monkeypatch.setattr(loop_turns, "TURN_S", 0.0)  # however fast the machine is, its stream takes many turns
     async with bench(ScriptedGenerator(lambda prompt: "a b c")) as at:
         at.submit(ops.Open(1), *[ops.Text(1, ("a",))] * 1000, ops.Await(1, 1), ops.Open(2), gen(2, 3))
         await at.listen_until_all_ended([3])

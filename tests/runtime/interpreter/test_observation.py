@@ -26,7 +26,7 @@ from agentflow.protocol.events import (
     Value,
     Watched,
 )
-from agentflow.protocol.images import digest_of
+from agentflow.protocol.images import file_source
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Snapshot, SnapshotNode
 from agentflow.runtime.interpreter.interpreter import Interpreter
@@ -130,7 +130,7 @@ def test_deltas_applied_to_an_empty_map_give_the_snapshot(made: list[Snapshot], 
             known[node.id] = node
         for gone in delta.gone:
             del known[gone]
-        numbers = {node_id: sent.number_of(node_id) for node_id in known}
+        numbers = {node_id: sent.find_number(node_id) for node_id in known}
         shown = {
             (numbers[node.id], numbers.get(node.parent, 0), *tuple_of(node)[2:6], delta.tenants[node.tenant])
             for node in known.values()
@@ -179,7 +179,7 @@ async def test_a_drain_has_one_live_graph_of_bounded_size() -> None:
 
 async def test_a_live_graph_has_the_media_before_each_request() -> None:
     url = "https://example.org/leaf.png"
-    upload = ops.Upload(digest_of(PICTURE), len(PICTURE), 0, PICTURE)
+    upload = ops.Upload(file_source(PICTURE), len(PICTURE), 0, PICTURE)
     async with scripted() as interpreter:
         interpreter.submit(ops.Open(1))
         interpreter.submit(ops.Expect(1, 100, "later"))

@@ -118,14 +118,14 @@ def test_a_removed_program_ends_its_uses_and_not_those_of_its_successor() -> Non
 
 def test_memory_is_limited_for_a_program_a_tenant_and_all() -> None:
     store: ProgramStore[Program] = ProgramStore(LIMITS, ClockS())
-    programs = [store.memory_of("ann") for _ in range(3)]
+    programs = [store.tenant_memory("ann") for _ in range(3)]
     with pytest.raises(Overloaded):
         programs[0].reserve(1_001)
     for memory in programs[:2]:
         memory.reserve(1_000)
     with pytest.raises(Overloaded):  # half of all
         programs[2].reserve(1)
-    others = [store.memory_of(name) for name in ("ben", "ben", "carl")]
+    others = [store.tenant_memory(name) for name in ("ben", "ben", "carl")]
     for memory in others[:2]:
         memory.reserve(1_000)
     with pytest.raises(Overloaded):

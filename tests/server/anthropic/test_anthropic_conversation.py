@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import Capabilities
-from agentflow.server.anthropic.conversation import conversation_of, tool_choice_of, tools_of
+from agentflow.server.anthropic.conversation import read_conversation, read_tool_choice, read_tools
 from agentflow.server.anthropic.types import MAX_BLOCKS, MAX_MESSAGES, CountRequest, InputMessage
 from agentflow.server.errors import ApiError
 
@@ -29,7 +29,7 @@ def request(messages, **fields) -> CountRequest:
 
 
 def turns(*messages, **fields):
-    return conversation_of(request(list(messages), **fields), MODEL)
+    return read_conversation(request(list(messages), **fields), MODEL)[0]
 
 
 def says(role, *content):
@@ -147,7 +147,7 @@ def test_no_two_turns_of_one_role_follow_each_other_and_no_text_is_lost(said):
 def test_a_turn_of_many_messages_is_put_together_once(role):
     """Each costs what it has to say, and not what all before it had."""
     message = InputMessage(role=role, content="x" * 50)
-    [turn] = conversation_of(CountRequest(model="fake", messages=[message] * 50_000), MODEL)
+    [turn] = read_conversation(CountRequest(model="fake", messages=[message] * 50_000), MODEL)[0]
     assert len(turn.content) == 50_000 * 50 + (49_999 * 2 if role == "user" else 0)
 
 
@@ -164,7 +164,7 @@ def test_messages_and_blocks_are_limited():
 
 
 def test_tools_are_converted_unchanged():
-    assert tools_of(request([says("user", "x")], tools=[WEATHER, CLOCK]).tools) == (
+    assert read_tools(request([says("user", "x")], tools=[WEATHER, CLOCK]).tools) == (
         ToolSpec("weather", "", {"type": "object"}, strict=False),
         ToolSpec("clock", "The time.", {"type": "object"}, strict=False),
     )
@@ -184,9 +184,9 @@ def test_tools_are_converted_unchanged():
 )
 def test_the_choice_of_tools_is_kept(choice, expected):
     body = request([says("user", "x")], tools=[WEATHER, CLOCK], tool_choice=choice)
-    assert tool_choice_of(body) == expected
+    assert read_tool_choice(body) == expected
 
 
 def test_without_tools_none_is_called():
     for choice in (None, {"type": "auto"}, {"type": "none"}):
-        assert tool_choice_of(request([says("user", "x")], tool_choice=choice)) == ToolChoice("none")
+        assert read_tool_choice(request([says("user", "x")], tool_choice=choice)) == ToolChoice("none")

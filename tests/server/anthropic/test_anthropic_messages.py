@@ -62,7 +62,7 @@ def test_the_prompt_is_the_conversation_under_the_template(peer):
     assert peer.requests.prompt == expected + "<|im_start|>assistant\n"
     # The mark that the user wrote is text.
     ids = peer.requests.submits[-1].token_ids
-    mark = peer.server.generator.tokenizer.id_of("<|im_end|>")
+    mark = peer.server.generator.tokenizer.find_id("<|im_end|>")
     assert list(ids).count(mark) == 5
 
 

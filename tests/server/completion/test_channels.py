@@ -18,7 +18,7 @@ from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.engine_run import prompt_ids
-from agentflow.server.completion.request import CompletionRequest, ReasoningDelta, TextDelta, answers_of
+from agentflow.server.completion.request import CompletionRequest, ReasoningDelta, TextDelta, join_answers
 
 pytestmark = pytest.mark.anyio
 anyio_backend = pytest.fixture(only_asyncio)
@@ -130,7 +130,7 @@ async def test_log_probabilities_are_of_reasoning_or_of_the_answer() -> None:
     request = asking(SCRIPT, n=2, params={"logprobs": True, "top_logprobs": 2})
     async with generator_of(CHANNEL_MODEL) as generator:
         deltas = await deltas_of(generator, request)
-    for answer in answers_of(deltas, 2):
+    for answer in join_answers(deltas, 2):
         assert [token.token_id for token in answer.tokens] == [*answer.token_ids]
     own = [delta for delta in deltas if delta.index == 0]
     texts = [token.text for delta in own if isinstance(delta, TextDelta) for token in delta.tokens]
@@ -200,7 +200,7 @@ async def test_contents_have_no_tokens_of_the_notation() -> None:
         ids = await prompt_ids(generator, CompletionRequest(turns, SamplingParams(), tools=TOOLS["tools"]))
     text = TOKENIZER.decode(ids, skip_special=False)
     assert text.count("<|start|>system") == 5
-    assert ids.count(TOKENIZER.id_of("<|start|>")) == 7
+    assert ids.count(TOKENIZER.find_id("<|start|>")) == 7
 
 
 def session() -> af.Session:

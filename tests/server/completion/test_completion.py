@@ -27,14 +27,14 @@ from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import (
     AnswerEnded,
+    AnswerToken,
     CompletionRequest,
     TextDelta,
     TokenIds,
-    TokenLogprob,
     ToolArguments,
     ToolCallBegun,
-    answers_of,
-    merged,
+    join_answers,
+    merge_deltas,
 )
 
 pytestmark = pytest.mark.anyio
@@ -185,7 +185,7 @@ async def test_log_probabilities_come_with_the_text_that_they_are_of():
             deltas = []
             while batch := await completion.next():
                 deltas += batch
-        [answer] = answers_of(deltas, 1)
+        [answer] = join_answers(deltas, 1)
     assert len(answer.tokens) == 40
     assert b"".join(token.raw for token in answer.tokens).decode(errors="replace").startswith(answer.text)
     assert all(len(token.top) == 2 and token.logprob is not None for token in answer.tokens)
@@ -302,20 +302,20 @@ async def test_deltas_put_together_are_the_same_answers(answers, order):
         left = [line for line in lines if line]
         turn = order[len(mixed)] if len(mixed) < len(order) else 0
         mixed.append(left[turn % len(left)].pop(0))
-    joined = merged(mixed)
-    assert answers_of(joined, len(answers)) == answers_of(mixed, len(answers))
+    joined = merge_deltas(mixed)
+    assert join_answers(joined, len(answers)) == join_answers(mixed, len(answers))
     assert len(joined) <= len(mixed)
 
 
 async def test_deltas_are_put_together_once():
     """Each delta is copied a few times, and not once for each delta after it."""
-    token = TokenLogprob(1, "a", b"a", -0.5)
+    token = AnswerToken(1, "a", b"a", -0.5)
     num_answers, num_deltas = 5_000, 5
     deltas = [TextDelta(index, "a", (token,)) for index in range(num_answers) for _ in range(num_deltas)]
     deltas += [AnswerEnded(index, "stop", Usage()) for index in range(num_answers)]
-    answers = answers_of(deltas, num_answers)
+    answers = join_answers(deltas, num_answers)
     assert {(answer.text, len(answer.tokens)) for answer in answers} == {("a" * num_deltas, num_deltas)}
-    [joined] = merged([TextDelta(0, "a" * 50, (token,))] * 50_000)
+    [joined] = merge_deltas([TextDelta(0, "a" * 50, (token,))] * 50_000)
     assert (len(joined.text), len(joined.tokens)) == (2_500_000, 50_000)
-    [joined] = merged([ToolArguments(0, 2, "a" * 50)] * 50_000)
+    [joined] = merge_deltas([ToolArguments(0, 2, "a" * 50)] * 50_000)
     assert (joined.call, len(joined.text)) == (2, 2_500_000)

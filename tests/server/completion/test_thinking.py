@@ -30,7 +30,7 @@ from agentflow.server.completion.request import (
     CompletionRequest,
     ReasoningDelta,
     TextDelta,
-    answers_of,
+    join_answers,
 )
 
 pytestmark = pytest.mark.anyio
@@ -65,7 +65,7 @@ async def deltas_of(generator: EngineGenerator, request: CompletionRequest) -> l
 
 
 async def ask(generator: EngineGenerator, request: CompletionRequest) -> Answer:
-    [answer] = answers_of(await deltas_of(generator, request), 1)
+    [answer] = join_answers(await deltas_of(generator, request), 1)
     return answer
 
 
@@ -178,14 +178,14 @@ async def test_calls_follow_reasoning_that_have_marks_of_calls(mode) -> None:
         ids = await prompt_ids(generator, again)
     tokenizer = QWEN_MODEL.tokenizer
     assert f"<think>\nShould I {CALL}?\n</think>" in tokenizer.decode(ids)
-    assert ids.count(tokenizer.id_of("<think>")) == 1
+    assert ids.count(tokenizer.find_id("<think>")) == 1
 
 
 async def test_several_answers_with_log_probabilities() -> None:
     request = asking(SCRIPT, n=3, params={"logprobs": True, "top_logprobs": 2})
     async with generator_of(QWEN_MODEL) as generator:
         deltas = await deltas_of(generator, request)
-    for answer in answers_of(deltas, 3):
+    for answer in join_answers(deltas, 3):
         assert (answer.reasoning, answer.text) == (REASONING, ANSWER)
         assert [token.token_id for token in answer.tokens] == [*answer.token_ids]
     of_answers = [token for delta in deltas if isinstance(delta, TextDelta) for token in delta.tokens]

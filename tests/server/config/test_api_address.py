@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentflow.cli.operating.served_apis import api_backend
+from agentflow.cli.operating.served_apis import configured_backend
 from agentflow.errors import BadArgument, NotAuthorized
 from agentflow.server.config.api_address import ApiAddress
 from agentflow.server.config.config import Effective, Flags, config_text, load_config
@@ -123,9 +123,9 @@ def test_keys_come_from_the_variables_of_the_vendors(
         monkeypatch.delenv(name, raising=False)
     [model] = loaded(f"m={path}").config.models
     with pytest.raises(NotAuthorized):
-        api_backend(model)
+        configured_backend(model)
     monkeypatch.setenv(variable, SECRET)
-    assert SECRET not in repr(api_backend(model))
+    assert SECRET not in repr(configured_backend(model))
 
 
 def test_a_named_variable_replaces_the_vendors(
@@ -136,7 +136,7 @@ def test_a_named_variable_replaces_the_vendors(
     path = write('[models.m]\npath = "openai:gpt-4.1"\napi_key_variable = "MY_KEY"\n')
     found = loaded(file=path)
     with pytest.raises(NotAuthorized):
-        api_backend(found.config.models[0])
+        configured_backend(found.config.models[0])
     monkeypatch.setenv("MY_KEY", SECRET)
-    api_backend(found.config.models[0])
+    configured_backend(found.config.models[0])
     assert SECRET not in config_text(found)

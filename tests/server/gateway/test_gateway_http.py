@@ -36,7 +36,7 @@ from support.server.http_clients import only_asyncio
 
 from agentflow.cluster.routing.text_router import TextRouter
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.gateway.defaults import Limits
+from agentflow.server.gateway.defaults import GatewayLimits
 from agentflow.server.http import protocol
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -275,10 +275,10 @@ async def test_a_body_that_breaks_is_not_complete_for_the_client() -> None:
 
 async def test_targets_that_do_not_answer_in_time() -> None:
     hold = Answer([b"data: 1\n\n", Hold()], content_type=EVENTS)
-    async with routed_fakes(always(Answer([Hold()])), limits=Limits(first_byte_s=0.2)) as route:
+    async with routed_fakes(always(Answer([Hold()])), limits=GatewayLimits(first_byte_s=0.2)) as route:
         got = await route.chat()
         assert (got.status_code, got.json()["error"]["code"]) == (504, "timeout")
-    async with routed_fakes(always(hold), limits=Limits(stall_s=0.2)) as route:
+    async with routed_fakes(always(hold), limits=GatewayLimits(stall_s=0.2)) as route:
         got = await route.chat(stream=True)
         assert '"target_failed"' in got.text
 
@@ -443,7 +443,7 @@ async def test_an_answer_that_repeats_a_clients_text_moves_nothing() -> None:
 
 
 async def test_small_bodies_are_read_while_large_ones_fill_the_memory() -> None:
-    limits = Limits(bodies_bytes=1_000, small_body_bytes=500)
+    limits = GatewayLimits(bodies_bytes=1_000, small_body_bytes=500)
     async with routed_fakes(always(refused(503)), ok, limits=limits) as route:
         route.gateway.targets[1].num_running = 1
         route.gateway.proxy._bodies.count(1_000)
@@ -453,7 +453,7 @@ async def test_small_bodies_are_read_while_large_ones_fill_the_memory() -> None:
 
 
 async def test_a_slow_client_is_no_failure_of_its_target() -> None:
-    limits = Limits(body_bytes=10, small_body_bytes=0, first_byte_s=0.2)
+    limits = GatewayLimits(body_bytes=10, small_body_bytes=0, first_byte_s=0.2)
     async with routed_fakes(ok, limits=limits) as route:
         host, _, port = route.url.removeprefix("http://").rpartition(":")
         for _ in range(3):
@@ -473,7 +473,7 @@ async def test_a_check_that_is_refused_as_too_frequent_forgets_no_models() -> No
 
 
 async def test_a_large_body_is_passed_on_while_it_arrives() -> None:
-    limits = Limits(body_bytes=10_000, bodies_bytes=15_000)
+    limits = GatewayLimits(body_bytes=10_000, bodies_bytes=15_000)
 
     async def pieces() -> Any:
         for number in range(50):
@@ -496,7 +496,7 @@ async def test_a_large_body_is_passed_on_while_it_arrives() -> None:
 
 
 async def test_a_client_that_stops_within_its_body() -> None:
-    async with routed_fakes(unexpected, limits=Limits(body_timeout_s=0.2)) as route:
+    async with routed_fakes(unexpected, limits=GatewayLimits(body_timeout_s=0.2)) as route:
         host, _, port = route.url.removeprefix("http://").rpartition(":")
         async with await anyio.connect_tcp(host, int(port)) as client:
             await client.send(b"POST /v1/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{")

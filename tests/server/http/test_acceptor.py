@@ -86,7 +86,7 @@ async def test_one_address_has_so_many_connections(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clients = iter(["a", "a", "a", "a", "b", None, None, None, "a"])
-    monkeypatch.setattr(acceptor_module, "client_of", lambda host: next(clients))
+    monkeypatch.setattr(acceptor_module, "client_network", lambda host: next(clients))
     async with accepting(max_per_address=2) as (one, port), contextlib.AsyncExitStack() as stack:
 
         async def connect() -> SocketStream:

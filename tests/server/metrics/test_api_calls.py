@@ -16,7 +16,7 @@ from support.server.http_clients import only_asyncio
 
 from agentflow.cli.operating.top import figures, parse_metrics
 from agentflow.protocol.events import Usage
-from agentflow.server.metrics.api_calls import ApiCalls
+from agentflow.server.metrics.api_calls import ApiCallTimes
 from agentflow.server.metrics.request_times import MAX_TENANTS, OTHER_TENANTS
 
 pytestmark = pytest.mark.anyio
@@ -117,7 +117,7 @@ async def test_top_shows_a_model_without_an_engine() -> None:
 
 
 def test_many_tenants_share_a_label() -> None:
-    calls = ApiCalls()
+    calls = ApiCallTimes()
     for number in range(MAX_TENANTS + 5):
         calls.call_begun(number, f"tenant {number}")
         calls.call_ended(number, Usage(1))
@@ -126,7 +126,7 @@ def test_many_tenants_share_a_label() -> None:
 
 
 def test_an_end_without_a_begin_counts_nothing() -> None:
-    calls, nothing = ApiCalls(), dict[str, Any]()
+    calls, nothing = ApiCallTimes(), dict[str, Any]()
     calls.call_ended(1, Usage(1))
     calls.call_failed(1, "cancelled")
     assert (calls.tokens, calls.errors) == (nothing, nothing)

@@ -44,7 +44,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import Generator
 from agentflow.server.app import create_app
 from agentflow.server.metrics import metrics as metrics_module
-from agentflow.server.metrics.api_calls import ApiCalls
+from agentflow.server.metrics.api_calls import ApiCallTimes
 from agentflow.server.metrics.metrics import EngineTotals, ServerMetrics
 from agentflow.server.metrics.request_times import (
     MAX_TENANTS,
@@ -467,7 +467,7 @@ def test_the_page_lists_what_there_is():
     metrics.of("model").requests.sent(submit(1))
     metrics.of("model").requests.received([Started([1]), finished(1, 1)])
     metrics.answers["/v1/models", 0] += 1
-    calls = metrics.of("behind an API").calls = ApiCalls()
+    calls = metrics.of("behind an API").calls = ApiCallTimes()
     for call_id in (1, 2):
         calls.call_begun(call_id, "")
     calls.call_ended(1, Usage(10, output_tokens=2, cost=0.5))

@@ -19,7 +19,7 @@ from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, Generator, StateHint, UpcomingGen
-from agentflow.server.metrics.api_calls import ApiCalls
+from agentflow.server.metrics.api_calls import ApiCallTimes
 from agentflow.server.models.api_model import ApiModel, TenantGenerator
 
 pytestmark = pytest.mark.anyio
@@ -35,7 +35,7 @@ class Tenant:
         self.inner = inner
         self.vendor = vendor
         model = ApiModel("gpt", inner)
-        self.calls = ApiCalls()
+        self.calls = ApiCallTimes()
         model.observe(self.calls)
         self.generator: TenantGenerator = model.generator(ANONYMOUS)
 

@@ -18,7 +18,7 @@ from support.server.openai_peer import (
     sync_client,
 )
 
-from agentflow.server.completion.request import Answer, CompletionRequest, TokenIds, TokenLogprob
+from agentflow.server.completion.request import Answer, AnswerToken, CompletionRequest, TokenIds
 from agentflow.server.config.limits import HttpLimits
 from agentflow.server.openai.completions import _OffsetLogprobs
 
@@ -101,7 +101,7 @@ def test_log_probabilities_in_the_old_form(server: ApiServer, count: int, kind: 
 
 def test_half_a_character_is_reported_as_bytes() -> None:
     raws = ["ü".encode()[:1], "ü".encode()[1:] + b"x", b"y", b"\xff"]
-    tokens = [TokenLogprob(n, raw.decode(errors="replace"), raw, -1.0) for n, raw in enumerate(raws)]
+    tokens = [AnswerToken(n, raw.decode(errors="replace"), raw, -1.0) for n, raw in enumerate(raws)]
     reported = _OffsetLogprobs(0).push(tokens)
     assert reported.tokens == ["bytes:\\xc3", "bytes:\\xbc\\x78", "y", "bytes:\\xff"]
     text = codecs.decode(b"".join(raws), "utf-8", "replace")

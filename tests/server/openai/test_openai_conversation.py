@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.errors import ApiError
-from agentflow.server.openai.request import check_fields, conversation_of, tool_choice_of, tools_of
+from agentflow.server.openai.request import check_fields, read_conversation, read_tool_choice, read_tools
 from agentflow.server.openai.types import ChatRequest
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
@@ -25,7 +25,7 @@ def read(**fields: Any) -> ChatRequest:
 
 
 def turns(*messages: dict[str, Any]) -> tuple[Message, ...]:
-    return conversation_of(read(messages=messages).messages, "m")
+    return read_conversation(read(messages=messages).messages, "m")
 
 
 @given(
@@ -83,7 +83,7 @@ def test_tools() -> None:
         {"type": "function", "function": {"name": "one", "description": "D", "parameters": schema}},
         {"type": "function", "function": {"name": "two", "strict": True}},
     ]
-    assert tools_of(read(tools=tools).tools or ()) == (
+    assert read_tools(read(tools=tools).tools or ()) == (
         ToolSpec("one", "D", schema, strict=False),
         ToolSpec("two", "", {"type": "object", "properties": {}, "additionalProperties": False}),
     )
@@ -108,7 +108,7 @@ def test_which_tools_are_called(
     choice: Any, has_tools: bool, parallel: bool | None, meant: ToolChoice
 ) -> None:
     body = read(**({} if choice is None else {"tool_choice": choice}))
-    assert tool_choice_of(body.tool_choice, has_tools=has_tools, parallel=parallel) == meant
+    assert read_tool_choice(body.tool_choice, has_tools=has_tools, parallel=parallel) == meant
 
 
 UNREAD = {

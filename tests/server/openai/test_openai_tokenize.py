@@ -90,7 +90,7 @@ def test_f40a_a_prompt_with_its_first_token_gets_no_second(
     answers = [post(prefixed, path, **{field: text}, **more) for text in texts]
     assert [status for status, _ in answers] == [200] * 3
     plain, written, twice = (list(submit.token_ids) for submit in sent.submits)
-    first = prefixed.engine.tokenizer.id_of("<s>")
+    first = prefixed.engine.tokenizer.find_id("<s>")
     assert (plain.count(first), written.count(first), twice.count(first)) == (1, 1, 2)
     assert written == [first, *prefixed.engine.tokenizer.encode_markup(f"<s>{TEXT}")[1:]]
     for text, ids in zip(texts, (plain, written, twice), strict=True):

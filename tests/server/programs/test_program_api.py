@@ -23,7 +23,7 @@ from agentflow.runtime.generator import Generated, OnText, StateHint
 from agentflow.server import app as app_module
 from agentflow.server.app import Access, create_app
 from agentflow.server.config.limits import HttpLimits
-from agentflow.server.event_stream import EventStream
+from agentflow.server.event_stream import ServerSentEvents
 from agentflow.server.models.models import one_model
 from agentflow.server.programs.programs import open_programs
 from agentflow.server.service import Service
@@ -275,13 +275,13 @@ async def test_a_failure_has_the_path_from_its_producer(is_streamed: bool) -> No
 
 def on_send(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], Awaitable[None]]) -> None:
     """Runs ``meanwhile`` during each send of a stream."""
-    send = EventStream.send
+    send = ServerSentEvents.send
 
-    async def slow_send(stream: EventStream, events: bytes) -> None:
+    async def slow_send(stream: ServerSentEvents, events: bytes) -> None:
         await send(stream, events)
         await meanwhile()
 
-    monkeypatch.setattr(EventStream, "send", slow_send)
+    monkeypatch.setattr(ServerSentEvents, "send", slow_send)
 
 
 async def test_text_and_end_that_arrive_during_a_send_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:

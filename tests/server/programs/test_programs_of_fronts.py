@@ -139,7 +139,7 @@ def test_a_program_is_found_before_it_is_in_the_store(two: tuple[ApiServer, ApiS
     values = values_of(there)
 
     async def is_kept() -> bool:
-        return await values.front_of("", program) is not None
+        return await values.find_front("", program) is not None
 
     while not there.call(is_kept):
         pass

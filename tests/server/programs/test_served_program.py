@@ -17,10 +17,16 @@ from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import RunFailed
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import GenParams
-from agentflow.runtime import turns
+from agentflow.runtime import loop_turns
 from agentflow.runtime.generator import Generated, OnText, SessionModels
 from agentflow.runtime.limits import MemoryBudget
-from agentflow.server.programs.program import Input, Output, Piece, ServedProgram, Variable
+from agentflow.server.programs.program import (
+    ProgramInput,
+    ProgramOutput,
+    ProgramVariable,
+    PromptPiece,
+    ServedProgram,
+)
 
 pytestmark = pytest.mark.anyio
 FAIL = "!"
@@ -51,25 +57,25 @@ class Plan:
     """Requests in order, the values of the inputs that no request makes, and when each is set: before the
     request of this number, or at the end."""
 
-    requests: list[list[Piece]]
+    requests: list[list[PromptPiece]]
     values: dict[str, str]
     times: dict[str, int]
 
 
 @st.composite
 def plans(draw: Any) -> Plan:
-    requests: list[list[Piece]] = []
+    requests: list[list[PromptPiece]] = []
     known: list[str] = ["x0", "x1"]
     for number in range(draw(st.integers(1, 6))):
-        pieces: list[Piece] = [f"r{number}"]
+        pieces: list[PromptPiece] = [f"r{number}"]
         for index in range(draw(st.integers(1, 2))):
             for source in draw(st.lists(st.sampled_from(known), max_size=3)):
-                pieces += [Input(source), "+"]
+                pieces += [ProgramInput(source), "+"]
             if draw(st.integers(0, 5)) == 0:
                 pieces.append(FAIL)
-            pieces.append(Output(f"v{number}.{index}", GenParams()))
+            pieces.append(ProgramOutput(f"v{number}.{index}", GenParams()))
         requests.append(pieces)
-        known += [piece.variable for piece in pieces if isinstance(piece, Output)]
+        known += [piece.variable for piece in pieces if isinstance(piece, ProgramOutput)]
     times = {name: draw(st.integers(0, len(requests))) for name in ("x0", "x1")}
     return Plan(requests, {"x0": "one", "x1": "two"}, times)
 
@@ -83,10 +89,10 @@ def alone(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
             match piece:
                 case str():
                     text += piece
-                case Input(variable=name):
+                case ProgramInput(variable=name):
                     cause = cause or causes.get(name, "")
                     text += values.get(name, "")
-                case Output(variable=name):
+                case ProgramOutput(variable=name):
                     cause = cause or (name if text.endswith(FAIL) else "")
                     if cause:
                         causes[name] = cause
@@ -147,12 +153,12 @@ async def test_the_end_of_a_program_at_any_time_frees_everything(plan: Plan, num
     assert (generator.num_open, generator.num_running, memory.num_bytes) == (0, 0, 0)
 
 
-class Searched(list[Variable]):
+class Searched(list[ProgramVariable]):
     """Counts the searches in the variables of requests."""
 
     num = 0
 
-    def __iter__(self) -> Iterator[Variable]:
+    def __iter__(self) -> Iterator[ProgramVariable]:
         Searched.num += 1
         return super().__iter__()
 
@@ -169,9 +175,11 @@ async def test_a_long_path_is_searched_once_and_in_turns(monkeypatch: pytest.Mon
     with anyio.fail_after(20):
         async with anyio.create_task_group() as group:
             program.begin(SessionModels(FailingGenerator()), group)
-            await program.submit([FAIL, Output("v0", GenParams())])
+            await program.submit([FAIL, ProgramOutput("v0", GenParams())])
             for number in range(1, 50):
-                await program.submit([Input(f"v{number - 1}"), Output(f"v{number}", GenParams())])
+                await program.submit(
+                    [ProgramInput(f"v{number - 1}"), ProgramOutput(f"v{number}", GenParams())]
+                )
             last = program.find("v49")
             assert last is not None
             await program.wait(last)
@@ -180,7 +188,7 @@ async def test_a_long_path_is_searched_once_and_in_turns(monkeypatch: pytest.Mon
                 assert variable is not None
                 assert variable.request is not None
                 variable.request.variables = Searched(variable.request.variables)
-            monkeypatch.setattr(turns, "TURN_S", -1)
+            monkeypatch.setattr(loop_turns, "TURN_S", -1)
             monkeypatch.setattr(Searched, "num", 0)
             group.start_soon(count)
             for _ in range(3):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from agentflow.protocol.chat import Message
 from agentflow.server.responses.item import Item
-from agentflow.server.responses.store import ResponseStore, Stored, StoredConversation, StoredResponse
+from agentflow.server.responses.store import ResponseStore, StoredConversation, StoredRecord, StoredResponse
 
 MOST_BYTES, LIFETIME_S = 20_000, 10.0
 TENANTS = ("a", "b", "c")
@@ -39,7 +39,7 @@ def conversation(number: int, size: int) -> StoredConversation:
     return StoredConversation(f"conv_{number % 2}", 0, {}, items, (), sum(one.num_bytes for one in items))
 
 
-def is_there(store: ResponseStore, one: tuple[float, str, Stored]) -> bool:
+def is_there(store: ResponseStore, one: tuple[float, str, StoredRecord]) -> bool:
     _, tenant, stored = one
     return stored in (store.find(tenant, stored.id), store.find_conversation(tenant, stored.id))
 
@@ -48,7 +48,7 @@ def is_there(store: ResponseStore, one: tuple[float, str, Stored]) -> bool:
 def test_the_store_keeps_the_entries_of_a_list(steps: list[tuple[str, str, int]]) -> None:
     now_s = 0.0
     store = ResponseStore(MOST_BYTES, LIFETIME_S, clock=lambda: now_s)
-    kept: list[tuple[float, str, Stored]] = []
+    kept: list[tuple[float, str, StoredRecord]] = []
 
     def used(tenant: str) -> int:
         return sum(one.num_bytes for _, owner, one in kept if owner == tenant)
@@ -56,7 +56,7 @@ def test_the_store_keeps_the_entries_of_a_list(steps: list[tuple[str, str, int]]
     for number, (what, tenant, value) in enumerate(steps):
         match what:
             case "add" | "converse":
-                added: Stored = (response if what == "add" else conversation)(number, value)
+                added: StoredRecord = (response if what == "add" else conversation)(number, value)
                 assert store.add(tenant, added)
                 kept = [one for one in kept if one[0] > now_s and (one[1], one[2].id) != (tenant, added.id)]
                 kept.append((now_s + LIFETIME_S, tenant, added))

@@ -54,7 +54,7 @@ async def is_admitted(
 
 
 async def settle(gate: SharedGate, tenant: Tenant) -> None:
-    await gate._exchange(tenant.name, gate._account_of(tenant), {})
+    await gate._exchange(tenant.name, gate._find_account(tenant), {})
 
 
 @pytest.mark.parametrize("limit", [1, 5, 320])
@@ -76,7 +76,7 @@ async def test_all_fronts_together_start_what_one_may(redis: RedisServer, limit:
         assert limit - FRONTS * (limit // PARTS) <= num_admitted <= most
         # What another front holds and does not use is given back.
         for gate in gates:
-            account = gate._account_of(tenant)
+            account = gate._find_account(tenant)
             assert account.requests is not None
             await gate._exchange("ann", account, {}, is_last=True)
             assert account.requests.credit == 0  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ async def test_leases_are_settled_while_the_gate_runs(
     async with gates_of(redis, 2) as (here, there):
         async with here.running():
             assert await is_admitted(here, tenant)
-            lease = here._account_of(tenant).requests
+            lease = here._find_account(tenant).requests
             with anyio.fail_after(5):
                 while lease.credit:  # type: ignore[union-attr]
                     await anyio.lowlevel.checkpoint()
@@ -325,6 +325,6 @@ def test_fronts_that_are_settled_admit_exactly_what_one_does(
                     if admitted:
                         began.append((stack, admitted))
                 for gate in fronts:  # debts first, so that what is given back is not lost to a full bucket
-                    await gate._exchange("ann", gate._account_of(tenant), {}, is_last=True)
+                    await gate._exchange("ann", gate._find_account(tenant), {}, is_last=True)
 
     anyio.run(run)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import agentflow as af
-from agentflow.language.graphs.graph import Graph, Output
+from agentflow.language.graphs.graph import Graph, GraphOutput
 from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
@@ -56,7 +56,7 @@ async def test_a_program_in_python_and_its_graph_send_the_same_prompts_and_seeds
     calls = [op.var for op in submitted.ops if isinstance(op, ops.Gen | ops.Select)]
     as_graph = af.Scripted(answer)
     async with af.session(backend=as_graph, seed=1) as flow:
-        outputs = [Output(variable) for variable in calls]
+        outputs = [GraphOutput(variable) for variable in calls]
         graph = Graph(path.stem, submitted.ops, {}, outputs, places=submitted.places)
         values = await flow.submit(graph)
     assert sent(in_python) == sent(as_graph)

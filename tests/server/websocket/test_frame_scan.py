@@ -20,7 +20,7 @@ from agentflow.protocol.bounds.json_bounds import JsonBounds, TooMuchJson
 from agentflow.protocol.chat import Conversation, Message, ToolSpec
 from agentflow.protocol.events import Reached, Value
 from agentflow.protocol.wire import MAX_FRAME_BYTES, Ops, encode
-from agentflow.runtime import turns
+from agentflow.runtime import loop_turns
 from agentflow.server.websocket import connection
 from agentflow.server.websocket import frames as frame_scan
 from agentflow.server.websocket.frames import FRAME_BOUNDS, SMALL_FRAME_BYTES, check_frame
@@ -118,9 +118,9 @@ async def test_a_large_frame_is_received_in_several_turns(monkeypatch: pytest.Mo
     async def end_turn() -> None:
         nonlocal num_turns
         num_turns += 1
-        await turns.end_turn()
+        await loop_turns.end_loop_turn()
 
-    monkeypatch.setattr(connection, "end_turn", end_turn)
+    monkeypatch.setattr(connection, "end_loop_turn", end_turn)
     text = "д" * SMALL_FRAME_BYTES
     frame = Ops(1, (ops.Open(1), ops.Set(1, 1, "v", (text,)), ops.Await(1, 1)))
     for is_binary in (True, False):

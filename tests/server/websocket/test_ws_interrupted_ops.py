@@ -13,7 +13,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.events import Reached, Value
 from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.wire import Resume
-from agentflow.runtime import turns
+from agentflow.runtime import loop_turns
 from agentflow.runtime.interpreter.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,7 @@ SENT = (
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn is over immediately, so that each step of an op is one turn."""
-    monkeypatch.setattr(turns, "TURN_S", -1)
+    monkeypatch.setattr(loop_turns, "TURN_S", -1)
 
 
 def event_at_step(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> anyio.Event:

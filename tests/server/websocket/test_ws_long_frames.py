@@ -9,7 +9,7 @@ from support.asgi_peer import bench, check_still_served, connected
 from support.session_peer import gen
 
 from agentflow.protocol import ops
-from agentflow.runtime import turns as turns_module
+from agentflow.runtime import loop_turns
 from agentflow.runtime.interpreter.state_tree import MAX_LIMITS
 
 pytestmark = pytest.mark.anyio
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 async def test_ops_that_take_long_let_others_run_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn is over at once: a frame of few ops is taken in as many turns."""
-    monkeypatch.setattr(turns_module, "TURN_S", -1.0)
+    monkeypatch.setattr(loop_turns, "TURN_S", -1.0)
     num_ops = 128
     async with bench() as server, connected(server, binary=[True, True]) as [slow, good]:
         await good.greet()

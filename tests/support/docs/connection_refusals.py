@@ -50,7 +50,7 @@ def no_request(_: ApiServer, api: Api) -> Response:
 
 def too_many_of_one_address(_: ApiServer, api: Api) -> Response:
     with (
-        patch.object(acceptor, "client_of", lambda host: host),  # also of this machine
+        patch.object(acceptor, "client_network", lambda host: host),  # also of this machine
         api_server(server_limits=ServerLimits(max_connections_per_address=1), constraints=False) as server,
         connection_with(server, b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as other,
     ):

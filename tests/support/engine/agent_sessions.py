@@ -125,7 +125,7 @@ class AgentSession:
         fill_conversation(context, Conversation(messages, (READ,)), self.template, self.outputs)
         state.cut()
         prompt, shown = state.ids(), state.text_view()
-        assert "".join(self.tokenizer.texts_of(prompt)) == shown
+        assert "".join(self.tokenizer.list_texts(prompt)) == shown
         self.count(prompt, shown)
         text, reasoning, thinking_end = self.answer(context, calls=calls)
         ids = self.odd_ids(text)
@@ -150,7 +150,7 @@ class AgentSession:
             self.found.same_text += num_found
             return
         length = common_prefix(text, shown)
-        texts = self.tokenizer.texts_of(earlier)
+        texts = self.tokenizer.list_texts(earlier)
         at = num = 0
         while num < len(texts) and at + len(texts[num]) <= length:
             at, num = at + len(texts[num]), num + 1

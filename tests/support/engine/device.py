@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels.device_stream import DeviceStream, Mark
+from agentflow.kernels.device_stream import DeviceStream, StreamMark
 
 DEVICE = os.environ.get("AGENTFLOW_DEVICE", "cpu")
 """Where tests run models that can run on any device: cpu, or cuda in ``make gpu-test``."""
@@ -50,7 +50,7 @@ class QueuedStream(DeviceStream):
         if self._rng.random() < 0.3:
             self.advance_to(self._num_done + int(self._rng.integers(len(self._works) + 1)))
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         return _Place(self, self._num_done + len(self._works))
 
     @torch.inference_mode()

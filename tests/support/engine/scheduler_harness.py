@@ -156,11 +156,11 @@ class Harness:
         waiting = self.scheduler.waiting
         matches: list[tuple[Request, int]] = []
         if isinstance(waiting, LongestPrefix):
-            matches = [(one, waiting._tree.match_of(one)) for one in waiting._waiting.values()]
+            matches = [(one, waiting._tree.count_match(one)) for one in waiting._waiting.values()]
         if isinstance(waiting, FairLongestPrefix):
             for tenant in waiting._tenants.values():
                 matches += [
-                    (one.request, tenant.match_of(one.request)) for one in tenant.arrivals.waiting.values()
+                    (one.request, tenant.count_match(one.request)) for one in tenant.arrivals.waiting.values()
                 ]
         for request, match in matches:
             assert match == self.scheduler.memory.peek(request.cache_key, request.reusable_run())

@@ -19,7 +19,7 @@ from agentflow.protocol.chat import (
     CallBegun,
     CalledTool,
     Message,
-    Piece,
+    ReplyPiece,
     TextPiece,
     ToolChoice,
     ToolSpec,
@@ -82,7 +82,7 @@ def use_of(template: ChatTemplate, asked: CompletionRequest) -> ToolUse:
     return tool_use(template, asked.conversation)
 
 
-def calls_of(pieces: Sequence[Piece]) -> list[CalledTool]:
+def calls_of(pieces: Sequence[ReplyPiece]) -> list[CalledTool]:
     found: list[CalledTool] = []
     for piece in pieces:
         if isinstance(piece, CallBegun):
@@ -92,7 +92,7 @@ def calls_of(pieces: Sequence[Piece]) -> list[CalledTool]:
     return found
 
 
-def prose_of(pieces: Sequence[Piece]) -> str:
+def prose_of(pieces: Sequence[ReplyPiece]) -> str:
     return "".join([piece.text for piece in pieces if isinstance(piece, TextPiece)])
 
 

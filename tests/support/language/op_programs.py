@@ -274,13 +274,13 @@ class OpProgram:
         assert state.parent is not None
         return self._open_role(state.parent, state.forked_after)
 
-    def failure_of(self, state: PlannedState) -> Failure | None:
+    def make_failure(self, state: PlannedState) -> Failure | None:
         """What the state's stream fails with, where nothing is cancelled."""
         end = self._text(state, len(state.stream))
         return end if isinstance(end, Failure) else None
 
     def _fails(self, var: int) -> bool:
-        return self.failure_of(self.variables[var][0]) is not None
+        return self.make_failure(self.variables[var][0]) is not None
 
     def uncertain_states(self) -> set[int]:
         """States that a cancellation, or the failure of a task group, may end at any point."""
@@ -299,7 +299,7 @@ class OpProgram:
                     ):
                         more.add(state.id)
             for parent, members in self.groups:
-                if any(member.id in more or self.failure_of(member) for member in members):
+                if any(member.id in more or self.make_failure(member) for member in members):
                     more |= {parent.id, *(state.id for member in members for state in member.family())}
             if more == found:
                 return found

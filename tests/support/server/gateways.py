@@ -12,7 +12,7 @@ import httpx2
 from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Received, fake_server
 
 from agentflow.backends.apis.http.connections import Connections
-from agentflow.server.gateway.defaults import Limits
+from agentflow.server.gateway.defaults import GatewayLimits
 from agentflow.server.gateway.gateway import Gateway
 from agentflow.server.gateway.route import running_gateway
 from agentflow.server.gateway.target import parse_targets
@@ -42,10 +42,12 @@ class Routed:
 
 
 @asynccontextmanager
-async def routed(urls: Sequence[str], limits: Limits | None = None, **options: Any) -> AsyncIterator[Routed]:
+async def routed(
+    urls: Sequence[str], limits: GatewayLimits | None = None, **options: Any
+) -> AsyncIterator[Routed]:
     """A gateway before these servers."""
     targets = parse_targets(list(urls))
-    gateway = Gateway(targets, Connections(None, 60.0), limits=limits or Limits(), **options)
+    gateway = Gateway(targets, Connections(None, 60.0), limits=limits or GatewayLimits(), **options)
     async with (
         running_gateway(gateway) as running,
         httpx2.AsyncClient(base_url=running.url, timeout=20) as http,
@@ -54,7 +56,9 @@ async def routed(urls: Sequence[str], limits: Limits | None = None, **options: A
 
 
 @asynccontextmanager
-async def routed_fakes(*plays: Play, limits: Limits | None = None, **options: Any) -> AsyncIterator[Routed]:
+async def routed_fakes(
+    *plays: Play, limits: GatewayLimits | None = None, **options: Any
+) -> AsyncIterator[Routed]:
     """A gateway before scripted servers. Each has the model ``m`` until its script answers otherwise."""
     async with AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(fake_server(_with_models(play))) for play in plays]

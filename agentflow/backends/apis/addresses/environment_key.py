@@ -38,11 +38,11 @@ def is_same_server(address: str, other: str) -> bool:
     >>> is_same_server("https://host/v1", "wss://HOST:443"), is_same_server("https://host", "http://host")
     (True, False)
     """
-    server = _server_of(address)
-    return server is not None and server == _server_of(other)
+    server = _read_server(address)
+    return server is not None and server == _read_server(other)
 
 
-def _server_of(address: str) -> tuple[str, str, int] | None:
+def _read_server(address: str) -> tuple[str, str, int] | None:
     """The vendor, or the kind of connection with the host and its port. None if the address has no server."""
     if address.startswith(VENDORS):
         return "vendor", address.partition(":")[0], 0

@@ -15,7 +15,7 @@ import msgspec
 
 from agentflow.backends.apis.answers.visible_text import StopFilter
 from agentflow.errors import NotSupported, ProtocolError, RunFailed
-from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Piece, ReplyWriter, TextPiece
+from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, ReplyPiece, ReplyWriter, TextPiece
 from agentflow.protocol.events import TokenLogprob, Usage
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, OnText
@@ -46,7 +46,7 @@ class TokenInfo:
     top: tuple[TokenLogprob, ...] = ()
 
 
-class Answer:
+class AnswerCollector:
     """Collects one answer.
 
     Args:
@@ -237,7 +237,7 @@ class Answer:
             self.is_visible = True
             self._on_text(text)
 
-    def _write(self, *pieces: Piece) -> None:
+    def _write(self, *pieces: ReplyPiece) -> None:
         if self._is_reply and not self._is_held:
             self.is_visible = True
             self._notation.append(self._writer.push(pieces))

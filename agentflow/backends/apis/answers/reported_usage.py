@@ -43,11 +43,13 @@ def is_given(raw: msgspec.Raw) -> bool:
     return len(raw) > 0 and raw != NULL
 
 
-def count(found: object, *names: str) -> int | None:
+def read_count(found: object, *names: str) -> int | None:
     """The number in the first of some fields that has one; inner fields follow a dot.
 
-    >>> count({"tokens": {"input": 12.0}}, "input", "tokens.input"), count({"input": "many"}, "input")
-    (12, None)
+    >>> read_count({"tokens": {"input": 12.0}}, "input", "tokens.input")
+    12
+    >>> read_count({"input": "many"}, "input") is None
+    True
     """
     for name in names:
         value = found
@@ -78,18 +80,18 @@ def usage_in(found: object, guess: Usage) -> Reported:
         found: The content of the field with the numbers.
         guess: The numbers of the prompt and the output, if the server does not report them.
     """
-    prompt = count(found, "prompt_tokens", "input_tokens")
-    output = count(found, "completion_tokens", "output_tokens")
-    reasoning = count(found, *_REASONING) or 0
+    prompt = read_count(found, "prompt_tokens", "input_tokens")
+    output = read_count(found, "completion_tokens", "output_tokens")
+    reasoning = read_count(found, *_REASONING) or 0
     if prompt is not None and output is not None:
         # xAI and Google leave the reasoning out of the output, for which it is paid.
-        hidden = (count(found, "total_tokens") or 0) - prompt - output
+        hidden = (read_count(found, "total_tokens") or 0) - prompt - output
         if hidden > 0 and reasoning in (0, hidden):
             output, reasoning = output + hidden, hidden
     usage = Usage(
         guess.prompt_tokens if prompt is None else prompt,
-        max([count(found, name) or 0 for name in _CACHED]),
+        max([read_count(found, name) or 0 for name in _CACHED]),
         guess.output_tokens if output is None else output,
         reasoning_tokens=reasoning,
     )
-    return Reported(usage, count(found, *_WRITTEN) or 0)
+    return Reported(usage, read_count(found, *_WRITTEN) or 0)

@@ -43,7 +43,7 @@ _SCHEMA_CHECK: Final = "agentflow.protocol.bounds.schema_check"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CheckLimits:
     """The limits of one check.
 
     Attributes:
@@ -61,29 +61,29 @@ class Limits:
         return self.steps + self.steps_of_a_char * len(text)
 
 
-INLINE: Final = Limits(300, 0, 0.002)
+INLINE: Final = CheckLimits(300, 0, 0.002)
 """About two milliseconds of the event loop."""
-FULL: Final = Limits(50_000, 40, 0.2)
+FULL: Final = CheckLimits(50_000, 40, 0.2)
 
-Check: TypeAlias = Callable[[str, Limits, "Sequence[str]"], "str | None"]
+TextCheck: TypeAlias = Callable[[str, CheckLimits, "Sequence[str]"], "str | None"]
 """Takes a text, the limits, and for a text that a stop has ended the texts with which it may have gone on.
 Returns how it violates the constraint, or None."""
 
 
 async def found_fault(constraint: Constraint, text: str, cut_by: Sequence[str] = ()) -> str | None:
-    """``fault_of`` for an event loop.
+    """``find_fault`` for an event loop.
 
     Raises:
         CannotCheck: The check takes too long, or the constraint cannot be checked.
         BadArgument: The constraint is invalid.
     """
     if constraint.kind == "choices" and constraint.instead is None:
-        return fault_of(constraint, text, cut_by)
+        return find_fault(constraint, text, cut_by)
     # Small grammars may be large automata, and the first schema imports a package of 60 ms.
     begins_here = constraint.kind == "regex" or (constraint.kind == "schema" and _SCHEMA_CHECK in sys.modules)
     if begins_here and len(constraint.source) + len(text) <= _SMALL_CHARS:
         try:
-            return fault_of(constraint, text, cut_by, INLINE)
+            return find_fault(constraint, text, cut_by, INLINE)
         except CannotCheck:
             pass
     # Through a list, so that the thread keeps no error, whose frames hold the text.
@@ -99,13 +99,13 @@ def _check_into(
     outcome: list[str | Exception | None], constraint: Constraint, text: str, cut_by: Sequence[str]
 ) -> None:
     try:
-        outcome.append(fault_of(constraint, text, cut_by))
+        outcome.append(find_fault(constraint, text, cut_by))
     except Exception as error:
         outcome.append(error)
 
 
-def fault_of(
-    constraint: Constraint, text: str, cut_by: Sequence[str] = (), limits: Limits = FULL
+def find_fault(
+    constraint: Constraint, text: str, cut_by: Sequence[str] = (), limits: CheckLimits = FULL
 ) -> str | None:
     """How ``text`` violates the constraint, for the model; None if it does not.
 
@@ -120,14 +120,14 @@ def fault_of(
         CannotCheck: The check takes too long, or the constraint cannot be checked.
         BadArgument: The constraint is invalid.
 
-    >>> fault_of(Constraint("choices", choices=("yes", "no")), "maybe")
+    >>> find_fault(Constraint("choices", choices=("yes", "no")), "maybe")
     "'maybe' is none of the choices"
-    >>> fault_of(Constraint("regex", "[0-9]+;"), "12", cut_by=[";"])
+    >>> find_fault(Constraint("regex", "[0-9]+;"), "12", cut_by=[";"])
     """
-    found = _fault_of(constraint, text, cut_by, limits)
+    found = _find_fault(constraint, text, cut_by, limits)
     if found is None or constraint.instead is None:
         return found
-    return None if _fault_of(constraint.instead, text, cut_by, limits) is None else found
+    return None if _find_fault(constraint.instead, text, cut_by, limits) is None else found
 
 
 def going_on(params: GenParams) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ def _shown(source: str) -> str:
     return source if len(source) <= MAX_SHOWN_CHARS else source[:MAX_SHOWN_CHARS] + "…"
 
 
-def _fault_of(constraint: Constraint, text: str, cut_by: Sequence[str], limits: Limits) -> str | None:
+def _find_fault(constraint: Constraint, text: str, cut_by: Sequence[str], limits: CheckLimits) -> str | None:
     match constraint.kind:
         case "choices":
             is_begun = any(choice.startswith(text + more) for choice in constraint.choices for more in cut_by)
@@ -170,13 +170,13 @@ def _fault_of(constraint: Constraint, text: str, cut_by: Sequence[str], limits: 
     return found
 
 
-def _check(kind: ConstraintKind, source: str) -> Check:
+def _check(kind: ConstraintKind, source: str) -> TextCheck:
     """The check of a constraint, compiled once if its source is short enough to be kept."""
     make = _remembered_check if len(source) <= MAX_REMEMBERED_CHARS else _made_check
     return make(kind, source)
 
 
-def _made_check(kind: ConstraintKind, source: str) -> Check:
+def _made_check(kind: ConstraintKind, source: str) -> TextCheck:
     if kind == "regex":
         return partial(_fault_of_pattern, source)
     if kind == "grammar":
@@ -194,7 +194,7 @@ def _made_check(kind: ConstraintKind, source: str) -> Check:
 _remembered_check = lru_cache(maxsize=32)(_made_check)
 
 
-def _fault_of_pattern(pattern: str, text: str, limits: Limits, cut_by: Sequence[str]) -> str | None:
+def _fault_of_pattern(pattern: str, text: str, limits: CheckLimits, cut_by: Sequence[str]) -> str | None:
     wrong = "it does not match the regular expression"
     try:
         matcher = compiled(pattern)
@@ -218,7 +218,7 @@ def _recognizer(pattern: str) -> Recognizer:
 
 
 def _fault_in(
-    recognizer: Recognizer, wrong: str, text: str, limits: Limits, cut_by: Sequence[str]
+    recognizer: Recognizer, wrong: str, text: str, limits: CheckLimits, cut_by: Sequence[str]
 ) -> str | None:
     steps = limits.for_text(text)
     is_right = recognizer.recognize(text, most_steps=steps) == "whole" or any(
@@ -227,13 +227,13 @@ def _fault_in(
     return None if is_right else wrong
 
 
-def _fault_of_json(check: SchemaCheck, text: str, limits: Limits, cut_by: Sequence[str]) -> str | None:
+def _fault_of_json(check: SchemaCheck, text: str, limits: CheckLimits, cut_by: Sequence[str]) -> str | None:
     found = check.violations(text, most_steps=limits.for_text(text), most_pattern_s=limits.seconds)
     is_cut = bool(cut_by) and found.paths == [()]  # no whole JSON
     return None if is_cut else found.message or None
 
 
-def _fault_of_tags(constraint: Constraint, text: str, limits: Limits) -> str | None:
+def _fault_of_tags(constraint: Constraint, text: str, limits: CheckLimits) -> str | None:
     tags = constraint.tags()
     try:
         pieces = split_at_tags(text, tags)
@@ -244,7 +244,7 @@ def _fault_of_tags(constraint: Constraint, text: str, limits: Limits) -> str | N
     for piece in pieces:
         if isinstance(piece, InTag):
             tag = tags[piece.index]
-            found = fault_of(Constraint(tag.kind, tag.source), piece.text, limits=limits)
+            found = find_fault(Constraint(tag.kind, tag.source), piece.text, limits=limits)
             if found is not None:
                 return f"after {tag.begin!r}: {found}"
     return None

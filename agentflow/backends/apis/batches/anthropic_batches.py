@@ -12,11 +12,11 @@ import msgspec
 
 from agentflow.backends.apis.batches.batch_api import (
     FIND_BEFORE_S,
+    BatchOutcome,
     BatchState,
     Candidate,
-    Outcome,
     Receive,
-    cancelled,
+    batch_cancelled,
     expired,
 )
 from agentflow.backends.apis.http.event_stream import ServerEvent
@@ -152,7 +152,7 @@ class AnthropicBatches:
         """The events of a stream with this message."""
         return message_events(message)
 
-    def _outcome(self, batch: str, result: _Result) -> Outcome:
+    def _outcome(self, batch: str, result: _Result) -> BatchOutcome:
         match result.type:
             case "succeeded" if bytes(result.message):
                 return bytes(result.message)
@@ -161,7 +161,7 @@ class AnthropicBatches:
             case "expired":
                 return expired(batch, self._errors.server)
             case "canceled":
-                return cancelled(batch, self._errors.server)
+                return batch_cancelled(batch, self._errors.server)
             case _:
                 kind = result.type
                 return ProtocolError(

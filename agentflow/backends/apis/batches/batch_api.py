@@ -12,9 +12,9 @@ from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.errors import AgentflowError, Overloaded, RequestRefused
 from agentflow.protocol.batches import BatchRecord
 
-Outcome: TypeAlias = bytes | AgentflowError
+BatchOutcome: TypeAlias = bytes | AgentflowError
 """The message that answers a request, as JSON, or its error."""
-Receive: TypeAlias = Callable[[str, Outcome], None]
+Receive: TypeAlias = Callable[[str, BatchOutcome], None]
 """Receives the id of a request and its outcome."""
 
 FIND_BEFORE_S = 300.0
@@ -93,7 +93,7 @@ def expired(batch: str, server: str) -> AgentflowError:
     )
 
 
-def cancelled(batch: str, server: str) -> AgentflowError:
+def batch_cancelled(batch: str, server: str) -> AgentflowError:
     """The error of a request whose batch was cancelled at the vendor."""
     return RequestRefused(
         f"batch {batch} was cancelled at {server} before it ran this request: run the map again, which sends "

@@ -7,9 +7,9 @@ from collections import Counter
 
 import msgspec
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.batches.batch_api import BatchApi
-from agentflow.backends.apis.generation.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.generation.api_format import ApiFormat, ApiRequest, Call
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http.file_slots import filled_size, without_nonce
 from agentflow.backends.apis.http.transport import EventSink
@@ -36,7 +36,7 @@ class BatchedFormat:
         self._api = api
         self._counts: Counter[str] = Counter()
 
-    def request(self, context: ApiContext, call: Call) -> Request:
+    def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """The request for a call. ``NotSupported`` if the API cannot express it."""
         request = self._inner.request(context, call)
         fields = {
@@ -59,6 +59,6 @@ class BatchedFormat:
         # No request waits for another one's prefix: all of a stage run in one batch.
         return request._replace(path=f"{request.path}#{key}", body=body, gate=None)
 
-    def sink(self, request: Request, answer: Answer) -> EventSink:
+    def sink(self, request: ApiRequest, answer: AnswerCollector) -> EventSink:
         """The reader of an answer."""
         return self._inner.sink(request._replace(path=request.path.partition("#")[0]), answer)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from anyio.abc import TaskGroup
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.answers.verification import OnUnsupported
 from agentflow.backends.apis.batches.collector import Collector
-from agentflow.backends.apis.generation.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.generation.api_format import ApiFormat, ApiRequest, Call
 from agentflow.backends.apis.generation.calls import ApiCalls
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.generation.generator import ApiGenerator
@@ -45,13 +45,13 @@ class BatchedCalls(ApiCalls):
     async def answer(
         self,
         context: ApiContext,
-        request: Request,
+        request: ApiRequest,
         call: Call,
         on_text: OnText,
         on_reasoning: OnText | None,
         *,
         is_held: bool = False,
-    ) -> Answer:
+    ) -> AnswerCollector:
         """Like ``ApiCalls.answer``."""
         answer = await super().answer(context, request, call, on_text, on_reasoning, is_held=is_held)
         self._collector.note_text(context.label, request.path, answer.text)
@@ -59,7 +59,7 @@ class BatchedCalls(ApiCalls):
 
     async def send(
         self,
-        request: Request,
+        request: ApiRequest,
         new_sink: Callable[[], EventSink],
         headers: Mapping[str, str],
         context: ApiContext,
@@ -70,7 +70,7 @@ class BatchedCalls(ApiCalls):
             context.label, request.path, request.body, new_sink, request.images
         )
 
-    async def reject(self, context: ApiContext, requests: Sequence[Request]) -> None:
+    async def reject(self, context: ApiContext, requests: Sequence[ApiRequest]) -> None:
         """No later attempt at the input takes the answers to these requests."""
         await self._collector.reject_requests(context.label, [request.path for request in requests])
 

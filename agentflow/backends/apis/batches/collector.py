@@ -23,7 +23,7 @@ import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup
 
-from agentflow.backends.apis.batches.batch_api import BatchApi, BatchState, Candidate, Outcome
+from agentflow.backends.apis.batches.batch_api import BatchApi, BatchOutcome, BatchState, Candidate
 from agentflow.backends.apis.http.api_errors import is_transient
 from agentflow.backends.apis.http.file_slots import filled_size
 from agentflow.backends.apis.http.transport import EventSink
@@ -58,7 +58,7 @@ class _ParkedCall:
     files: tuple[Image, ...] = ()  # of the slots; until the batch was sent
     label: str = ""  # of its input
     ended: anyio.Event = field(default_factory=anyio.Event)
-    outcome: Outcome | None = None
+    outcome: BatchOutcome | None = None
     text: str | None = None  # of the answer, as the program got it
 
 
@@ -86,7 +86,7 @@ class _Batch:
     record: BatchRecord
     candidates: list[Candidate] = field(default_factory=list)  # where it may be at the vendor
     calls: dict[str, _ParkedCall] = field(default_factory=dict)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, BatchOutcome] = field(default_factory=dict)
     state: BatchState = field(default_factory=lambda: BatchState(has_ended=False))
     is_followed: bool = False
     is_over: bool = False  # all outcomes are here, or ``error``
@@ -407,8 +407,8 @@ class Collector:
                 return True
         return False
 
-    async def _outcomes(self, batch_id: str, state: BatchState) -> dict[str, Outcome]:
-        outcomes: dict[str, Outcome] = {}
+    async def _outcomes(self, batch_id: str, state: BatchState) -> dict[str, BatchOutcome]:
+        outcomes: dict[str, BatchOutcome] = {}
 
         async def read() -> None:
             await self._api.read(batch_id, state, outcomes.__setitem__)
@@ -474,7 +474,7 @@ class Collector:
                 continue
             self._end(call, outcome or EngineFailed("a batch ended without an outcome"))
 
-    def _end(self, call: _ParkedCall, outcome: Outcome) -> None:
+    def _end(self, call: _ParkedCall, outcome: BatchOutcome) -> None:
         call.outcome = outcome
         call.line, call.files = b"", ()
         self._num_parked -= 1

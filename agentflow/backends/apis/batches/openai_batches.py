@@ -12,11 +12,11 @@ import msgspec
 
 from agentflow.backends.apis.batches.batch_api import (
     FIND_BEFORE_S,
+    BatchOutcome,
     BatchState,
     Candidate,
-    Outcome,
     Receive,
-    cancelled,
+    batch_cancelled,
     expired,
 )
 from agentflow.backends.apis.http.event_stream import ServerEvent
@@ -29,7 +29,7 @@ from agentflow.protocol.batches import BatchRecord
 TAG: Final = "agentflow"
 """The key of a record's tag in the metadata of its batch."""
 _PATHS: Final = ("chat/completions", RESPONSES_PATH)
-_ENDED: Final = ("completed", "failed", "expired", "cancelled")
+_ENDED: Final = ("completed", "failed", "expired", "batch_cancelled")
 _MAX_PAGES: Final = 100
 _encode = msgspec.json.Encoder().encode
 
@@ -161,7 +161,7 @@ class OpenAIBatches:
         stream."""
         return response_events(message) if path == RESPONSES_PATH else [ServerEvent("", message)]
 
-    def _outcome(self, batch: str, line: _Line) -> Outcome:
+    def _outcome(self, batch: str, line: _Line) -> BatchOutcome:
         response, fault = line.response, line.error
         if fault is not None and fault.code == "batch_expired":
             return expired(batch, self._errors.server)
@@ -183,8 +183,8 @@ class OpenAIBatches:
     def _missing(self, found: _Batch) -> AgentflowError:
         if found.status == "expired":
             return expired(found.id, self._errors.server)
-        if found.status in ("cancelled", "cancelling"):
-            return cancelled(found.id, self._errors.server)
+        if found.status in ("batch_cancelled", "cancelling"):
+            return batch_cancelled(found.id, self._errors.server)
         return ProtocolError(f"batch {found.id} of {self._errors.server} has no outcome for a request")
 
     def _converted(self, found: Any, kind: type[Any]) -> Any:

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, Answer, TokenInfo
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, AnswerCollector, TokenInfo
 from agentflow.backends.apis.answers.reported_usage import NULL, is_given, read_usage
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
-from agentflow.backends.apis.chat.sampling_fields import SamplingFields
-from agentflow.backends.apis.generation.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.chat.sampling_fields import SamplingWriter
+from agentflow.backends.apis.generation.api_format import ApiFormat, ApiRequest, Call
 from agentflow.backends.apis.generation.conversation import (
     ApiContext,
     MessageNode,
-    images_of,
+    list_images,
     prefix_key,
     shared_gate,
 )
@@ -34,7 +34,7 @@ from agentflow.backends.apis.strict_schema import is_strict, strict_schema
 from agentflow.errors import EngineFailed, NotSupported, ProtocolError
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import TokenLogprob, Usage
-from agentflow.protocol.images import Medium, kind_of
+from agentflow.protocol.images import Medium, medium_kind
 
 DONE = b"[DONE]"
 PartT = TypeVar("PartT")
@@ -68,12 +68,12 @@ class ChatCompletions:
         self._flavour = flavour
         self._facts = facts
         self.may_stop_reasoning = facts.may_stop_reasoning
-        self._sampling = SamplingFields(model, flavour, facts)
+        self._sampling = SamplingWriter(model, flavour, facts)
         self._plain = plain
         self._errors = errors
         self._head = b'{"model":' + _encode(model) + b',"messages":['
 
-    def request(self, context: ApiContext, call: Call) -> Request:
+    def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """The request for a call. ``NotSupported`` if the API cannot express it."""
         if context.is_plain and self._plain is not None:
             return self._plain.request(context, call)
@@ -121,9 +121,9 @@ class ChatCompletions:
         encoded = b",".join(self._encoded(nodes))
         body = self._head + encoded + b"]," + _encode(fields)[1:]
         gate = self._gate(call, nodes)
-        return Request(self.path, body, constrained.unwrap, gate=gate, images=images_of(nodes))
+        return ApiRequest(self.path, body, constrained.unwrap, gate=gate, images=list_images(nodes))
 
-    def sink(self, request: Request, answer: Answer) -> EventSink:
+    def sink(self, request: ApiRequest, answer: AnswerCollector) -> EventSink:
         """The reader of a stream."""
         if request.path != self.path and self._plain is not None:
             return self._plain.sink(request, answer)
@@ -214,7 +214,7 @@ def _content(message: Message) -> str | list[dict[str, object]]:
 
 def _names(message: Message) -> list[str]:
     """The names of the images in the result of a tool, by which its text refers to them."""
-    return [f"{kind_of(one.medium)} {number}" for number, one in enumerate(message.images, start=1)]
+    return [f"{medium_kind(one.medium)} {number}" for number, one in enumerate(message.images, start=1)]
 
 
 def _shown_result(message: Message) -> list[str | Medium]:
@@ -333,7 +333,7 @@ class StreamReader(ABC):
 
     chunks: msgspec.json.Decoder[Any]
 
-    def __init__(self, answer: Answer, errors: ErrorMapping, num_sent: int) -> None:
+    def __init__(self, answer: AnswerCollector, errors: ErrorMapping, num_sent: int) -> None:
         self.answer = answer
         self.errors = errors
         self._num_sent = num_sent
@@ -410,7 +410,7 @@ class ChatReader(StreamReader):
 
     chunks = msgspec.json.Decoder(_Chunk)
 
-    def __init__(self, answer: Answer, errors: ErrorMapping, num_sent: int) -> None:
+    def __init__(self, answer: AnswerCollector, errors: ErrorMapping, num_sent: int) -> None:
         super().__init__(answer, errors, num_sent)
         self._calls: dict[int, str] = {}  # the ids of the calls that have begun, by index
         self._refusal: list[str] = []

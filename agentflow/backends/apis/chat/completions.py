@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from agentflow.backends.apis.answers.answer import NO_TOKEN_ID, Answer, TokenInfo
+from agentflow.backends.apis.answers.answer import NO_TOKEN_ID, AnswerCollector, TokenInfo
 from agentflow.backends.apis.answers.reported_usage import NULL, is_given
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.chat_completions import (
@@ -16,8 +16,8 @@ from agentflow.backends.apis.chat.chat_completions import (
     stream_options,
 )
 from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
-from agentflow.backends.apis.chat.sampling_fields import SamplingFields
-from agentflow.backends.apis.generation.api_format import MAX_PLAIN_TOP_LOGPROBS, Call, Request
+from agentflow.backends.apis.chat.sampling_fields import SamplingWriter
+from agentflow.backends.apis.generation.api_format import MAX_PLAIN_TOP_LOGPROBS, ApiRequest, Call
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.transport import EventSink
@@ -39,9 +39,9 @@ class TextCompletions:
         self._flavour = flavour
         self._facts = facts
         self._errors = errors
-        self._sampling = SamplingFields(model, flavour, facts)
+        self._sampling = SamplingWriter(model, flavour, facts)
 
-    def request(self, context: ApiContext, call: Call) -> Request:
+    def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """The request for a call. ``NotSupported`` if the API cannot express it."""
         if call.is_reply:
             raise NotSupported(f"{self._model} replies to turns only, and this state has plain text")
@@ -67,11 +67,11 @@ class TextCompletions:
             fields["logprobs"] = max(call.params.top_logprobs, self._flavour.least_logprobs)
         if context.cache_salt and self._flavour.takes_salt:
             fields["cache_salt"] = context.cache_salt
-        return Request(self.path, _encode(fields))
+        return ApiRequest(self.path, _encode(fields))
 
-    def sink(self, request: Request, answer: Answer) -> EventSink:
+    def sink(self, request: ApiRequest, answer: AnswerCollector) -> EventSink:
         """The reader of a stream."""
-        return TextReader(answer, self._errors, len(request.body))
+        return CompletionReader(answer, self._errors, len(request.body))
 
 
 class _Logprobs(TokenLogprobs):
@@ -96,7 +96,7 @@ class _Chunk(msgspec.Struct):
     object: Any = None
 
 
-class TextReader(StreamReader):
+class CompletionReader(StreamReader):
     """Reads the stream of a completion."""
 
     chunks = msgspec.json.Decoder(_Chunk)

@@ -241,10 +241,10 @@ def shown_context(found: Any) -> int | None:
     return min([value for value in values if is_whole(value, 1, MAX_CONTEXT)], default=None)
 
 
-def flavour_of(models: Any) -> Flavour:
+def detect_flavour(models: Any) -> Flavour:
     """The flavour of the server that answers ``GET /models`` with ``models``.
 
-    >>> flavour_of({"data": [{"id": "Qwen/Qwen3-8B", "owned_by": "vllm"}]}).name
+    >>> detect_flavour({"data": [{"id": "Qwen/Qwen3-8B", "owned_by": "vllm"}]}).name
     'vllm'
     """
     owners = listed_fields(models, "owned_by")

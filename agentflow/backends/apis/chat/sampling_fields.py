@@ -13,7 +13,7 @@ KEPT_HERE: Final = ("stop", "stop_regex")
 """Parameters that the received text is cut by, whether the server applies them or not."""
 
 
-class SamplingFields:
+class SamplingWriter:
     """Writes the parameters that a program gave, and refuses those that the model does not accept.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, AnswerCollector
 from agentflow.backends.apis.generation.conversation import (
     IMAGE_TOKENS,
     MAX_IMAGE_TOKENS,
@@ -44,7 +44,7 @@ class Call:
         return {name: getattr(self.params, name) for name in self.params.given}
 
 
-class Request(NamedTuple):
+class ApiRequest(NamedTuple):
     """A request.
 
     Attributes:
@@ -89,8 +89,8 @@ class ApiFormat(Protocol):
     min_tokens: int
     may_stop_reasoning: bool
 
-    def request(self, context: ApiContext, call: Call) -> Request:
+    def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """The request for a call. ``NotSupported`` if the API cannot express it."""
 
-    def sink(self, request: Request, answer: Answer) -> EventSink:
+    def sink(self, request: ApiRequest, answer: AnswerCollector) -> EventSink:
         """The reader of a stream, which writes into ``answer``."""

@@ -13,10 +13,10 @@ from dataclasses import replace
 import anyio.to_thread
 import msgspec
 
-from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, AnswerCollector
 from agentflow.backends.apis.answers.verification import found_fault, going_on, requirement
 from agentflow.backends.apis.answers.visible_text import StopFilter
-from agentflow.backends.apis.generation.api_format import ApiFormat, Call, Request
+from agentflow.backends.apis.generation.api_format import ApiFormat, ApiRequest, Call
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.generation.hedging import Lane, Race
 from agentflow.backends.apis.http.rate_limits import Demand
@@ -74,7 +74,7 @@ class ApiCalls:
         self.num_hedged = 0
         self._unchecked: set[int] = set()  # hashes of constraints that cannot be checked
 
-    async def request(self, context: ApiContext, call: Call) -> Request:
+    async def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """The request for a call, made in a thread if its constraint takes long to translate."""
         if call.constraint is None or len(call.constraint.source) < LONG_CONSTRAINT:
             return self.api.request(context, call)
@@ -83,19 +83,19 @@ class ApiCalls:
     async def answer(
         self,
         context: ApiContext,
-        request: Request,
+        request: ApiRequest,
         call: Call,
         on_text: OnText,
         on_reasoning: OnText | None,
         *,
         is_held: bool = False,
-    ) -> Answer:
+    ) -> AnswerCollector:
         """The answer to one request, which is delivered except for its end, unless it ``is_held``."""
         params, unwrap = call.params, request.unwrap
         written = params if unwrap is None else msgspec.structs.replace(params, stop=(), stop_regex=None)
 
-        def new_answer() -> Answer:
-            answer = Answer(
+        def new_answer() -> AnswerCollector:
+            answer = AnswerCollector(
                 written,
                 on_text,
                 on_reasoning,
@@ -110,7 +110,7 @@ class ApiCalls:
         gate = request.gate
         async with nullcontext(_no_gate) if gate is None else gate.of(self).passed() as has_begun:
 
-            async def exchange(lane: Lane[Answer] | None) -> Answer:
+            async def exchange(lane: Lane[AnswerCollector] | None) -> AnswerCollector:
                 return await self._exchange(context, request, call, headers, new_answer, lane)
 
             if self._hedge_after_s is None:
@@ -135,14 +135,14 @@ class ApiCalls:
     async def _exchange(
         self,
         context: ApiContext,
-        request: Request,
+        request: ApiRequest,
         call: Call,
         headers: Mapping[str, str],
-        new_answer: Callable[[], Answer],
-        lane: Lane[Answer] | None,
-    ) -> Answer:
+        new_answer: Callable[[], AnswerCollector],
+        lane: Lane[AnswerCollector] | None,
+    ) -> AnswerCollector:
         """The answer to one request, with its cost. ``lane``: of two equal requests."""
-        answers: list[Answer] = []
+        answers: list[AnswerCollector] = []
 
         def new_sink() -> EventSink:
             answers.append(new_answer())
@@ -186,7 +186,7 @@ class ApiCalls:
 
     async def send(
         self,
-        request: Request,
+        request: ApiRequest,
         new_sink: Callable[[], EventSink],
         headers: Mapping[str, str],
         context: ApiContext,
@@ -216,13 +216,13 @@ class ApiCalls:
         constraint: Constraint,
         on_text: OnText,
         on_reasoning: OnText | None,
-    ) -> Answer:
+    ) -> AnswerCollector:
         """An answer that satisfies the constraint: it is asked for again, with the fault, at most
         ``MAX_ANSWERS`` times. ``InvalidValue`` if none does."""
         unconstrained = replace(call, constraint=None)
         asked = context.forked()
         usage, fault, text = Usage(), "", ""
-        requests: list[Request] = []
+        requests: list[ApiRequest] = []
         for _ in range(MAX_ANSWERS):
             request = self.api.request(asked, unconstrained)
             requests.append(request)
@@ -251,7 +251,12 @@ class ApiCalls:
         raise invalid
 
     async def require_kept(
-        self, context: ApiContext, request: Request, call: Call, constraint: Constraint, answer: Answer
+        self,
+        context: ApiContext,
+        request: ApiRequest,
+        call: Call,
+        constraint: Constraint,
+        answer: AnswerCollector,
     ) -> None:
         """Checks an answer to a request by which the API should enforce the constraint. ``InvalidValue`` if
         the answer violates it."""
@@ -286,17 +291,17 @@ class ApiCalls:
             why,
         )
 
-    async def reject(self, context: ApiContext, requests: Sequence[Request]) -> None:
+    async def reject(self, context: ApiContext, requests: Sequence[ApiRequest]) -> None:
         """No answer to these requests satisfies their constraint. For generators that keep answers."""
 
 
-def _counted(answers: Sequence[Answer]) -> Usage | None:
+def _counted(answers: Sequence[AnswerCollector]) -> Usage | None:
     """The usage of the latest answer; None if it is not complete."""
     usage = answers[-1].usage if answers else Usage()
     return usage if usage.prompt_tokens else None
 
 
-async def _fault(constraint: Constraint, call: Call, answer: Answer) -> str | None:
+async def _fault(constraint: Constraint, call: Call, answer: AnswerCollector) -> str | None:
     """How an answer violates the constraint; None if it does not, or if it is no whole text.
 
     Raises:

@@ -27,11 +27,11 @@ from agentflow.protocol.chat import (
     ToolChoice,
     ToolSpec,
 )
-from agentflow.protocol.images import Image, Medium, PlacedImage, kind_of, placed_medium
+from agentflow.protocol.images import Image, Medium, PlacedImage, medium_kind, placed_medium
 from agentflow.runtime.circuit import HasAlternative, no_alternative
 from agentflow.runtime.generator import Upcoming
 
-Encode = Callable[[Message], bytes]
+EncodeMessage = Callable[[Message], bytes]
 """Encodes a message as an API takes it."""
 
 
@@ -52,10 +52,10 @@ class MessageNode:
         self.message = message
         self.native = native
         self.length: int = 1 if parent is None else parent.length + 1
-        self._encoded: tuple[Encode, bytes] | None = None
+        self._encoded: tuple[EncodeMessage, bytes] | None = None
         self.gate: PrefixGate | None = None  # before the requests of states that were forked after it
 
-    def encoded(self, encode: Encode) -> bytes:
+    def encoded(self, encode: EncodeMessage) -> bytes:
         """The message's encoding, with slots for its files, which is kept until another API encodes it."""
         if self.native is not None:
             return self.native.encoded
@@ -72,7 +72,7 @@ class MessageNode:
         return node
 
 
-def chain(last: MessageNode | None) -> list[MessageNode]:
+def list_nodes(last: MessageNode | None) -> list[MessageNode]:
     """The nodes up to ``last``, in order."""
     nodes: list[MessageNode] = []
     node = last
@@ -83,7 +83,7 @@ def chain(last: MessageNode | None) -> list[MessageNode]:
     return nodes
 
 
-def images_of(nodes: Sequence[MessageNode]) -> tuple[Image, ...]:
+def list_images(nodes: Sequence[MessageNode]) -> tuple[Image, ...]:
     """The files of the messages' images and videos."""
     return tuple([placed.image for node in nodes for placed in node.message.images])
 
@@ -140,7 +140,7 @@ class ApiContext:
     @property
     def has_images(self) -> bool:
         """Whether a message has an image."""
-        return bool(self.images) or any(node.message.images for node in chain(self.last))
+        return bool(self.images) or any(node.message.images for node in list_nodes(self.last))
 
     @property
     def open_text(self) -> str:
@@ -251,7 +251,7 @@ class ApiContext:
 
     def messages(self, *, with_open: bool = True) -> list[MessageNode]:
         """The turns that have ended, and the open one if it has content, as ``model`` reads them."""
-        nodes = chain(self.last)
+        nodes = list_nodes(self.last)
         if with_open and self.role is not None and (self.open_text or self.calls or self.images):
             nodes.append(MessageNode(self.last, self.open_message(), self.native))
         return [node.read_by(self.model) for node in nodes]
@@ -305,7 +305,7 @@ class ApiContext:
 
     def text(self) -> str:
         """The content, with turns as ``<role>…</role>``: the provider's own markup is not known."""
-        written = [f"{_shown(node.message)}</{node.message.role}>" for node in chain(self.last)]
+        written = [f"{_shown(node.message)}</{node.message.role}>" for node in list_nodes(self.last)]
         if self.role is not None:
             written.append(_shown(self.open_message()))
         else:
@@ -315,7 +315,7 @@ class ApiContext:
 
 def _shown(message: Message) -> str:
     calls = [f"<call {call.name}>{call.arguments}</call>" for call in message.tool_calls]
-    texts = [part if isinstance(part, str) else f"<{kind_of(part)}>" for part in message.parts]
+    texts = [part if isinstance(part, str) else f"<{medium_kind(part)}>" for part in message.parts]
     return f"<{message.role}>{''.join(texts)}{''.join(calls)}"
 
 
@@ -339,7 +339,7 @@ def _chars_of_media(message: Message) -> int:
     return pictures * IMAGE_TOKENS * CHARS_PER_TOKEN
 
 
-def num_chars_of(message: Message) -> int:
+def count_chars(message: Message) -> int:
     """The characters of a message, in which an image counts by its tokens."""
     return len(message.content) + _chars_of_media(message)
 

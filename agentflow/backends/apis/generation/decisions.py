@@ -19,7 +19,7 @@ from agentflow.backends.apis.answers.reported_usage import usage_in
 from agentflow.backends.apis.generation.conversation import call_item
 from agentflow.errors import ProtocolError
 from agentflow.protocol.chat import Message
-from agentflow.protocol.decisions import Option, Question, probabilities_of
+from agentflow.protocol.decisions import Option, Question, compute_probabilities
 from agentflow.protocol.events import Usage
 
 PATH = "decisions"
@@ -54,7 +54,7 @@ def letter_probabilities(tokens: Sequence[TokenInfo], num_answers: int) -> tuple
         place = LETTERS.find(text.strip()) if len(text.strip()) == 1 else -1
         if 0 <= place < num_answers:  # " A" and "A" are both the answer
             logprobs[place] = _log_sum(logprobs[place], logprob)
-    return probabilities_of(logprobs) if max(logprobs) > -math.inf else None
+    return compute_probabilities(logprobs) if max(logprobs) > -math.inf else None
 
 
 def _log_sum(first: float, second: float) -> float:

@@ -10,10 +10,10 @@ from typing import Any, Final, NoReturn
 import anyio
 import msgspec
 
-from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
-from agentflow.backends.apis.answers.reported_usage import count
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, AnswerCollector
+from agentflow.backends.apis.answers.reported_usage import read_count
 from agentflow.backends.apis.capability_table import EmbeddingFacts
-from agentflow.backends.apis.generation.api_format import Call, Request
+from agentflow.backends.apis.generation.api_format import ApiRequest, Call
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.backends.apis.http.transport import ApiTransport
@@ -120,7 +120,7 @@ class ApiEmbedder:
             except AgentflowError:
                 charged(Usage())
                 raise
-            counted = count(answer.usage, "prompt_tokens", "total_tokens")
+            counted = read_count(answer.usage, "prompt_tokens", "total_tokens")
             if counted is None:  # a server that counts nothing must not make a cap useless
                 counted = len(body) // CHARS_PER_TOKEN
             usage = charged(Usage(prompt_tokens=counted))
@@ -132,15 +132,15 @@ class ApiEmbedder:
         except msgspec.ValidationError as error:
             raise self._wrong(str(error)) from error
 
-    def _vectors(self, answer: _Answer, count: int, dimensions: int | None) -> list[bytes]:
+    def _vectors(self, answer: _Answer, read_count: int, dimensions: int | None) -> list[bytes]:
         rows = sorted(
             [
                 (number if one.index is None else one.index, one.embedding)
                 for number, one in enumerate(answer.data)
             ]
         )
-        if [index for index, _ in rows] != list(range(count)):
-            raise self._wrong(f"{len(rows)} embeddings for {count} texts")
+        if [index for index, _ in rows] != list(range(read_count)):
+            raise self._wrong(f"{len(rows)} embeddings for {read_count} texts")
         vectors = [self._packed(embedding) for _, embedding in rows]
         sizes = {len(vector) // 4 for vector in vectors}
         if dimensions is not None and sizes != {dimensions}:
@@ -176,11 +176,11 @@ class EmbeddingsOnly:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def request(self, context: ApiContext, call: Call) -> Request:
+    def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """``NotSupported``."""
         raise self._refused()
 
-    def sink(self, request: Request, answer: Answer) -> NoReturn:
+    def sink(self, request: ApiRequest, answer: AnswerCollector) -> NoReturn:
         """``NotSupported``."""
         raise self._refused()
 

@@ -16,13 +16,13 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, AnswerCollector
 from agentflow.backends.apis.answers.selection import exact_scores, may_be_tokens, written_scores
 from agentflow.backends.apis.answers.verification import OnUnsupported, found_fault
 from agentflow.backends.apis.generation import decisions
-from agentflow.backends.apis.generation.api_format import MAX_PLAIN_TOP_LOGPROBS, Call, Request
+from agentflow.backends.apis.generation.api_format import MAX_PLAIN_TOP_LOGPROBS, ApiRequest, Call
 from agentflow.backends.apis.generation.calls import ApiCalls
-from agentflow.backends.apis.generation.conversation import ApiContext, num_chars_of, prefix_key
+from agentflow.backends.apis.generation.conversation import ApiContext, count_chars, prefix_key
 from agentflow.backends.apis.generation.embeddings import ApiEmbedder
 from agentflow.backends.apis.generation.speculation import (
     Ahead,
@@ -44,7 +44,7 @@ from agentflow.errors import (
 from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.decisions import Question, probabilities_of, question_text
+from agentflow.protocol.decisions import Question, compute_probabilities, question_text
 from agentflow.protocol.events import Capabilities, Stats, Usage
 from agentflow.protocol.images import Image, Video
 from agentflow.protocol.sampling import GenParams
@@ -59,7 +59,7 @@ from agentflow.runtime.generator import (
     StateHint,
     Upcoming,
 )
-from agentflow.runtime.task_group import first_of, open_task_group
+from agentflow.runtime.task_group import first_error, open_task_group
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ class ApiGenerator:
                 for index in range(len(questions)):
                     tasks.start_soon(decide_one, index)
         except ExceptionGroup as group:  # several failed, perhaps for the same reason
-            raise first_of(group) from group
+            raise first_error(group) from group
         made = [one for one in found if one is not None]
         is_exact = all(one.decided_by == "logprobs" for one in made)
         return Decided(
@@ -291,7 +291,7 @@ class ApiGenerator:
         scored = await self.score(context.asked(question_text(question)), answers, "greedy_token_selection")
         usage += scored.usage
         if scored.decided_by == "logprobs":
-            return Decided((probabilities_of(scored.scores),), usage)
+            return Decided((compute_probabilities(scored.scores),), usage)
         written = tuple([float(index == scored.index) for index in range(len(answers))])
         return Decided((written,), usage, "text")
 
@@ -316,7 +316,7 @@ class ApiGenerator:
             self._remember_unscored(key)
         return answer.usage, scores
 
-    async def _first_token(self, context: ApiContext, most: int) -> Answer | None:
+    async def _first_token(self, context: ApiContext, most: int) -> AnswerCollector | None:
         """An answer of one token, with the ``most`` likeliest ones. None if the server reports none, or
         fewer."""
         least = self._calls.api.min_tokens
@@ -484,7 +484,7 @@ class ApiGenerator:
         context.is_ahead_inherited = False
         self._tasks.start_soon(self._run_ahead, ahead, asked, request, call)
 
-    async def _run_ahead(self, ahead: Ahead, asked: ApiContext, request: Request, call: Call) -> None:
+    async def _run_ahead(self, ahead: Ahead, asked: ApiContext, request: ApiRequest, call: Call) -> None:
         with ahead.scope:
             try:
                 answer = await self._calls.answer(asked, request, call, ahead.extend, ahead.think)
@@ -532,7 +532,7 @@ class ApiGenerator:
         fixed = next((item for item in upcoming[:1] if isinstance(item, str)), None)
         ends = (*params.stop, fixed) if constraint is not None and fixed else params.stop
         written = msgspec.structs.replace(params, stop=ends)
-        answer = Answer(written, on_text, on_reasoning, is_held=constraint is not None)
+        answer = AnswerCollector(written, on_text, on_reasoning, is_held=constraint is not None)
         reason, num_tokens = await ahead.read(len(turn), params.max_tokens, answer)
         if reason == "length" and not is_first and (params.max_tokens or math.inf) > num_tokens:
             reason = ""  # the call ended here, not this generation
@@ -562,7 +562,7 @@ class ApiGenerator:
     def _estimated_prompt(self, context: ApiContext) -> int:
         """The tokens of a prompt that was not sent."""
         nodes = context.messages()
-        return sum([num_chars_of(node.message) for node in nodes]) // CHARS_PER_TOKEN
+        return sum([count_chars(node.message) for node in nodes]) // CHARS_PER_TOKEN
 
     def leave_ahead(self, context: ApiContext) -> None:
         """The context takes nothing more from the call that went on, which ends with its last user."""

@@ -19,7 +19,7 @@ from itertools import pairwise
 import anyio
 import msgspec
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.errors import AgentflowError, NotSupported
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import GenParams
@@ -44,7 +44,7 @@ class Ahead:
         self.text = before
         self.params = params
         self.reasoning = ""
-        self.answer: Answer | None = None  # complete
+        self.answer: AnswerCollector | None = None  # complete
         self.error: AgentflowError | None = None
         self.num_users = 1
         self.num_served = 0
@@ -85,7 +85,7 @@ class Ahead:
         self.reasoning += delta
         self._wake()
 
-    def finish(self, answer: Answer) -> None:
+    def finish(self, answer: AnswerCollector) -> None:
         """The answer is complete."""
         self.answer = answer
         self._wake()
@@ -115,7 +115,7 @@ class Ahead:
             await self.change()
         return len(self.text) <= start
 
-    async def read(self, start: int, max_tokens: int | None, answer: Answer) -> tuple[str, int]:
+    async def read(self, start: int, max_tokens: int | None, answer: AnswerCollector) -> tuple[str, int]:
         """Writes the text from character ``start`` on into ``answer``, up to a stop.
 
         Returns:

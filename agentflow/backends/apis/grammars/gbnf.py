@@ -45,21 +45,21 @@ class Chars:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Concatenation:
     """One part after the other. Without parts, the empty text."""
 
     parts: tuple[GrammarPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Either:
+class Alternation:
     """One of the options."""
 
     options: tuple[GrammarPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class Repeat:
     """The part ``least`` to ``most`` times; None: unlimited."""
 
     part: GrammarPart
@@ -74,15 +74,15 @@ class Named:
     name: str
 
 
-GrammarPart: TypeAlias = "Chars | Row | Either | Repeated | Named"
+GrammarPart: TypeAlias = "Chars | Concatenation | Alternation | Repeat | Named"
 
-ANY_CHAR: Final = Either((Chars(((10, 10),)), Chars(((10, 10),), is_negated=True)))
-EMPTY: Final = Row(())
+ANY_CHAR: Final = Alternation((Chars(((10, 10),)), Chars(((10, 10),), is_negated=True)))
+EMPTY: Final = Concatenation(())
 
 
 def literal(text: str) -> GrammarPart:
     """The part of exactly this text."""
-    return Row(tuple([Chars(((ord(char), ord(char)),)) for char in text]))
+    return Concatenation(tuple([Chars(((ord(char), ord(char)),)) for char in text]))
 
 
 def remembered(translate: Callable[[str], str]) -> Callable[[str], str]:
@@ -152,7 +152,7 @@ def _row(items: Sequence[Any], flags: int, *, at_start: bool, at_end: bool, dept
         for n, (op, value) in enumerate(items)
     ]
     kept = tuple([part for part in parts if part != EMPTY])
-    return kept[0] if len(kept) == 1 else Row(kept)
+    return kept[0] if len(kept) == 1 else Concatenation(kept)
 
 
 def _part(op: Any, value: Any, flags: int, *, at_start: bool, at_end: bool, depth: int) -> GrammarPart:
@@ -169,7 +169,7 @@ def _part(op: Any, value: Any, flags: int, *, at_start: bool, at_end: bool, dept
             _row(list(option), flags, at_start=at_start, at_end=at_end, depth=depth + 1)
             for option in value[1]
         ]
-        return Either(tuple(rows))
+        return Alternation(tuple(rows))
     if op is _constants.SUBPATTERN:
         _, added, removed, inside = value
         inner = (flags | added) & ~removed
@@ -201,7 +201,7 @@ def repeated(part: GrammarPart, least: int, most: int | None) -> GrammarPart:
         raise cannot_express(f"it repeats a part more than {MAX_REPEATS:,} times")
     if most is not None and least > most:
         raise cannot_express(f"it repeats a part at least {least} and at most {most} times")
-    return EMPTY if most == 0 or part == EMPTY else Repeated(part, least, most)
+    return EMPTY if most == 0 or part == EMPTY else Repeat(part, least, most)
 
 
 def _char_class(members: Sequence[Any], *, is_ascii: bool) -> GrammarPart:
@@ -253,9 +253,9 @@ def written_part(part: GrammarPart, *, is_inner: bool = False) -> str:
         return part.name
     if isinstance(part, Chars):
         return _written_chars(part)
-    if isinstance(part, Repeated):
+    if isinstance(part, Repeat):
         return _written_operand(part.part) + _written_times(part.least, part.most)
-    if isinstance(part, Row):
+    if isinstance(part, Concatenation):
         if not part.parts:
             return '""'
         written = _written_row(part.parts)
@@ -267,7 +267,9 @@ def written_part(part: GrammarPart, *, is_inner: bool = False) -> str:
 def _written_operand(part: GrammarPart) -> str:
     """A part that is repeated. Two repeats in a row need brackets."""
     written = written_part(part, is_inner=True)
-    is_single = isinstance(part, Chars | Named | Either) or (isinstance(part, Row) and len(part.parts) > 1)
+    is_single = isinstance(part, Chars | Named | Alternation) or (
+        isinstance(part, Concatenation) and len(part.parts) > 1
+    )
     return written if is_single else f"({written})"
 
 

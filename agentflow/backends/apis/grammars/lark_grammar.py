@@ -19,13 +19,13 @@ from agentflow.backends.apis.grammars.gbnf import (
     EMPTY,
     MAX_CHARS,
     MAX_DEPTH,
+    Alternation,
     Chars,
-    Either,
+    Concatenation,
     GrammarPart,
     Named,
     Ranges,
-    Repeated,
-    Row,
+    Repeat,
     cannot_express,
     literal,
     read_pattern,
@@ -113,12 +113,12 @@ def _written(part: GrammarPart, names: Mapping[str, str]) -> str:
 def _renamed(part: GrammarPart, names: Mapping[str, str]) -> GrammarPart:
     if isinstance(part, Named):
         return Named(names[part.name])
-    if isinstance(part, Row):
-        return Row(tuple([_renamed(one, names) for one in part.parts]))
-    if isinstance(part, Either):
-        return Either(tuple([_renamed(one, names) for one in part.options]))
-    if isinstance(part, Repeated):
-        return Repeated(_renamed(part.part, names), part.least, part.most)
+    if isinstance(part, Concatenation):
+        return Concatenation(tuple([_renamed(one, names) for one in part.parts]))
+    if isinstance(part, Alternation):
+        return Alternation(tuple([_renamed(one, names) for one in part.options]))
+    if isinstance(part, Repeat):
+        return Repeat(_renamed(part.part, names), part.least, part.most)
     return part
 
 
@@ -165,13 +165,13 @@ class _Reader:
         while self._next_is("|"):
             self._tokens.popleft()
             options.append(self._row())
-        return options[0] if len(options) == 1 else Either(tuple(options))
+        return options[0] if len(options) == 1 else Alternation(tuple(options))
 
     def _row(self) -> GrammarPart:
         parts: list[GrammarPart] = []
         while self._tokens and not self._next_is("|", ")", "]") and not self._begins_rule():
             parts.append(self._repeated())
-        return parts[0] if len(parts) == 1 else Row(tuple(parts))
+        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
     def _repeated(self) -> GrammarPart:
         part = self._atom()
@@ -296,7 +296,7 @@ class _Lexer:
             if _is_terminal(part.name):
                 return {part.name}, False
             return self._first[part.name], part.name in self.nullable
-        if isinstance(part, Row):
+        if isinstance(part, Concatenation):
             found: set[str] = set()
             for one in part.parts:
                 first, is_nullable = self.starts(one)
@@ -304,10 +304,10 @@ class _Lexer:
                 if not is_nullable:
                     return found, False
             return found, True
-        if isinstance(part, Either):
+        if isinstance(part, Alternation):
             options = [self.starts(option) for option in part.options]
             return set().union(*[first for first, _ in options]), any(empty for _, empty in options)
-        assert isinstance(part, Repeated)
+        assert isinstance(part, Repeat)
         first, is_nullable = self.starts(part.part)
         return first, is_nullable or part.least == 0
 
@@ -316,15 +316,15 @@ class _Lexer:
         self._spend(1 + len(follow) // 8)
         if isinstance(part, Named):
             self._add(self._follow[part.name], follow)
-        elif isinstance(part, Row):
+        elif isinstance(part, Concatenation):
             for one in reversed(part.parts):
                 self._walk(one, follow)
                 first, is_nullable = self.starts(one)
                 follow = first | (follow if is_nullable else set())
-        elif isinstance(part, Either):
+        elif isinstance(part, Alternation):
             for option in part.options:
                 self._walk(option, follow)
-        elif isinstance(part, Repeated):
+        elif isinstance(part, Repeat):
             self._walk(part.part, follow | (set() if part.most == 1 else self.starts(part.part)[0]))
 
     def _add(self, known: set[str], new: set[str]) -> None:
@@ -418,14 +418,14 @@ class _Lexer:
             if part.name in within:
                 raise cannot_express(f"the terminal {part.name} contains itself")
             return self._place(self.rules[part.name], found, (*within, part.name))
-        if isinstance(part, Either):
+        if isinstance(part, Alternation):
             options = [self._place(option, found, within) for option in part.options]
             return (
                 set().union(*[first for first, _, _ in options]),
                 set().union(*[last for _, last, _ in options]),
                 any(is_nullable for _, _, is_nullable in options),
             )
-        if isinstance(part, Row):
+        if isinstance(part, Concatenation):
             return self._place_row(part.parts, found, within)
         is_endless = part.most is None
         times = max(1, part.least) if is_endless else part.most or 0
@@ -483,7 +483,11 @@ def _names_in(part: GrammarPart) -> list[str]:
     if isinstance(part, Chars):
         return []
     inner = (
-        part.parts if isinstance(part, Row) else part.options if isinstance(part, Either) else (part.part,)
+        part.parts
+        if isinstance(part, Concatenation)
+        else part.options
+        if isinstance(part, Alternation)
+        else (part.part,)
     )
     return [name for one in inner for name in _names_in(one)]
 
@@ -492,12 +496,12 @@ def _leading(part: GrammarPart, nullable: set[str]) -> set[str]:
     """The names with which a part may begin."""
     if isinstance(part, Named):
         return {part.name}
-    if isinstance(part, Either):
+    if isinstance(part, Alternation):
         return set().union(*[_leading(option, nullable) for option in part.options])
-    if isinstance(part, Repeated):
+    if isinstance(part, Repeat):
         return _leading(part.part, nullable)
     found: set[str] = set()
-    for one in part.parts if isinstance(part, Row) else ():
+    for one in part.parts if isinstance(part, Concatenation) else ():
         found |= _leading(one, nullable)
         if not _may_be_empty(one, nullable):
             break
@@ -507,8 +511,8 @@ def _leading(part: GrammarPart, nullable: set[str]) -> set[str]:
 def _may_be_empty(part: GrammarPart, nullable: set[str]) -> bool:
     if isinstance(part, Named):
         return part.name in nullable
-    if isinstance(part, Row):
+    if isinstance(part, Concatenation):
         return all(_may_be_empty(one, nullable) for one in part.parts)
-    if isinstance(part, Either):
+    if isinstance(part, Alternation):
         return any(_may_be_empty(one, nullable) for one in part.options)
-    return isinstance(part, Repeated) and (part.least == 0 or _may_be_empty(part.part, nullable))
+    return isinstance(part, Repeat) and (part.least == 0 or _may_be_empty(part.part, nullable))

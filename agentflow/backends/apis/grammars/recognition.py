@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from agentflow.backends.apis.grammars.gbnf import Chars, Either, GrammarPart, Named, Repeated, Row
+from agentflow.backends.apis.grammars.gbnf import (
+    Alternation,
+    Chars,
+    Concatenation,
+    GrammarPart,
+    Named,
+    Repeat,
+)
 from agentflow.protocol.bounds.client_pattern import CannotCheck
 
 START: Final = "start"
@@ -155,13 +162,13 @@ class Recognizer:
             return self._state(_State(chars, after=[after]))
         if isinstance(part, Named):
             return self._state(_State(rule=part.name, after=[after]))
-        if isinstance(part, Row):
+        if isinstance(part, Concatenation):
             for one in reversed(part.parts):
                 after = self._network(one, after)
             return after
-        if isinstance(part, Either):
+        if isinstance(part, Alternation):
             return self._state(_State(after=[self._network(option, after) for option in part.options]))
-        assert isinstance(part, Repeated)
+        assert isinstance(part, Repeat)
         if part.most is None:
             again = self._state(_State(after=[after]))
             self._states[again].after.append(self._network(part.part, again))

@@ -98,7 +98,7 @@ class ErrorMapping:
 
     def of_event(self, detail: Any) -> AgentflowError:
         """The error for one that is reported within a stream, as the value of ``error``."""
-        found = _detail_of(detail)
+        found = _read_detail(detail)
         return self._of(found.status or _STATUS_OF_TYPE.get(found.kind, 500), found)
 
     def lost(self, why: str) -> ServerLost:
@@ -217,10 +217,10 @@ def _detail(body: bytes) -> _Detail:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return _Detail(body.decode("utf-8", "replace"))
-    return _detail_of(found)
+    return _read_detail(found)
 
 
-def _detail_of(found: Any) -> _Detail:
+def _read_detail(found: Any) -> _Detail:
     if isinstance(found, list) and found:
         found = found[0]
     if not isinstance(found, dict):
@@ -229,7 +229,7 @@ def _detail_of(found: Any) -> _Detail:
     if isinstance(inner, str):
         return _Detail(inner)
     if isinstance(inner, dict | list):
-        return _detail_of(inner)
+        return _read_detail(inner)
     texts = {
         name: value if isinstance(value, str) else ""
         for name in ("message", "msg", "type", "code", "param")

@@ -63,7 +63,7 @@ class Connections(httpx2.AsyncBaseTransport):
         """Sends a request, and returns when the head of its response has arrived."""
         is_whole = isinstance(request.stream, httpx2.ByteStream)
         body = await request.aread() if is_whole else _pieces(request)
-        return await self.exchange(_head_of(request), b"", body, has_body=request.method != "HEAD")
+        return await self.exchange(_make_head(request), b"", body, has_body=request.method != "HEAD")
 
     async def exchange(
         self, head: _Head, last_field: bytes, body: bytes | AsyncIterator[bytes], *, has_body: bool = True
@@ -173,7 +173,7 @@ class PooledClient(httpx2.AsyncClient):
         if known is None:
             request = self.build_request("POST", path, headers=headers)  # with the cookies
             del request.headers["content-length"]
-            known = self._heads[path] = request, _head_of(request)
+            known = self._heads[path] = request, _make_head(request)
         request, head = known
         response = await self._connections.exchange(head, b"content-length: %d\r\n" % len(body), body)
         logger.info("POST %s: status %d", request.url, response.status_code)  # as httpx2 does
@@ -404,7 +404,7 @@ class _Head(NamedTuple):
     connect_timeout_s: float | None
 
 
-def _head_of(request: httpx2.Request) -> _Head:
+def _make_head(request: httpx2.Request) -> _Head:
     url = request.url
     origin = (url.scheme, url.raw_host.decode(), url.port or (443 if url.scheme == "https" else 80))
     return _Head(origin, _request_head(request), request.extensions.get("timeout", {}).get("connect"))

@@ -1,10 +1,10 @@
 """When a backend sends its requests, learned from the answers.
 
 The limits that a provider reports are kept before it refuses anything (``rate_limits``). Other limits cannot
-be known. For these, ``Pace`` works like TCP's congestion control (Chiu and Jain, 1989): each answer widens
-the window of concurrent requests a little, and a refusal halves it. The requests that wait, wait together: no
-one is sent before the time that the provider asks for. Without limits and refusals, nothing waits but the
-requests of a first crowd, until the first answer has told the limits.
+be known. For these, ``RequestPacer`` works like TCP's congestion control (Chiu and Jain, 1989): each answer
+widens the window of concurrent requests a little, and a refusal halves it. The requests that wait, wait
+together: no one is sent before the time that the provider asks for. Without limits and refusals, nothing
+waits but the requests of a first crowd, until the first answer has told the limits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIRST_WAIT_S = 1.0
 """The longest wait for it."""
 
 
-class Turn:
+class PacedRequest:
     """The time of one request, after it was admitted.
 
     Attributes:
@@ -37,7 +37,7 @@ class Turn:
         sent: Its use of the limits; None: nothing.
     """
 
-    def __init__(self, pace: Pace, began_at: float, sent: SentRequest | None) -> None:
+    def __init__(self, pace: RequestPacer, began_at: float, sent: SentRequest | None) -> None:
         self.began_at = began_at
         self.sent = sent
         self._pace = pace
@@ -55,7 +55,7 @@ class Turn:
             self._pace.limits.end(self.sent, anyio.current_time(), is_refused=self._is_refused)
 
 
-class Pace:
+class RequestPacer:
     """Admits the requests of one key and model, in the order in which they come.
 
     Attributes:
@@ -79,7 +79,7 @@ class Pace:
     @asynccontextmanager
     async def turn(
         self, demand: Demand | None = None, check: Callable[[float], None] = lambda wait_s: None
-    ) -> AsyncIterator[Turn]:
+    ) -> AsyncIterator[PacedRequest]:
         """The time of one request, after it was admitted.
 
         Args:
@@ -92,7 +92,7 @@ class Pace:
         now = anyio.current_time()
         if self._began_at is None:
             self._began_at = now
-        turn = Turn(self, now, None if demand is None else self.limits.send(demand, now))
+        turn = PacedRequest(self, now, None if demand is None else self.limits.send(demand, now))
         try:
             yield turn
         finally:
@@ -114,7 +114,7 @@ class Pace:
                 self.window = math.inf
         self._changed.set()
 
-    def narrow(self, turn: Turn, wait_s: float) -> None:
+    def narrow(self, turn: PacedRequest, wait_s: float) -> None:
         """A request was refused, and its turn has ended.
 
         Args:

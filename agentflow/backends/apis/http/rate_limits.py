@@ -50,19 +50,19 @@ class _Headers(NamedTuple):
     reset: str
 
 
-def _headers_of(counter: CounterName, pattern: str) -> _Headers:
+def _name_headers(counter: CounterName, pattern: str) -> _Headers:
     return _Headers(counter, *[pattern.format(part) for part in ("limit", "remaining", "reset")])
 
 
 # The first of a counter that an answer has is read.
 _HEADERS: Final = (
-    _headers_of("requests", "x-ratelimit-{}-requests"),  # OpenAI and most others
-    _headers_of("requests", "anthropic-ratelimit-requests-{}"),
-    _headers_of("requests", "x-ratelimit-{}"),  # OpenRouter
-    _headers_of("tokens", "x-ratelimit-{}-tokens"),
-    _headers_of("tokens", "anthropic-ratelimit-tokens-{}"),
-    _headers_of("input", "anthropic-ratelimit-input-tokens-{}"),
-    _headers_of("output", "anthropic-ratelimit-output-tokens-{}"),
+    _name_headers("requests", "x-ratelimit-{}-requests"),  # OpenAI and most others
+    _name_headers("requests", "anthropic-ratelimit-requests-{}"),
+    _name_headers("requests", "x-ratelimit-{}"),  # OpenRouter
+    _name_headers("tokens", "x-ratelimit-{}-tokens"),
+    _name_headers("tokens", "anthropic-ratelimit-tokens-{}"),
+    _name_headers("input", "anthropic-ratelimit-input-tokens-{}"),
+    _name_headers("output", "anthropic-ratelimit-output-tokens-{}"),
 )
 
 

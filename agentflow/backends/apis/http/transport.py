@@ -24,7 +24,7 @@ from agentflow.backends.apis.http.api_errors import ErrorMapping, is_endpoint_fa
 from agentflow.backends.apis.http.connections import Connections, PooledClient
 from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
 from agentflow.backends.apis.http.file_slots import FilledBody, has_slots
-from agentflow.backends.apis.http.pacing import Pace, Turn
+from agentflow.backends.apis.http.pacing import PacedRequest, RequestPacer
 from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.errors import (
     AgentflowError,
@@ -36,7 +36,7 @@ from agentflow.errors import (
 )
 from agentflow.runtime.backoff import doubled_s, spread
 from agentflow.runtime.circuit import Attempt, Circuit, HasAlternative, no_alternative
-from agentflow.runtime.turns import Starts
+from agentflow.runtime.loop_turns import Starts
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class ApiTransport:
         self._timeout_s = timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._max_event_bytes = max_event_bytes
-        self.pace = Pace()
+        self.pace = RequestPacer()
         self._starts = Starts()
         self.circuit = circuit or Circuit()
 
@@ -225,7 +225,7 @@ class ApiTransport:
                 raise error
 
         while True:
-            turn: Turn | None = None
+            turn: PacedRequest | None = None
             attempt: Attempt | None = None
             await self._starts.pause()
             try:
@@ -471,7 +471,7 @@ class _Exchange:
         self._sink = sink
         self._events = events
         self.on_begin: Callable[[], None] = lambda: None  # called when the first event was read
-        self.turn: Turn | None = None  # learns from the headers
+        self.turn: PacedRequest | None = None  # learns from the headers
         self._has_begun = False
         self._is_postponed = False  # the deadline is that of an event, not of the first
         self._num_bytes = 0

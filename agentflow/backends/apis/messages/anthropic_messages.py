@@ -12,14 +12,14 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, AnswerCollector
 from agentflow.backends.apis.capability_table import ModelFacts
-from agentflow.backends.apis.generation.api_format import Call, Request
+from agentflow.backends.apis.generation.api_format import ApiRequest, Call
 from agentflow.backends.apis.generation.conversation import (
     IMAGE_TOKENS,
     ApiContext,
     MessageNode,
-    images_of,
+    list_images,
     shared_gate,
 )
 from agentflow.backends.apis.http.api_errors import ErrorMapping
@@ -33,7 +33,7 @@ from agentflow.backends.apis.messages.anthropic_schema import (
     output_schema,
 )
 from agentflow.backends.apis.messages.anthropic_stream import MessagesReader, call_block
-from agentflow.backends.apis.messages.cache_marks import Part, marked_parts
+from agentflow.backends.apis.messages.cache_marks import PromptPart, marked_parts
 from agentflow.backends.apis.strict_schema import StrictSchema, Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
@@ -80,9 +80,9 @@ class AnthropicMessages:
         self._effort = effort
         self._head = b'{"model":' + _encode(model)
         self._last_tools: tuple[ToolSpec, ...] = ()
-        self._last_parts: list[Part] = []
+        self._last_parts: list[PromptPart] = []
 
-    def request(self, context: ApiContext, call: Call) -> Request:
+    def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """The request for a call. ``NotSupported`` if the API cannot express it."""
         if context.is_plain:
             raise NotSupported(
@@ -98,23 +98,23 @@ class AnthropicMessages:
         output = {"effort": self._effort, "format": constrained.format}
         if given := {name: value for name, value in output.items() if value is not None}:
             fields["output_config"] = given
-        tools: list[Part] = []
+        tools: list[PromptPart] = []
         if context.tools:
             choice = context.choice if call.is_reply else ToolChoice("none")
             has_budget = thinking.get("thinking", {}).get("type") == "enabled"
             fields |= self._choice(choice, has_budget=has_budget)
             tools = self._tools(context.tools)
         body = self._body(tools, prompt, fields)
-        return Request(
+        return ApiRequest(
             self.path,
             body,
             constrained.unwrap,
             prompt.lead,
             shared_gate(prompt.nodes, self._facts.min_cached_tokens),
-            images_of(prompt.nodes),
+            list_images(prompt.nodes),
         )
 
-    def sink(self, request: Request, answer: Answer) -> MessagesReader:
+    def sink(self, request: ApiRequest, answer: AnswerCollector) -> MessagesReader:
         """The reader of a stream."""
         return MessagesReader(answer, self._errors, lead=request.lead, num_sent=request.num_chars)
 
@@ -137,7 +137,7 @@ class AnthropicMessages:
             nodes.append(MessageNode(context.last, msgspec.structs.replace(message, content=text)))
         return _Prompt(nodes, message.content[len(text) :], continues)
 
-    def _body(self, tools: list[Part], prompt: _Prompt, fields: dict[str, Any]) -> bytes:
+    def _body(self, tools: list[PromptPart], prompt: _Prompt, fields: dict[str, Any]) -> bytes:
         nodes = prompt.nodes
         roles = [node.message.role for node in nodes]
         num_first = next((number for number, role in enumerate(roles) if role != "system"), len(nodes))
@@ -155,9 +155,9 @@ class AnthropicMessages:
                 written.append(b',"%s":[%s]' % (name, b",".join(encoded)))
         return b"".join([*written, b",", _encode(fields)[1:]])
 
-    def _message_parts(self, nodes: list[MessageNode]) -> list[Part]:
+    def _message_parts(self, nodes: list[MessageNode]) -> list[PromptPart]:
         """The messages. Results of tools that follow one another are one message, as the API demands."""
-        parts: list[Part] = []
+        parts: list[PromptPart] = []
         results: list[bytes] = []
         for number, node in enumerate(nodes):
             role = node.message.role
@@ -178,7 +178,7 @@ class AnthropicMessages:
             is_constant = not node.message.generated and role != "tool"
             media_bytes = CHARS_PER_TOKEN * IMAGE_TOKENS * len(node.message.images)
             parts.append(
-                Part(
+                PromptPart(
                     encoded,
                     b"}]}",
                     is_constant=is_constant,
@@ -286,10 +286,10 @@ class AnthropicMessages:
         schema, unwrap = _output_schema(found.source, max_unions)
         return _Constrained(_format(schema), unwrap)
 
-    def _tools(self, tools: tuple[ToolSpec, ...]) -> list[Part]:
+    def _tools(self, tools: tuple[ToolSpec, ...]) -> list[PromptPart]:
         """The tools, each encoded once: most calls have those of the call before."""
         if tools is not self._last_tools:
-            parts = [Part(_encode(fields), b"}", is_head=True) for fields in self._described(tools)]
+            parts = [PromptPart(_encode(fields), b"}", is_head=True) for fields in self._described(tools)]
             self._last_tools, self._last_parts = tools, parts
         return self._last_parts
 
@@ -370,8 +370,8 @@ def _chosen(text: str) -> str:
         return inner
 
 
-def _system_part(node: MessageNode) -> Part:
-    return Part(_encode({"type": "text", "text": node.message.content}), b"}", is_head=True)
+def _system_part(node: MessageNode) -> PromptPart:
+    return PromptPart(_encode({"type": "text", "text": node.message.content}), b"}", is_head=True)
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, Answer
-from agentflow.backends.apis.answers.reported_usage import NULL, count, counts_in
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, AnswerCollector
+from agentflow.backends.apis.answers.reported_usage import NULL, counts_in, read_count
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.errors import (
@@ -197,7 +197,9 @@ class MessagesReader:
         num_sent: The characters of the request, to estimate the prompt's tokens if they are not reported.
     """
 
-    def __init__(self, answer: Answer, errors: ErrorMapping, *, lead: str = "", num_sent: int = 0) -> None:
+    def __init__(
+        self, answer: AnswerCollector, errors: ErrorMapping, *, lead: str = "", num_sent: int = 0
+    ) -> None:
         self.answer = answer
         self.errors = errors
         self._lead = lead
@@ -347,7 +349,7 @@ class MessagesReader:
         """Later counts replace earlier ones, which they include."""
         found = counts_in(usage)
         for name, field_name in _COUNTS.items():
-            if (number := count(found, field_name)) is not None:
+            if (number := read_count(found, field_name)) is not None:
                 self._counts[name] = number
 
     def _set_usage(self) -> None:

@@ -19,7 +19,7 @@ MARK = b',"cache_control":{"type":"ephemeral"}'
 _REASONING = (b'{"type":"thinking"', b'{"type":"redacted_thinking"')
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """A tool, a block of the system prompt, or a message, in the order of the prompt.
 
     Attributes:
@@ -48,7 +48,7 @@ class Part(NamedTuple):
         return not self.is_open and not last_block.startswith(_REASONING)
 
 
-def marked_parts(parts: Sequence[Part]) -> list[bytes]:
+def marked_parts(parts: Sequence[PromptPart]) -> list[bytes]:
     """The JSON of the parts, with marks.
 
     Args:
@@ -61,7 +61,7 @@ def marked_parts(parts: Sequence[Part]) -> list[bytes]:
     ]
 
 
-def _marked(parts: Sequence[Part]) -> set[int]:
+def _marked(parts: Sequence[PromptPart]) -> set[int]:
     """The numbers of the parts that are marked. The longest prefixes come first."""
     found: list[int] = []
     num_bytes = 0  # of the prefix

@@ -12,15 +12,15 @@ from typing import Any, Final
 
 import msgspec
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import OPENAI, constraint_fields
-from agentflow.backends.apis.chat.sampling_fields import SamplingFields
-from agentflow.backends.apis.generation.api_format import Call, Request
+from agentflow.backends.apis.chat.sampling_fields import SamplingWriter
+from agentflow.backends.apis.generation.api_format import ApiRequest, Call
 from agentflow.backends.apis.generation.conversation import (
     ApiContext,
     call_item,
-    images_of,
+    list_images,
     prefix_key,
     shared_gate,
 )
@@ -58,11 +58,11 @@ class OpenAIResponses:
         self._model = model
         self._facts = facts
         self.may_stop_reasoning = facts.may_stop_reasoning
-        self._sampling = SamplingFields(model, RESPONSES, facts)
+        self._sampling = SamplingWriter(model, RESPONSES, facts)
         self._errors = errors
         self._head = b'{"model":' + _encode(model) + b',"input":['
 
-    def request(self, context: ApiContext, call: Call) -> Request:
+    def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """The request for a call. ``NotSupported`` if the API cannot express it."""
         if context.is_plain:
             raise NotSupported(
@@ -92,9 +92,9 @@ class OpenAIResponses:
         )
         body = self._head + b",".join(filter(None, encoded)) + b"]," + _encode(fields)[1:]
         gate = shared_gate(nodes, self._facts.min_cached_tokens)
-        return Request(self.path, body, constrained.unwrap, gate=gate, images=images_of(nodes))
+        return ApiRequest(self.path, body, constrained.unwrap, gate=gate, images=list_images(nodes))
 
-    def sink(self, request: Request, answer: Answer) -> ResponsesReader:
+    def sink(self, request: ApiRequest, answer: AnswerCollector) -> ResponsesReader:
         """The reader of a stream."""
         return ResponsesReader(answer, self._errors, request.num_chars)
 

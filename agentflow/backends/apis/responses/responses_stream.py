@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, Answer, TokenInfo
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, AnswerCollector, TokenInfo
 from agentflow.backends.apis.answers.reported_usage import NULL, is_given, read_usage
 from agentflow.backends.apis.generation.conversation import call_item
 from agentflow.backends.apis.http.api_errors import ErrorMapping
@@ -157,7 +157,7 @@ class ResponsesReader:
         num_sent: The bytes of the request, to estimate the prompt's tokens if the usage never comes.
     """
 
-    answer: Answer
+    answer: AnswerCollector
     errors: ErrorMapping
     num_sent: int
     is_over: bool = False

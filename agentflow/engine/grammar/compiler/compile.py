@@ -23,19 +23,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from msgspec.structs import replace
 
-from agentflow.engine.grammar.compiler.lark import (
-    TagBody,
-    either_grammar,
-    pattern_of,
-    row_grammar,
-    row_regex,
-    tag_alone,
-    tag_grammar,
-    text_apart,
-)
-from agentflow.engine.grammar.compiler.messages import CompiledConstraint, PartedConstraint, Relaxed
-from agentflow.engine.grammar.compiler.relax import check_kept, compile_parts
-from agentflow.engine.grammar.compiler.schema_check import (
+from agentflow.engine.grammar.compiler.explicit_schema import (
     Schema,
     check_schema,
     explicit,
@@ -43,6 +31,18 @@ from agentflow.engine.grammar.compiler.schema_check import (
     num_alternatives,
     parse_schema,
 )
+from agentflow.engine.grammar.compiler.lark import (
+    TagBody,
+    either_grammar,
+    row_grammar,
+    row_regex,
+    tag_alone,
+    tag_grammar,
+    text_apart,
+    write_pattern,
+)
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint, PartedConstraint, Relaxed
+from agentflow.engine.grammar.compiler.relax import check_kept, compile_parts
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.grammar import is_allowed
 from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
@@ -55,7 +55,8 @@ from agentflow.engine.grammar.llguidance import (
 )
 from agentflow.engine.grammar.regex import (
     ANY_CHAR,
-    Choice,
+    Alternation,
+    Concatenation,
     LookAhead,
     Regex,
     Repeat,
@@ -63,8 +64,7 @@ from agentflow.engine.grammar.regex import (
     literal,
     parse_regex,
 )
-from agentflow.engine.grammar.regex import Sequence as RegexSequence
-from agentflow.errors import BadArgument, RequestRefused, faults_of
+from agentflow.errors import BadArgument, RequestRefused, error_param
 from agentflow.protocol.constraint import Constraint, TagRule, Whitespace
 
 VERSION: Final = 1
@@ -103,7 +103,7 @@ def compile_constraint(constraint: Constraint) -> CompiledConstraint:
     key = _key(constraint)
     relaxed: list[Relaxed] = []
     if constraint.instead is not None and constraint.instead.parts:
-        with faults_of("instead"):
+        with error_param("instead"):
             other, found = _compiled_parts(constraint.instead)
         constraint = replace(constraint, instead=other)
         relaxed += found.relaxed
@@ -135,7 +135,7 @@ def _compiled(constraint: Constraint) -> CompiledConstraint:
 
 
 def _num_alternatives(constraint: Constraint) -> int:
-    """Returns ``schema_check.num_alternatives`` of its schemas, for a parser."""
+    """Returns ``explicit_schema.num_alternatives`` of its schemas, for a parser."""
     sources = [constraint.source] if constraint.kind == "schema" else []
     if constraint.kind == "tags":
         sources = [tag.source for tag in constraint.tags() if tag.kind == "schema"]
@@ -162,13 +162,13 @@ def _regex_or_grammar(constraint: Constraint) -> Regex | str:
     first = _of_kind(constraint)
     if constraint.instead is None:
         return first
-    with faults_of("instead"):
+    with error_param("instead"):
         second = _of_kind(constraint.instead)
         if isinstance(first, str) or isinstance(second, str):
             return _either_grammar(constraint, first, constraint.instead, second)
         _check_alone(second)
-    begins = RegexSequence((Choice(tuple([literal(text) for text in constraint.apart])), _ANY_TEXT))
-    return Choice((first, RegexSequence((LookAhead(begins, wanted=False), second))))
+    begins = Concatenation((Alternation(tuple([literal(text) for text in constraint.apart])), _ANY_TEXT))
+    return Alternation((first, Concatenation((LookAhead(begins, wanted=False), second))))
 
 
 def _check_alone(regex: Regex) -> None:
@@ -185,7 +185,7 @@ def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, seco
     combined with texts that begin differently, or with JSON.
     """
     if other.kind in ("regex", "choices"):
-        pattern = other.source.replace("/", r"\/") if isinstance(second, str) else pattern_of(second)
+        pattern = other.source.replace("/", r"\/") if isinstance(second, str) else write_pattern(second)
         grammar = text_apart(pattern, one.apart)
     else:
         grammar = _as_grammar(other, second)
@@ -212,7 +212,7 @@ def _may_begin(grammar: str, text: str, count: int) -> bool:
 
 def _of_kind(constraint: Constraint) -> Regex | str:
     if constraint.kind == "choices":
-        return Choice(tuple([literal(choice) for choice in constraint.choices]))
+        return Alternation(tuple([literal(choice) for choice in constraint.choices]))
     if constraint.kind == "tags":
         tags = constraint.tags()
         return _of_tags(constraint, tags, [_tag_body(tag, constraint.whitespace) for tag in tags])
@@ -327,7 +327,7 @@ def _as_grammar(constraint: Constraint, compiled: Regex | str) -> str:
         grammar = _of_tags(constraint, tags, bodies, is_small=False)
         assert isinstance(grammar, str)
         return grammar
-    return _lark_of_pattern(pattern_of(compiled))
+    return _lark_of_pattern(write_pattern(compiled))
 
 
 def _checked(grammar: str, kind: str, count: int) -> str:

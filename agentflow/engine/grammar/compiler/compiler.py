@@ -34,7 +34,7 @@ from agentflow.engine.grammar.compiler.worker_handle import LAST_WORDS_S, Cannot
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
 from agentflow.protocol.bounds.cpu_allowance import CpuAllowance
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
-from agentflow.runtime.limits import part_of
+from agentflow.runtime.limits import tenant_part
 from agentflow.runtime.task_group import open_task_group
 
 ItemT = TypeVar("ItemT", bound=Hashable)
@@ -122,7 +122,7 @@ ENTRY_BYTES = 1_000
 
 class CompileCache:
     """Compiled constraints and failures, least recently used first out. ``max_bytes``: for all tenants
-    together; one tenant has at most its part (``part_of``). A tenant that fills the cache drops its own
+    together; one tenant has at most its part (``tenant_part``). A tenant that fills the cache drops its own
     entries. A lookup costs one hash of the constraint's text."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -151,7 +151,7 @@ class CompileCache:
     def put(self, tenant: str, constraint: Constraint, outcome: Outcome) -> None:
         """Adds an entry and drops others to make room: first entries of this tenant, then entries of the
         tenant that uses most. An entry larger than the tenant's part is not kept."""
-        num_bytes, most_bytes = _size(constraint, outcome), part_of(self._max_bytes, tenant)
+        num_bytes, most_bytes = _size(constraint, outcome), tenant_part(self._max_bytes, tenant)
         if num_bytes > most_bytes:
             return
         entries = self._entries[tenant]

@@ -15,22 +15,22 @@ from typing import Any, Final
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import (
     MAX_CODE_POINT,
+    Alternation,
     CharSet,
-    Choice,
+    Concatenation,
     LookAhead,
     Regex,
     Repeat,
-    Sequence,
     TooLargeForDfa,
     literal,
-    merged,
+    merge_ranges,
     parse_regex,
 )
 from agentflow.errors import BadArgument
 
 _MOST_STEPS: Final = 300_000
 
-_WRITABLE: Final = CharSet(merged([(0x08, 0x0A), (0x0C, 0x0D), (0x20, 0x7E), (0x80, MAX_CODE_POINT)]))
+_WRITABLE: Final = CharSet(merge_ranges([(0x08, 0x0A), (0x0C, 0x0D), (0x20, 0x7E), (0x80, MAX_CODE_POINT)]))
 """The characters that a parser writes, directly or as an escape of one letter."""
 
 _NAME: Final = Repeat(_WRITABLE, 0, None)
@@ -50,7 +50,7 @@ def drop_names_without_text(schema: dict[str, Any]) -> None:
     patterns, members = schema.get("patternProperties"), schema.get("properties", {})
     if not isinstance(patterns, dict) or not isinstance(members, dict):
         return
-    declared = Choice(tuple([literal(name) for name in members]))
+    declared = Alternation(tuple([literal(name) for name in members]))
     found = {pattern: _found_by(pattern) for pattern in patterns}
     for pattern, names in found.items():
         if names is None or _has_text(names, without=[declared]):
@@ -97,7 +97,7 @@ def _has_text(names: Regex, without: list[Regex] | None = None) -> bool:
     """Whether one of the texts can be written and is not among the others. In doubt, True."""
     apart = [LookAhead(other, wanted=False) for other in without or []]
     try:
-        build_dfa(Sequence((LookAhead(_NAME, wanted=True), *apart, names)), max_steps=_MOST_STEPS)
+        build_dfa(Concatenation((LookAhead(_NAME, wanted=True), *apart, names)), max_steps=_MOST_STEPS)
     except BadArgument:
         return False
     except TooLargeForDfa:

@@ -1,6 +1,6 @@
 """Writes grammars for llguidance, in its dialect of Lark.
 
-``pattern_of`` writes the tree of a regular expression as a pattern of Rust's regex. Because it starts from
+``write_pattern`` writes the tree of a regular expression as a pattern of Rust's regex. Because it starts from
 the tree and not from the pattern, the result has the meaning of Python's ``re``. The other functions write
 grammars of tags (such as tool calls) in free text and in rows.
 
@@ -18,8 +18,9 @@ from typing import Final, TypeAlias
 
 from agentflow.engine.grammar.llguidance import ALL_TOKENS_ALLOWED
 from agentflow.engine.grammar.regex import (
+    Alternation,
     CharSet,
-    Choice,
+    Concatenation,
     LookAhead,
     LookBehind,
     Ranges,
@@ -28,7 +29,6 @@ from agentflow.engine.grammar.regex import (
     literal,
     without_surrogates,
 )
-from agentflow.engine.grammar.regex import Sequence as RegexSequence
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import TagRule
 
@@ -36,20 +36,22 @@ _PLAIN: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ
 _NO_TEXT: Final = r"[^\x{0}-\x{10FFFF}]"
 
 
-def pattern_of(regex: Regex) -> str:
+def write_pattern(regex: Regex) -> str:
     r"""Returns the tree as a pattern for a Lark terminal, to be put between slashes. Raises ``BadArgument``
     for look-arounds (including anchors and word boundaries), which only a DFA can match.
 
-    >>> pattern_of(parse_regex("a{2}|[^b]"))
+    >>> write_pattern(parse_regex("a{2}|[^b]"))
     '(?:(?:a){2}|[\\x{0}-a\\x{63}-\\x{10ffff}])'  # or equivalent
     """
     if isinstance(regex, CharSet):
         return _char_set(regex.ranges)
-    if isinstance(regex, RegexSequence):
-        return "".join([pattern_of(part) for part in regex.parts])
-    if isinstance(regex, Choice):
+    if isinstance(regex, Concatenation):
+        return "".join([write_pattern(part) for part in regex.parts])
+    if isinstance(regex, Alternation):
         return (
-            f"(?:{'|'.join([pattern_of(option) for option in regex.options])})" if regex.options else _NO_TEXT
+            f"(?:{'|'.join([write_pattern(option) for option in regex.options])})"
+            if regex.options
+            else _NO_TEXT
         )
     if isinstance(regex, LookAhead | LookBehind):
         raise BadArgument(
@@ -57,7 +59,7 @@ def pattern_of(regex: Regex) -> str:
             "large, or in a tag"
         )
     most = "" if regex.most is None else regex.most
-    return f"(?:{pattern_of(regex.part)}){{{regex.least},{most}}}"
+    return f"(?:{write_pattern(regex.part)}){{{regex.least},{most}}}"
 
 
 def literal_pattern(text: str) -> str:
@@ -129,14 +131,14 @@ def row_grammar(
 def row_regex(tags: Sequence[TagRule], bodies: Sequence[Regex], between: str, max_tags: int | None) -> Regex:
     """Returns ``row_grammar`` as an expression."""
     options = [
-        RegexSequence((literal(tag.begin + tag.lead), body, literal(tag.end)))
+        Concatenation((literal(tag.begin + tag.lead), body, literal(tag.end)))
         for tag, body in zip(tags, bodies, strict=True)
     ]
-    one = options[0] if len(options) == 1 else Choice(tuple(options))
+    one = options[0] if len(options) == 1 else Alternation(tuple(options))
     if max_tags == 1:
         return one
     most = None if max_tags is None else max_tags - 1
-    return RegexSequence((one, Repeat(RegexSequence((literal(between), one)), 0, most)))
+    return Concatenation((one, Repeat(Concatenation((literal(between), one)), 0, most)))
 
 
 def tag_alone(tag: TagRule, body: TagBody) -> str:
@@ -151,7 +153,7 @@ def _body_lines(n: int, tag: TagRule, body: TagBody, grammars: list[dict[str, st
     if isinstance(body, str):
         grammars.append({"name": f"inner_{n}", "lark_grammar": body})
         return [f"body_{n}: {lead} @inner_{n} {end}"]
-    first_end = f"BODY_{n}: (/{pattern_of(body)}/ {end})"
+    first_end = f"BODY_{n}: (/{write_pattern(body)}/ {end})"
     if end:
         first_end += f" & ~(/(?s:.*)/ {end} /(?s:.+)/)"
     return [f"body_{n}: {lead} BODY_{n}", first_end]

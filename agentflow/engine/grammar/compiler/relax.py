@@ -16,22 +16,22 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from agentflow.engine.grammar.compiler.messages import (
-    CompiledConstraint,
-    PartedConstraint,
-    Relaxed,
-    SchemaPart,
-)
-from agentflow.engine.grammar.compiler.schema_check import (
+from agentflow.engine.grammar.compiler.explicit_schema import (
     MOST_UNIQUE_LISTS,
-    Path,
     Schema,
+    SchemaPath,
     check_schema,
     exclude_each_other,
     least_members,
     parse_schema,
     placed_subschemas,
     unique_lists,
+)
+from agentflow.engine.grammar.compiler.messages import (
+    CompiledConstraint,
+    PartedConstraint,
+    Relaxed,
+    SchemaPart,
 )
 from agentflow.errors import AgentflowError, BadArgument, RequestRefused
 from agentflow.protocol.constraint import Constraint
@@ -65,7 +65,7 @@ _WHY: Final = {
 _WHY_NOT: Final = "is not supported: check it in the program"
 
 
-def relax(root: Schema, start: Schema | None = None, place: Path = ()) -> list[Path]:
+def relax(root: Schema, start: Schema | None = None, place: SchemaPath = ()) -> list[SchemaPath]:
     """Relaxes the keywords of ``start`` (``root``, by default) that are known to be unenforceable. ``place``:
     of ``start``. Returns the place of each keyword that was dropped or changed.
 
@@ -73,7 +73,7 @@ def relax(root: Schema, start: Schema | None = None, place: Path = ()) -> list[P
     >>> relax(schema), schema
     ([('uniqueItems',)], {'type': 'array', 'items': {'type': 'string'}})
     """
-    found: list[Path] = []
+    found: list[SchemaPath] = []
     has_ids = any("$id" in one or "id" in one for _, one in placed_subschemas(root))
     for path, schema in list(placed_subschemas(root if start is None else start, place)):
         for key in [key for key in _NEVER_KEPT if key in schema]:
@@ -162,7 +162,7 @@ def check_kept(schema: Schema) -> None:
         raise BadArgument(f"schema: {'.'.join(path)} {_why(schema, path)}")
 
 
-def _why(schema: Schema, path: Path) -> str:
+def _why(schema: Schema, path: SchemaPath) -> str:
     """Returns why the keyword at the end of the path cannot be enforced."""
     if path[-1] != "$ref":
         return _WHY.get(path[-1], _WHY_NOT)
@@ -184,7 +184,7 @@ class _Part:
         self._start: Schema = start
         self._definitions = _some(root, "$defs", "definitions")
         # ``hoisted`` puts the tool's name before the names of its definitions.
-        self._places: list[tuple[Path, Any]] = [((), self._start)]
+        self._places: list[tuple[SchemaPath, Any]] = [((), self._start)]
         if part.path:
             own = root.get("$defs", {})
             prefix = f"{part.name}."
@@ -212,11 +212,11 @@ class _Part:
                 text = f"{'.'.join(path)} {_why(one, path[len(place) :])}"
                 raise self.error(BadArgument(text), path)
 
-    def relax(self) -> list[Path]:
+    def relax(self) -> list[SchemaPath]:
         """Relaxes the keywords that are known to be unenforceable."""
         return [path for place, one in self._places for path in relax(self._root, one, place)]
 
-    def error(self, error: AgentflowError, path: Path = ()) -> AgentflowError:
+    def error(self, error: AgentflowError, path: SchemaPath = ()) -> AgentflowError:
         """Returns the error with this part's ``param``, at a place in the part."""
         part, text = self.part, str(error).removeprefix("schema: ")
         if not part.name:
@@ -231,15 +231,15 @@ class _Part:
                 return self.error(type(error)(f"{where}: {str(error).removeprefix('schema: ')}"), found[0])
         return self.error(error)
 
-    def relax_until(self, compiles: Compiles) -> Iterator[list[Path]]:
+    def relax_until(self, compiles: Compiles) -> Iterator[list[SchemaPath]]:
         """Relaxes in steps, each of which goes further."""
         yield self._relax_keywords(compiles)
         yield self._relax_members(compiles)
         yield self._allow_all()
 
-    def _relax_keywords(self, compiles: Compiles) -> list[Path]:
+    def _relax_keywords(self, compiles: Compiles) -> list[SchemaPath]:
         """Relaxes the keywords that do not compile by themselves."""
-        found: list[Path] = []
+        found: list[SchemaPath] = []
         every = [pair for place, one in self._places for pair in placed_subschemas(one, place)]
         for path, schema in every:
             if "pattern" in schema and not compiles({"type": "string", "pattern": schema["pattern"]}):
@@ -270,9 +270,9 @@ class _Part:
                 found.append((*path, "oneOf"))
         return found
 
-    def _relax_members(self, compiles: Compiles) -> list[Path]:
+    def _relax_members(self, compiles: Compiles) -> list[SchemaPath]:
         """Allows any value for each member whose schema does not compile by itself."""
-        found: list[Path] = []
+        found: list[SchemaPath] = []
         for place, schema in self._places:
             members = schema.get("properties")
             for name, member in members.items() if isinstance(members, dict) else ():
@@ -281,7 +281,7 @@ class _Part:
                     found.append((*place, "properties", name))
         return found
 
-    def _allow_all(self) -> list[Path]:
+    def _allow_all(self) -> list[SchemaPath]:
         """Allows any value; any object, for arguments."""
         self._start.clear()
         if self.part.name:

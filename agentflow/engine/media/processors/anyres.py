@@ -18,7 +18,7 @@ from agentflow.engine.media.processors.pixels import (
     ProcessorOptions,
     Size,
     channels_first,
-    cut,
+    cut_squares,
     resize,
 )
 from agentflow.errors import BadModelFolder
@@ -55,7 +55,7 @@ def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
     return max(resolutions, key=worth)
 
 
-def tiles_of(image: Image, resolution: Size, side: int, resample: int) -> Bytes:
+def cut_tiles(image: Image, resolution: Size, side: int, resample: int) -> Bytes:
     """[tiles, 3, side, side]: the whole image, distorted to a square, then the tiles row by row."""
     height, width = resolution
     scale_x, scale_y = width / image.width, height / image.height
@@ -67,7 +67,7 @@ def tiles_of(image: Image, resolution: Size, side: int, resample: int) -> Bytes:
     pixels = np.zeros((3, height, width), dtype=np.uint8)
     top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
     pixels[:, top : top + inner[0], left : left + inner[1]] = channels_first(resize(image, inner, resample))
-    return np.concatenate([whole[None], cut(pixels, side)])
+    return np.concatenate([whole[None], cut_squares(pixels, side)])
 
 
 def features_without_border(size: Size, resolution: Size, side: int, patches: int) -> Size:

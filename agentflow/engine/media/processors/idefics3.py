@@ -22,7 +22,7 @@ from agentflow.engine.media.processors.pixels import (
     ProcessorOptions,
     Size,
     channels_first,
-    cut,
+    cut_squares,
     in_line,
     resize,
     vision_config,
@@ -80,7 +80,7 @@ class Idefics3Processor:
         if image.height == image.width == self._side:
             return self._alone(image)
         whole = channels_first(resize(image, (self._side, self._side), self._resample))
-        tiles = cut(channels_first(image), self._side)
+        tiles = cut_squares(channels_first(image), self._side)
         pieces: list[str | MediaPiece] = []
         before = ""
         num_columns = image.width // self._side

@@ -11,9 +11,9 @@ import numpy as np
 
 from agentflow.engine.media.processors.anyres import (
     best_resolution,
+    cut_tiles,
     features_without_border,
     read_resolutions,
-    tiles_of,
 )
 from agentflow.engine.media.processors.llava import Squares, num_features, patches_a_side
 from agentflow.engine.media.processors.pixels import (
@@ -65,7 +65,7 @@ class LlavaNextProcessor:
         rows, columns = features_without_border(size, resolution, self._side, self._patches)
         return Prepared(
             {
-                "pixels": tiles_of(image, resolution, self._side, self._resample),
+                "pixels": cut_tiles(image, resolution, self._side, self._resample),
                 "sizes": np.array(size, dtype=np.int64),
             },
             (in_line(self._num_whole + rows * (columns + 1)),),

@@ -12,9 +12,9 @@ import numpy as np
 
 from agentflow.engine.media.processors.anyres import (
     best_resolution,
+    cut_tiles,
     features_without_border,
     read_resolutions,
-    tiles_of,
 )
 from agentflow.engine.media.processors.llava import patches_a_side
 from agentflow.engine.media.processors.pixels import (
@@ -79,7 +79,7 @@ class LlavaOnevisionProcessor:
             rows, columns = int(rows // ratio), int(columns // ratio)
         return Prepared(
             {
-                "pixels": tiles_of(image, resolution, self._side, self._resample),
+                "pixels": cut_tiles(image, resolution, self._side, self._resample),
                 "sizes": np.array(size, dtype=np.int64),
             },
             (in_line(self._patches**2 + rows * (columns + 1)),),

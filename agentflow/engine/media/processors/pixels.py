@@ -118,7 +118,7 @@ def channels_first(image: Image) -> Bytes:
     return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
 
 
-def cut(pixels: Bytes, side: int) -> Bytes:
+def cut_squares(pixels: Bytes, side: int) -> Bytes:
     """Cuts [3, height, width] into squares, row by row: [tiles, 3, side, side]. Both lengths are multiples of
     ``side``."""
     _, height, width = pixels.shape

@@ -13,7 +13,7 @@ from agentflow.engine.models.config import (
     DecoderConfig,
     LayerShape,
     RawConfig,
-    architectures_of,
+    read_architectures,
 )
 from agentflow.engine.models.rope import read_rope
 from agentflow.errors import BadModelFolder
@@ -120,12 +120,12 @@ class Family:
         return max((self.names, *self.other_names), key=num_found)
 
 
-def architecture_of(raw: RawConfig) -> str:
+def first_architecture(raw: RawConfig) -> str:
     """Returns the first of the config's architectures."""
-    return str(next(iter(architectures_of(raw)), ""))
+    return str(next(iter(read_architectures(raw)), ""))
 
 
-def activation_of(raw: RawConfig, *names: str) -> Activation:
+def read_activation(raw: RawConfig, *names: str) -> Activation:
     """Returns the activation under the first of these names that the config has."""
     name = next((name for name in names if raw.get(name)), names[0])
     value = raw.get(name) or "silu"
@@ -149,7 +149,7 @@ def standard_shape(raw: RawConfig, *, head_dim: int = 0, **changes: Any) -> Deco
     if num_heads % num_kv_heads or head_dim % 2:
         raise ValueError(f"{num_heads} heads over {num_kv_heads} KV heads of size {head_dim}")
     fields: dict[str, Any] = {
-        "architecture": architecture_of(raw),
+        "architecture": first_architecture(raw),
         "vocab_size": int(raw["vocab_size"]),
         "hidden_size": hidden_size,
         "intermediate_size": int(raw["intermediate_size"]),
@@ -160,7 +160,7 @@ def standard_shape(raw: RawConfig, *, head_dim: int = 0, **changes: Any) -> Deco
         "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
         "max_context": int(raw["max_position_embeddings"]),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "activation": activation_of(raw, "hidden_act", "hidden_activation"),
+        "activation": read_activation(raw, "hidden_act", "hidden_activation"),
     }
     if "rope" not in changes:
         fields["rope"] = read_rope(raw)

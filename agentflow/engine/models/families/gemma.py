@@ -16,7 +16,7 @@ from agentflow.engine.models.families.family import (
     standard_shape,
     windowed,
 )
-from agentflow.engine.models.rope import RopeConfig, rope_of
+from agentflow.engine.models.rope import RopeConfig, make_rope
 from agentflow.engine.models.text_config import text_config
 from agentflow.errors import BadModelFolder
 
@@ -68,11 +68,11 @@ def _ropes(raw: RawConfig) -> tuple[RopeConfig, RopeConfig]:
     """Returns the ropes of full and of sliding layers."""
     parameters = raw.get("rope_parameters") or {}
     if "full_attention" in parameters:
-        return rope_of(raw, parameters["full_attention"]), rope_of(raw, parameters["sliding_attention"])
+        return make_rope(raw, parameters["full_attention"]), make_rope(raw, parameters["sliding_attention"])
     far = {"rope_theta": 1_000_000.0} | dict(raw.get("rope_scaling") or {}) | dict(parameters)
     if raw.get("rope_theta"):
         far["rope_theta"] = raw["rope_theta"]
-    return rope_of(raw, far), RopeConfig("default", float(raw.get("rope_local_base_freq", 10_000.0)))
+    return make_rope(raw, far), RopeConfig("default", float(raw.get("rope_local_base_freq", 10_000.0)))
 
 
 def read_gemma3_text(raw: RawConfig) -> DecoderConfig:

@@ -6,8 +6,8 @@ from agentflow.engine.models.config import DecoderConfig, LayerShape, RawConfig
 from agentflow.engine.models.families.family import (
     Family,
     WeightNames,
-    activation_of,
-    architecture_of,
+    first_architecture,
+    read_activation,
     standard_shape,
 )
 from agentflow.engine.models.rope import RopeConfig
@@ -49,7 +49,7 @@ def read_gpt2(raw: RawConfig) -> DecoderConfig:
     hidden_size, num_heads = int(raw["n_embd"]), int(raw["n_head"])
     num_layers = int(raw["n_layer"])
     return DecoderConfig(
-        architecture=architecture_of(raw),
+        architecture=first_architecture(raw),
         vocab_size=int(raw["vocab_size"]),
         hidden_size=hidden_size,
         intermediate_size=int(raw.get("n_inner") or 4 * hidden_size),
@@ -62,7 +62,7 @@ def read_gpt2(raw: RawConfig) -> DecoderConfig:
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
         rope=NO_ROPE,
         norm="layer",
-        activation=activation_of({"activation_function": "gelu_new"} | dict(raw), "activation_function"),
+        activation=read_activation({"activation_function": "gelu_new"} | dict(raw), "activation_function"),
         is_gated=False,
         position_offset=0,
         layers=_unrotated(num_layers),
@@ -81,7 +81,7 @@ def read_opt(raw: RawConfig) -> DecoderConfig:
         rope=NO_ROPE,
         norm_eps=1e-5,
         norm="layer",
-        activation=activation_of({"activation_function": "relu"} | dict(raw), "activation_function"),
+        activation=read_activation({"activation_function": "relu"} | dict(raw), "activation_function"),
         is_gated=False,
         position_offset=2,
         layers=_unrotated(int(raw["num_hidden_layers"])),

@@ -19,7 +19,7 @@ _READERS: Final[dict[str, Callable[[RawConfig], DecoderConfig]]] = {
 }
 
 
-def read_text(raw: RawConfig) -> DecoderConfig:
+def read_text_config(raw: RawConfig) -> DecoderConfig:
     """Reads the text model of a config with ``text_config``."""
     part = text_config(raw)
     kind = str(part.get("model_type") or "llama")

@@ -11,8 +11,8 @@ from typing import Final
 from agentflow.engine.models.config import (
     DecoderConfig,
     RawConfig,
-    architectures_of,
     end_token_ids,
+    read_architectures,
     read_folder,
 )
 from agentflow.engine.models.families import (
@@ -126,7 +126,7 @@ def _check(shape: DecoderConfig) -> None:
 
 def is_native(folder: Path) -> bool:
     """Whether the folder's architecture has a family. False if its config has no architecture."""
-    return any(_with_head(name) in FAMILIES for name in architectures_of(read_folder(folder)[0]))
+    return any(_with_head(name) in FAMILIES for name in read_architectures(read_folder(folder)[0]))
 
 
 def _with_head(architecture: object) -> str:
@@ -136,7 +136,7 @@ def _with_head(architecture: object) -> str:
 
 
 def _find_family(raw: RawConfig) -> Family:
-    names = [_with_head(name) for name in architectures_of(raw)]
+    names = [_with_head(name) for name in read_architectures(raw)]
     if len(names) == 1 and names[0] in FAMILIES:
         return FAMILIES[names[0]]
     found = ", ".join(map(str, names)) or f"none (model_type {raw.get('model_type')!r})"

@@ -6,8 +6,8 @@ from agentflow.engine.models.config import DecoderConfig, RawConfig
 from agentflow.engine.models.families.family import (
     Family,
     WeightNames,
-    activation_of,
     layer_types,
+    read_activation,
     standard_shape,
     windowed,
 )
@@ -21,7 +21,7 @@ def read_starcoder2(raw: RawConfig) -> DecoderConfig:
         raw,
         norm="layer",
         norm_eps=float(raw.get("norm_epsilon", 1e-5)),
-        activation=activation_of(raw, "hidden_act"),
+        activation=read_activation(raw, "hidden_act"),
         is_gated=False,
         layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")),
     )

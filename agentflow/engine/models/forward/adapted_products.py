@@ -16,7 +16,7 @@ from agentflow.kernels.linear.grouped import GroupedAdapters
 from agentflow.kernels.linear.method import LinearMethod
 from agentflow.kernels.uploads import upload
 
-Place = Literal["qkv", "output", "gate_up", "down"]
+ProductName = Literal["qkv", "output", "gate_up", "down"]
 """A product of a layer: a field of ``LayerAdapter``."""
 
 
@@ -61,7 +61,7 @@ class Products:
         x: Tensor,
         weight: LinearWeight,
         layer: int,
-        place: Place,
+        place: ProductName,
         activation: Activation | None = None,
     ) -> Tensor:
         """``LinearMethod.multiply`` at one place of a layer."""
@@ -72,7 +72,7 @@ class Products:
         added = self._added(x, weight, layer, place) if self._rows else None
         return self._linear.multiply(x, weight, added, activation=activation)
 
-    def _added(self, x: Tensor, weight: LinearWeight, layer: int, place: Place) -> Tensor | None:
+    def _added(self, x: Tensor, weight: LinearWeight, layer: int, place: ProductName) -> Tensor | None:
         found = [(getattr(adapter.layers[layer], place), rows) for adapter, rows in self._rows]
         changes = [(change, rows) for change, rows in found if change is not None]
         return self._linear.low_rank(x, weight.shape[0], changes) if changes else None

@@ -72,7 +72,7 @@ class DeviceInput:
         return self.arrays[0]
 
 
-def arrays_of(given: ForwardInput) -> dict[str, NDArray[Any]]:
+def list_arrays(given: ForwardInput) -> dict[str, NDArray[Any]]:
     """Returns the arrays that ``on_device`` needs on the device."""
     arrays = {
         "arrays": np.stack((given.token_ids, given.positions, given.write_slots)),
@@ -86,7 +86,7 @@ def arrays_of(given: ForwardInput) -> dict[str, NDArray[Any]]:
 
 
 def on_device(given: ForwardInput, arrived: Mapping[str, Tensor]) -> DeviceInput:
-    """Returns the input with its arrays on the device. ``arrived``: there, those of ``arrays_of``."""
+    """Returns the input with its arrays on the device. ``arrived``: there, those of ``list_arrays``."""
     num_rows = len(given.rows)
     has_all_rows = num_rows == len(given.token_ids) and bool((given.rows == np.arange(num_rows)).all())
     embedded = None

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.models.forward.adapted_products import Products
-from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput, arrays_of, on_device
+from agentflow.engine.models.forward.decode_graphs import DecodeGraphs, DeviceInput, list_arrays, on_device
 from agentflow.engine.models.forward.experts_in_turn import experts_in_turn
-from agentflow.engine.models.forward.latent_attention import project, values_of
+from agentflow.engine.models.forward.latent_attention import project, project_values
 from agentflow.engine.models.rope import rope_angles
 from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.decoder_weights import (
@@ -159,7 +159,7 @@ class Decoder:
         ``given.rows``: [S, hidden_size]."""
         if self.whole_forward is not None:
             return self.whole_forward.start_hidden(given)()
-        return self.launch(on_device(given, DeviceStream(self._device).upload(arrays_of(given))))
+        return self.launch(on_device(given, DeviceStream(self._device).upload(list_arrays(given))))
 
     def launch(self, given: DeviceInput) -> Tensor:
         """Launches the kernels of ``forward`` with the arrays on the device, and does not wait for them if
@@ -203,7 +203,7 @@ class Decoder:
                 )
                 products.keep_sampled(batch.rows)
             if isinstance(layer.qkv, LatentWeights):
-                attended = values_of(layer.qkv, attended)
+                attended = project_values(layer.qkv, attended)
             attended = self._summed(products.multiply(attended, layer.output, i, "output"))
             attended = self._normed(attended, layer.attention_norm)
             if weights.is_parallel:

@@ -41,7 +41,7 @@ def project(
     return torch.cat((in_latent, _rotate(rotated, *angles)), dim=2), kv
 
 
-def values_of(weights: LatentWeights, attended: Tensor) -> Tensor:
+def project_values(weights: LatentWeights, attended: Tensor) -> Tensor:
     """``attended`` [T, heads * pool_dim] to [T, heads * value_dim]."""
     num_heads = len(weights.value_up)
     latents = attended.view(len(attended), num_heads, -1)[..., : weights.kv_rank].transpose(0, 1)

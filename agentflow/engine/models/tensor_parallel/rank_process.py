@@ -47,7 +47,7 @@ class _GroupLog(logging.Handler):
             self._connection.sendall(to_frame(PartLogged(record.levelno, record.name, self.format(record))))
 
 
-def run(connection: socket.socket, file: int | None) -> int:
+def run_rank(connection: socket.socket, file: int | None) -> int:
     """Loads a part of the model and computes batches. Returns the exit code."""
     frames = received_frames(connection)
     ours = logging.getLogger("agentflow")
@@ -93,7 +93,7 @@ def main() -> None:
         os.set_inheritable(number, False)
     socket_fd, lifeline, *files = numbers
     die_with(lifeline)
-    code = run(socket.socket(fileno=socket_fd), files[0] if files else None)
+    code = run_rank(socket.socket(fileno=socket_fd), files[0] if files else None)
     os._exit(code)  # without the destructors of torch's threads
 
 

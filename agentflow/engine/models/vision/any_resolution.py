@@ -18,7 +18,7 @@ from agentflow.engine.media.processors.pixels import Size
 from agentflow.errors import BadArgument
 
 
-def grid_of(size: Size, resolutions: Sequence[Size], side: int) -> Size:
+def choose_grid(size: Size, resolutions: Sequence[Size], side: int) -> Size:
     """Returns the rows and columns of tiles of an image of ``size``."""
     rows, columns = best_resolution(size, resolutions)
     return rows // side, columns // side

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.models.vision.pieces import Pieces, even_parts
-from agentflow.engine.models.vision.tower import Arrays, Features, Part, Tower
+from agentflow.engine.models.vision.tower import Arrays, Features, TileRange, Tower
 
 
 class TowerEncoding:
@@ -60,7 +60,7 @@ class TowerEncoding:
             for _ in self._pieces:  # puts the parts together
                 raise AssertionError("an encoding has more slices than were counted")
 
-    def _slices(self, part: Part) -> Iterator[tuple[float, int]]:
+    def _slices(self, part: TileRange) -> Iterator[tuple[float, int]]:
         """Yields the operations of each thing that ``_encode_part`` does, and its slices."""
         tower = self._tower
         for flops in (tower.embed_flops(part), tower.finish_flops(part)):
@@ -69,7 +69,7 @@ class TowerEncoding:
             for flops in halves:
                 yield flops, self._count(flops, part.num_rows)
 
-    def _layers(self, part: Part) -> list[tuple[float, float]]:
+    def _layers(self, part: TileRange) -> list[tuple[float, float]]:
         """Returns the operations of the halves of each layer."""
         shape = self._tower.encoder.shape
         halves = [
@@ -82,13 +82,13 @@ class TowerEncoding:
         """Returns into how many slices these operations are divided."""
         return int(min(most, max(1, round(flops / self._slice_flops))))
 
-    def _encode(self, parts: list[Part], done: Callable[[Features], None]) -> Pieces[None]:
+    def _encode(self, parts: list[TileRange], done: Callable[[Features], None]) -> Pieces[None]:
         made = []
         for part in parts:
             made.append((yield from self._encode_part(part)))
         done(self._tower.join(self._arrays, made))
 
-    def _encode_part(self, part: Part) -> Pieces[list[Tensor]]:
+    def _encode_part(self, part: TileRange) -> Pieces[list[Tensor]]:
         tower, arrays = self._tower, self._arrays
         kept: list[Tensor] = []
         rows = yield from tower.embed(arrays, part, self._count(tower.embed_flops(part)))

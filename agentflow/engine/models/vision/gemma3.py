@@ -17,7 +17,7 @@ from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.encoder import Rows
 from agentflow.engine.models.vision.pieces import Pieces, by_rows
 from agentflow.engine.models.vision.siglip import TileEncoder, TileTower, load_tiles, read_tiles
-from agentflow.engine.models.vision.tower import Arrays, Part, product_flops
+from agentflow.engine.models.vision.tower import Arrays, TileRange, product_flops
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.decoder_weights import Norm
@@ -49,7 +49,7 @@ class Gemma3Tower(TileTower):
     def nbytes(self) -> int:
         return self._tiles.nbytes + self._projection.nbytes
 
-    def finish_flops(self, part: Part) -> float:
+    def finish_flops(self, part: TileRange) -> float:
         return product_flops(part.num_rows // self._pool**2, self._projection)
 
     def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor], count: int) -> Pieces[list[Tensor]]:

@@ -14,7 +14,7 @@ from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.encoder import Rows
 from agentflow.engine.models.vision.pieces import Pieces, by_rows
 from agentflow.engine.models.vision.siglip import TileEncoder, TileTower, load_tiles, read_tiles
-from agentflow.engine.models.vision.tower import Arrays, Part, product_flops
+from agentflow.engine.models.vision.tower import Arrays, TileRange, product_flops
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.kernels.inputs import LinearWeight
 
@@ -40,7 +40,7 @@ class Idefics3Tower(TileTower):
     def nbytes(self) -> int:
         return self._tiles.nbytes + self._connector.nbytes
 
-    def finish_flops(self, part: Part) -> float:
+    def finish_flops(self, part: TileRange) -> float:
         return product_flops(part.num_rows // self._scale**2, self._connector)
 
     def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor], count: int) -> Pieces[list[Tensor]]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from agentflow.engine.media.processors.pixels import Size
 from agentflow.engine.media.settings import PixelScaling
-from agentflow.engine.models.config import RawConfig, architectures_of
+from agentflow.engine.models.config import RawConfig, read_architectures
 from agentflow.engine.models.text_config import text_config, vision_config
-from agentflow.engine.models.vision.any_resolution import grid_of, pack, reduced
+from agentflow.engine.models.vision.any_resolution import choose_grid, pack, reduced
 from agentflow.engine.models.vision.encoder import Rows
 from agentflow.engine.models.vision.pieces import Pieces, by_rows
 from agentflow.engine.models.vision.siglip import (
@@ -27,7 +27,7 @@ from agentflow.engine.models.vision.siglip import (
     plain_activation,
     read_tiles,
 )
-from agentflow.engine.models.vision.tower import Arrays, Features, Part, product_flops
+from agentflow.engine.models.vision.tower import Arrays, Features, TileRange, product_flops
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.activations import PlainActivation
@@ -93,13 +93,13 @@ class LlavaTower(TileTower):
     def nbytes(self) -> int:
         return self._tiles.nbytes + self._projector.first.nbytes + self._projector.second.nbytes
 
-    def parts(self, arrays: Arrays, most_rows: int) -> list[Part]:
+    def parts(self, arrays: Arrays, most_rows: int) -> list[TileRange]:
         parts = super().parts(arrays, most_rows)
         if self._any_resolution is None and len(arrays["pixels"]) > 1:
             raise BadArgument(f"image: the model reads one tile, not {len(arrays['pixels'])}", param="image")
         return parts
 
-    def finish_flops(self, part: Part) -> float:
+    def finish_flops(self, part: TileRange) -> float:
         return product_flops(part.num_rows, self._projector.first, self._projector.second)
 
     def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor], count: int) -> Pieces[list[Tensor]]:
@@ -133,7 +133,7 @@ class LlavaTower(TileTower):
             rows = tiles.flatten(0, 1)
             return Features(rows if packing.pool_after is None else torch.cat((rows, packing.newline[None])))
         height, width = arrays["sizes"].reshape(-1)[:2].tolist()
-        grid = grid_of((height, width), packing.resolutions, self._tiles.shape.side)
+        grid = choose_grid((height, width), packing.resolutions, self._tiles.shape.side)
         return Features(pack(tiles, (height, width), grid, packing.newline, packing.max_tiles))
 
     def _is_video(self, arrays: Arrays) -> bool:
@@ -173,7 +173,7 @@ def load_llava(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> 
 
 def _taken_layers(raw: RawConfig, num_layers: int) -> tuple[list[int], bool]:
     """Returns after how many layers features are taken, and whether the class token is one."""
-    is_onevision = "LlavaOnevisionForConditionalGeneration" in architectures_of(raw)
+    is_onevision = "LlavaOnevisionForConditionalGeneration" in read_architectures(raw)
     given = raw.get("vision_feature_layer", -1 if is_onevision else -2)
     layers = [int(one) for one in (given if isinstance(given, list) else [given])]
     layers = [layer if layer >= 0 else num_layers + 1 + layer for layer in layers]
@@ -192,7 +192,7 @@ def _taken_layers(raw: RawConfig, num_layers: int) -> tuple[list[int], bool]:
 
 
 def _any_resolution(weights: TowerWeights, raw: RawConfig, hidden: int) -> AnyResolution | None:
-    [architecture] = architectures_of(raw)
+    [architecture] = read_architectures(raw)
     if architecture == "LlavaForConditionalGeneration":
         return None
     default = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]

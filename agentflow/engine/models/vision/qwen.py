@@ -19,13 +19,13 @@ from torch import Tensor
 
 from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig
-from agentflow.engine.models.families.family import activation_of
+from agentflow.engine.models.families.family import read_activation
 from agentflow.engine.models.forward.decoder import apply_norm
 from agentflow.engine.models.rope import rope_angles
 from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.encoder import Encoder, EncoderShape, Rows
 from agentflow.engine.models.vision.pieces import Pieces, even_parts
-from agentflow.engine.models.vision.tower import EMBED_FACTOR, Arrays, Part, Tower, product_flops
+from agentflow.engine.models.vision.tower import EMBED_FACTOR, Arrays, TileRange, Tower, product_flops
 from agentflow.engine.models.vision.weights import LayerNames, TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.decoder_weights import Norm
@@ -115,23 +115,23 @@ class QwenTower(Tower):
         mergers = sum(merger.nbytes for merger in (self._merger, *self._deep))
         return self.encoder.nbytes + self._patches.nbytes + positions + mergers
 
-    def parts(self, arrays: Arrays, most_rows: int) -> list[Part]:
+    def parts(self, arrays: Arrays, most_rows: int) -> list[TileRange]:
         num_times, rows, columns = self._grid(arrays)
         step = max(1, most_rows // (rows * columns))
         firsts = range(0, num_times, step)
         ends = [min(first + step, num_times) for first in firsts]
-        return [Part(a, b, (b - a) * rows * columns) for a, b in zip(firsts, ends, strict=True)]
+        return [TileRange(a, b, (b - a) * rows * columns) for a, b in zip(firsts, ends, strict=True)]
 
-    def num_seen(self, part: Part, arrays: Arrays, *, is_windowed: bool) -> float:
+    def num_seen(self, part: TileRange, arrays: Arrays, *, is_windowed: bool) -> float:
         if not is_windowed:
             return super().num_seen(part, arrays, is_windowed=False)
         _, rows, columns = self._grid(arrays)
         return rows * columns / max(1, len(self._windows(rows, columns)[1]) - 1)
 
-    def embed_flops(self, part: Part) -> float:
+    def embed_flops(self, part: TileRange) -> float:
         return EMBED_FACTOR * product_flops(part.num_rows, self._patches)
 
-    def embed(self, arrays: Arrays, part: Part, count: int) -> Pieces[Rows]:
+    def embed(self, arrays: Arrays, part: TileRange, count: int) -> Pieces[Rows]:
         shape, (_, rows, columns) = self._shape, self._grid(arrays)
         num_times, line = part.end - part.first, shape.merge * columns  # the patches of a line of tokens
         frames = arrays["pixels"][shape.frames * part.first : shape.frames * part.end]
@@ -176,7 +176,7 @@ class QwenTower(Tower):
         patches = grid.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
         return patches.reshape(num_times * rows * columns * shape.merge**2, -1)
 
-    def finish_flops(self, part: Part) -> float:
+    def finish_flops(self, part: TileRange) -> float:
         products = [one for merger in (self._merger, *self._deep) for one in (merger.first, merger.second)]
         return product_flops(part.num_rows // self._shape.merge**2, *products)
 
@@ -279,7 +279,7 @@ def _read_encoder(vision: RawConfig, *, is_gated: bool) -> EncoderShape:
     hidden, heads, depth = int(vision["hidden_size"]), int(vision["num_heads"]), int(vision["depth"])
     if min(hidden, heads, depth) < 1 or hidden % heads or hidden // heads % 4:
         raise ValueError(f"{heads} heads in {hidden} dimensions, {depth} layers")
-    activation = activation_of(vision, "hidden_act")
+    activation = read_activation(vision, "hidden_act")
     assert activation != "clamped_swiglu"
     windowed: frozenset[int] = frozenset()
     if is_gated:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig
-from agentflow.engine.models.families.family import activation_of
+from agentflow.engine.models.families.family import read_activation
 from agentflow.engine.models.forward.decoder import apply_norm
 from agentflow.engine.models.vision.encoder import Encoder, EncoderShape, Rows
 from agentflow.engine.models.vision.pieces import Pieces, even_parts
-from agentflow.engine.models.vision.tower import EMBED_FACTOR, Arrays, Part, Tower, product_flops
+from agentflow.engine.models.vision.tower import EMBED_FACTOR, Arrays, TileRange, Tower, product_flops
 from agentflow.engine.models.vision.weights import LayerNames, TowerWeights
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.activations import PlainActivation
@@ -76,7 +76,7 @@ def read_tiles(vision: RawConfig) -> TileShape:
 
 def plain_activation(vision: RawConfig) -> PlainActivation:
     """Returns ``hidden_act``."""
-    name = activation_of(vision, "hidden_act")
+    name = read_activation(vision, "hidden_act")
     assert name != "clamped_swiglu"
     return name
 
@@ -170,19 +170,19 @@ class TileTower(Tower):
         super().__init__(tiles.encoder, scaling, tiles.positions.dtype, tiles.positions.device)
         self._tiles = tiles
 
-    def parts(self, arrays: Arrays, most_rows: int) -> list[Part]:
+    def parts(self, arrays: Arrays, most_rows: int) -> list[TileRange]:
         shape = self._tiles.shape
         num_tiles = len(square_tiles(arrays, shape.side))
         step = max(1, most_rows // shape.num_rows)
         ends = [min(first + step, num_tiles) for first in range(0, num_tiles, step)]
-        return [Part(a, b, (b - a) * shape.num_rows) for a, b in pairwise([0, *ends])]
+        return [TileRange(a, b, (b - a) * shape.num_rows) for a, b in pairwise([0, *ends])]
 
-    def embed(self, arrays: Arrays, part: Part, count: int) -> Pieces[Rows]:
+    def embed(self, arrays: Arrays, part: TileRange, count: int) -> Pieces[Rows]:
         hidden = yield from self._tiles.embed(arrays["pixels"][part.first : part.end], self.scaled, count)
         num_rows = self._tiles.shape.num_rows
         return Rows(hidden, np.arange(part.end - part.first + 1, dtype=np.int64) * num_rows)
 
-    def embed_flops(self, part: Part) -> float:
+    def embed_flops(self, part: TileRange) -> float:
         return EMBED_FACTOR * product_flops(part.num_rows, self._tiles.patches)
 
 

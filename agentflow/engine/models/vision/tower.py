@@ -38,7 +38,7 @@ class Features:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TileRange:
     """The tiles or frames from ``first`` up to ``end``, with ``num_rows`` rows in the encoder."""
 
     first: int
@@ -78,20 +78,20 @@ class Tower(ABC):
         """The size of all weights."""
 
     @abstractmethod
-    def parts(self, arrays: Arrays, most_rows: int) -> list[Part]:
+    def parts(self, arrays: Arrays, most_rows: int) -> list[TileRange]:
         """Divides a medium. A part has one tile, or several that have at most ``most_rows`` rows together.
         Raises ``BadArgument`` if the arrays are not those of this tower."""
 
-    def num_seen(self, part: Part, arrays: Arrays, *, is_windowed: bool) -> float:
+    def num_seen(self, part: TileRange, arrays: Arrays, *, is_windowed: bool) -> float:
         """Returns how many rows a row of a part sees, in the mean."""
         return part.num_rows / (part.end - part.first)
 
     @abstractmethod
-    def embed(self, arrays: Arrays, part: Part, count: int) -> Pieces[Rows]:
+    def embed(self, arrays: Arrays, part: TileRange, count: int) -> Pieces[Rows]:
         """Makes the rows of a part before the first layer, in ``count`` pieces."""
 
     @abstractmethod
-    def embed_flops(self, part: Part) -> float:
+    def embed_flops(self, part: TileRange) -> float:
         """Returns the operations of ``embed``."""
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Tower(ABC):
         ``count`` pieces."""
 
     @abstractmethod
-    def finish_flops(self, part: Part) -> float:
+    def finish_flops(self, part: TileRange) -> float:
         """Returns the operations of ``finish``."""
 
     def join(self, arrays: Arrays, parts: Sequence[list[Tensor]]) -> Features:

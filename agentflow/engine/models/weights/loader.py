@@ -30,7 +30,7 @@ from agentflow.kernels.decoder_weights import (
     LayerWeights,
     Mlp,
     Norm,
-    Part,
+    RankPart,
     Rope,
     Routing,
 )
@@ -111,7 +111,7 @@ def load_model(
             check_divides(config, names, ranks.size)
             checkpoint.cuts = rank_cuts(config, names, ranks.rank, ranks.size)
             counts = token_counts(config.vocab_size, ranks.size)
-            part = Part(ranks, sum(counts[: ranks.rank]), counts)
+            part = RankPart(ranks, sum(counts[: ranks.rank]), counts)
             config = rank_config(config, ranks.rank, ranks.size)
         loader = _Loader(checkpoint, config, names, kernels, weights, device, part)
         model = loader.decoder()
@@ -128,7 +128,7 @@ def load_model(
     return LoadedModel(model, frozenset(loader.block_types), origin)
 
 
-def decoder_of(
+def make_decoder(
     tensors: TensorSource,
     config: DecoderConfig,
     names: WeightNames,
@@ -167,7 +167,7 @@ class _Loader:
         kernels: Kernels,
         weights: WeightFormat,
         device: torch.device,
-        part: Part | None = None,
+        part: RankPart | None = None,
     ) -> None:
         self._part = part
         self._checkpoint = checkpoint

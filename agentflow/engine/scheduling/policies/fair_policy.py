@@ -36,8 +36,8 @@ from collections.abc import Callable, Iterator, Sequence
 from agentflow.engine.cache.token_run import TokenRun
 from agentflow.engine.request import CacheKey, Origin, Request
 from agentflow.engine.scheduling.policies.charges import Absent
-from agentflow.engine.scheduling.policies.policy import Clock, Peek, Policy
-from agentflow.engine.scheduling.policies.tenant_queue import Program, TenantQueue
+from agentflow.engine.scheduling.policies.policy import Clock, PeekCache, Policy
+from agentflow.engine.scheduling.policies.tenant_queue import TenantProgram, TenantQueue
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked
 
 MAX_PROGRAMS = 16_384
@@ -53,7 +53,7 @@ class FairLongestPrefix(Policy):
 
     pauses_programs = True
 
-    def __init__(self, peek: Peek, token_budget: int, clock: Clock = time.monotonic) -> None:
+    def __init__(self, peek: PeekCache, token_budget: int, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._peek = peek
         self._token_budget = token_budget
@@ -63,7 +63,7 @@ class FairLongestPrefix(Policy):
         self._passed: list[TenantQueue] = []  # not in the heap, as they cannot use a chunk of this step
         self._in_step: dict[TenantQueue, None] = {}  # tenants that this step touched
         # By tenant and number, the one with the latest request last.
-        self._programs: OrderedDict[tuple[str, int], Program] = OrderedDict()
+        self._programs: OrderedDict[tuple[str, int], TenantProgram] = OrderedDict()
         self._paused: set[tuple[str, int]] = set()  # programs, by tenant and number
         self._absent: Absent | None = None  # tenants without requests here, if there are other engines
 
@@ -88,7 +88,7 @@ class FairLongestPrefix(Policy):
         if self._is_paused(request):
             tenant.aside[request.id] = request
             return
-        tenant.add(request, run, self._peek(request.cache_key, run), self._program_of(request))
+        tenant.add(request, run, self._peek(request.cache_key, run), self._find_program(request))
 
     def place(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
         tenant = self._tenants.get(request.tenant)
@@ -97,10 +97,10 @@ class FairLongestPrefix(Policy):
             if tenant is not None and request.id in tenant.aside:
                 self._bring_back(tenant)
             return
-        match = tenant.match_of(request)
+        match = tenant.count_match(request)
         tenant.take_out(request)
         request.origin = origin
-        tenant.put_in(request, request.reusable_run(), match, self._program_of(request))
+        tenant.put_in(request, request.reusable_run(), match, self._find_program(request))
         if patience_end < request.patience_end:
             tenant.lose_patience(request, patience_end)
 
@@ -210,15 +210,15 @@ class FairLongestPrefix(Policy):
         tenant.num_admitted -= 1
         self._forget_idle(request.tenant)
 
-    def tokens_cached(self, identity: CacheKey, run: TokenRun) -> None:
-        tenant = self._tenants.get(identity.tenant)
+    def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
+        tenant = self._tenants.get(cache_key.tenant)
         if tenant is not None:
-            tenant.tokens_cached(identity, run)
+            tenant.tokens_cached(cache_key, run)
 
-    def tokens_evicted(self, identity: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
-        tenant = self._tenants.get(identity.tenant)
+    def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
+        tenant = self._tenants.get(cache_key.tenant)
         if tenant is not None:
-            tenant.tokens_evicted(identity, run, kept)
+            tenant.tokens_evicted(cache_key, run, kept)
 
     def _arrived(self, request: Request) -> TenantQueue:
         tenant = self._tenants.get(request.tenant)
@@ -241,14 +241,14 @@ class FairLongestPrefix(Policy):
         others = [other.used for other in self._tenants.values() if not other.is_aside]
         tenant.used = max(tenant.used, min(others, default=0.0))
 
-    def _program_of(self, request: Request) -> Program | None:
+    def _find_program(self, request: Request) -> TenantProgram | None:
         """The request's program, which has a request now."""
         if not request.origin.program:
             return None
         key = request.tenant, request.origin.program
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = Program(request.arrival)
+            program = self._programs[key] = TenantProgram(request.arrival)
             if len(self._programs) > MAX_PROGRAMS:
                 self._programs.popitem(last=False)
         else:

@@ -24,8 +24,8 @@ from agentflow.engine.request import CacheKey, Origin, Request
 from agentflow.engine.scheduling.policies.charges import Charged
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
 
-Peek = Callable[[CacheKey, TokenRun], int]
-"""How many tokens of a run are cached under an identity. Changes nothing."""
+PeekCache = Callable[[CacheKey, TokenRun], int]
+"""The number of cached tokens of a run under a key. Changes nothing."""
 Clock = Callable[[], float]
 """Seconds: the times in requests are on this clock."""
 MAX_PASSED_OVER = 128
@@ -119,11 +119,11 @@ class Policy(ABC):
         """A running request ended."""
         return
 
-    def tokens_cached(self, identity: CacheKey, run: TokenRun) -> None:
+    def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
         """The whole run is cached now."""
         return
 
-    def tokens_evicted(self, identity: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
+    def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
         """Of the run that ``run()`` returns, and of all its continuations, only the first ``kept`` tokens
         are still cached."""
         return
@@ -192,7 +192,7 @@ class SimplePolicy(Policy):
 class FirstCome(SimplePolicy):
     """In order of arrival."""
 
-    def __init__(self, peek: Peek, token_budget: int, clock: Clock) -> None:
+    def __init__(self, peek: PeekCache, token_budget: int, clock: Clock) -> None:
         super().__init__()
 
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
@@ -209,7 +209,7 @@ class RandomOrder(FirstCome):
     """In a random order, from a fixed seed. A request once drawn stays first until it is admitted, also while
     it waits for memory."""
 
-    def __init__(self, peek: Peek, token_budget: int, clock: Clock) -> None:
+    def __init__(self, peek: PeekCache, token_budget: int, clock: Clock) -> None:
         super().__init__(peek, token_budget, clock)
         self._random = random.Random(0)
         self._order: list[Request] = []
@@ -229,7 +229,7 @@ class RandomOrder(FirstCome):
 class LongestPrefix(SimplePolicy):
     """Longest cached prefix first; of equals roughly the oldest."""
 
-    def __init__(self, peek: Peek, token_budget: int, clock: Clock) -> None:
+    def __init__(self, peek: PeekCache, token_budget: int, clock: Clock) -> None:
         super().__init__()
         self._peek = peek
         self._tree = WaitingTree()
@@ -251,8 +251,8 @@ class LongestPrefix(SimplePolicy):
             self._tree.remove(request)
         super().remove(request)
 
-    def tokens_cached(self, identity: CacheKey, run: TokenRun) -> None:
-        self._tree.tokens_cached(identity, run)
+    def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
+        self._tree.tokens_cached(cache_key, run)
 
-    def tokens_evicted(self, identity: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
-        self._tree.tokens_evicted(identity, run, kept)
+    def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
+        self._tree.tokens_evicted(cache_key, run, kept)

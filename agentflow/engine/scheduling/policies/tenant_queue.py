@@ -109,7 +109,7 @@ AFTER_TOKENS = b"\xff" * TOKEN_BYTES
 
 
 @dataclass(slots=True, eq=False)
-class Program:
+class TenantProgram:
     """One program of a tenant."""
 
     arrival: int  # of its first request
@@ -159,7 +159,7 @@ class TenantQueue:
         self._deadlines = TimeHeaps(self.arrivals.waiting)
         self._patience_ends = TimeHeaps(self.arrivals.waiting)
 
-    def add(self, request: Request, run: TokenRun, match: int, program: Program | None) -> None:
+    def add(self, request: Request, run: TokenRun, match: int, program: TenantProgram | None) -> None:
         """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
         self.arrivals.add(request, max(1, request.num_tokens + request.num_nodes - match))
         if request.deadline < math.inf:
@@ -173,7 +173,7 @@ class TenantQueue:
         request.patience_end = patience_end
         self._patience_ends.add(patience_end, request)
 
-    def put_in(self, request: Request, run: TokenRun, match: int, program: Program | None) -> None:
+    def put_in(self, request: Request, run: TokenRun, match: int, program: TenantProgram | None) -> None:
         """Gives an arrived request its place in the order. Its times, which stay, are not part of the place.
         The arguments are those of ``add``."""
         rank = (*_objective_rank(request), 0 if program is None else self._level(program))
@@ -191,7 +191,7 @@ class TenantQueue:
                 insort(self._continuing, place)
         priority = request.origin.priority
         self._num_at[priority] = self._num_at.get(priority, 0) + 1
-        group = _group_of(request)
+        group = _find_group(request)
         if group is not None:
             self._groups.setdefault((priority, group), Siblings()).add(request)
 
@@ -208,9 +208,9 @@ class TenantQueue:
     def take_out(self, request: Request) -> None:
         """Reverses ``put_in``."""
         if self.few:
-            self.few.remove(self._few_of(request))
+            self.few.remove(self._find_few(request))
         else:
-            self._tree_of(request).remove(request)
+            self._find_tree(request).remove(request)
         place = self._places.pop(request.id, None)
         if place is not None:
             siblings = self._of_program[request.origin.program]
@@ -224,7 +224,7 @@ class TenantQueue:
         self._num_at[priority] -= 1
         if not self._num_at[priority]:
             del self._num_at[priority]
-        group = _group_of(request)
+        group = _find_group(request)
         if group is not None:
             key = priority, group
             self._groups[key].remove(request)
@@ -233,7 +233,7 @@ class TenantQueue:
 
     def open_group(self, request: Request) -> None:
         """A request is admitted: the others of its task group come next."""
-        group = _group_of(request)
+        group = _find_group(request)
         if group is None:
             return
         self.open_groups.pop(group, None)
@@ -257,21 +257,21 @@ class TenantQueue:
             self.remove(request)
             self.aside[request.id] = request
 
-    def tokens_cached(self, identity: CacheKey, run: TokenRun) -> None:
+    def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
         """As of ``WaitingTree``."""
         for one in self.few:
-            if one.request.cache_key == identity:
+            if one.request.cache_key == cache_key:
                 one.match = max(one.match, one.common(run))
         for tree in self.trees:
-            tree.tokens_cached(identity, run)
+            tree.tokens_cached(cache_key, run)
 
-    def tokens_evicted(self, identity: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
+    def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
         """As of ``WaitingTree``."""
         for one in self.few:
-            if one.match > kept and one.request.cache_key == identity and one.common(run()) > kept:
+            if one.match > kept and one.request.cache_key == cache_key and one.common(run()) > kept:
                 one.match = kept
         for tree in self.trees:
-            tree.tokens_evicted(identity, run, kept)
+            tree.tokens_evicted(cache_key, run, kept)
 
     def _plant(self, one: _Few) -> None:
         if not self.trees:
@@ -279,13 +279,13 @@ class TenantQueue:
         short, long = self.trees
         (short if one.is_short else long).add(one.request, one.run, one.match, one.rank)
 
-    def match_of(self, request: Request) -> int:
+    def count_match(self, request: Request) -> int:
         """How many tokens of a waiting request are cached."""
         if self.few:
-            return self._few_of(request).match
-        return self._tree_of(request).match_of(request)
+            return self._find_few(request).match
+        return self._find_tree(request).count_match(request)
 
-    def _few_of(self, request: Request) -> _Few:
+    def _find_few(self, request: Request) -> _Few:
         for one in self.few:
             if one.request is request:
                 return one
@@ -333,7 +333,7 @@ class TenantQueue:
         overdue = self.arrivals.overdue()
         if overdue is None:
             return None
-        if not is_blocked(overdue, self.match_of(overdue)):
+        if not is_blocked(overdue, self.count_match(overdue)):
             return overdue
         if overdue.is_held_back:
             self.may_begin = False  # no other may pass it
@@ -361,11 +361,11 @@ class TenantQueue:
             if not times.heaps:
                 continue
             urgent = times.first(priority, math.inf if times is self._deadlines else self._clock())
-            if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
+            if urgent is not None and not is_blocked(urgent, self.count_match(urgent)):
                 return urgent
         for group in reversed(self.open_groups):
             siblings = self._groups.get((priority, group))
-            sibling = None if siblings is None else siblings.first(self.match_of, is_blocked)
+            sibling = None if siblings is None else siblings.first(self.count_match, is_blocked)
             if sibling is not None:
                 if sibling.origin.task_group >= PATIENT_GROUPS and self._has_better(sibling, is_blocked):
                     continue
@@ -387,12 +387,12 @@ class TenantQueue:
         for place in itertools.islice(self._continuing, MAX_PASSED_BY):
             if place[:3] >= end[:3]:
                 return None
-            match = self.match_of(place.request)
+            match = self.count_match(place.request)
             if self._is_short(place.request, match) and not is_blocked(place.request, match):
                 return place.request
         return None
 
-    def _level(self, program: Program) -> int:
+    def _level(self, program: TenantProgram) -> int:
         """The program's level, from its attained service."""
         level, limit = 0, self._level_tokens
         while program.num_tokens >= limit and level < MAX_LEVEL:
@@ -444,7 +444,7 @@ class TenantQueue:
         """Lower goes first."""
         to_compute = request.num_to_compute
         if request.status is Status.WAITING:
-            to_compute -= self.match_of(request)
+            to_compute -= self.count_match(request)
         elif not request.num_generated:  # a long prompt counts as long until it is computed
             to_compute += request.num_computed - request.num_shared
         origin = request.origin
@@ -454,7 +454,7 @@ class TenantQueue:
     def _is_short(self, request: Request, match: int) -> bool:
         return request.num_tokens + request.num_nodes - match <= self._short_tokens
 
-    def _tree_of(self, request: Request) -> WaitingTree:
+    def _find_tree(self, request: Request) -> WaitingTree:
         assert self.trees
         short, long = self.trees
         return short if request.id in short.nodes else long
@@ -556,8 +556,8 @@ class ArrivalQueue:
         return None
 
 
-def _group_of(request: Request) -> Hashable:
-    """The task group, of which only requests with equal identities are siblings here: they share KV, and
+def _find_group(request: Request) -> Hashable:
+    """The task group, of which only requests with equal cache keys are siblings here: they share KV, and
     wait for the same running prompts."""
     group = request.origin.task_group
     return (group, request.cache_key) if group and not request.origin.is_ahead else None

@@ -110,7 +110,7 @@ class WaitingTree:
         self._blocked_children: set[WaitingNode] = set()  # in this step, of frontiers that are not
         self._ties = itertools.count()
 
-    def match_of(self, request: Request) -> int:
+    def count_match(self, request: Request) -> int:
         """How many of the request's tokens are cached."""
         node: WaitingNode | None = self.nodes[request.id]
         while node is not None and node.parent is not None and not node.cached:

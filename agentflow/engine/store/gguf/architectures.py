@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentflow.engine.store.gguf.container import StoredTensor
-from agentflow.engine.store.gguf.metadata import Metadata
+from agentflow.engine.store.gguf.metadata import GgufMetadata
 from agentflow.engine.store.gguf.tensors import dequantise
 
-Stored = Mapping[str, StoredTensor]
+StoredTensors = Mapping[str, StoredTensor]
 Config = dict[str, Any]
 
 ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -29,7 +29,7 @@ class Architecture:
     """An architecture. ``top``, ``layer`` and ``experts`` map names in the file to names in the model,
     without ``.weight`` and ``.bias``."""
 
-    read: Callable[[Metadata, Stored], Config]  # returns the config
+    read: Callable[[GgufMetadata, StoredTensors], Config]  # returns the config
     top: Mapping[str, str]  # names outside of layers
     layer: Mapping[str, str]  # names in a layer: below ``blk.N.`` in the file, below ``prefix`` in the model
     prefix: str = "model.layers.{}."
@@ -43,7 +43,7 @@ class Architecture:
     splits_latents: bool = False
 
 
-def _common(data: Metadata, stored: Stored, architecture: str, model_type: str) -> Config:
+def _common(data: GgufMetadata, stored: StoredTensors, architecture: str, model_type: str) -> Config:
     """Reads the fields that most architectures have in common."""
     hidden_size, num_heads = data.whole(".embedding_length"), _num_heads(data)
     head_dim = data.whole(".attention.key_length", hidden_size // num_heads)
@@ -56,7 +56,9 @@ def _common(data: Metadata, stored: Stored, architecture: str, model_type: str) 
     }
 
 
-def _decoder(data: Metadata, stored: Stored, architecture: str, model_type: str, head_dim: int) -> Config:
+def _decoder(
+    data: GgufMetadata, stored: StoredTensors, architecture: str, model_type: str, head_dim: int
+) -> Config:
     """Reads the fields that all decoders with rotated heads have in common. ``head_dim``: of the rotated
     part."""
     num_heads = _num_heads(data)
@@ -79,14 +81,14 @@ def _decoder(data: Metadata, stored: Stored, architecture: str, model_type: str,
     }
 
 
-def _num_heads(data: Metadata) -> int:
+def _num_heads(data: GgufMetadata) -> int:
     count = data.whole(".attention.head_count")
     if count < 1:
         raise data.reject(".attention.head_count", "must be at least 1")
     return count
 
 
-def _num_layers(data: Metadata) -> int:
+def _num_layers(data: GgufMetadata) -> int:
     """Returns the number of layers, at most ``_MAX_LAYERS``, because it determines the lengths of lists."""
     count = data.whole(".block_count")
     if not 0 < count <= _MAX_LAYERS:
@@ -94,13 +96,13 @@ def _num_layers(data: Metadata) -> int:
     return count
 
 
-def _vocab_size(data: Metadata, stored: Stored) -> int:
+def _vocab_size(data: GgufMetadata, stored: StoredTensors) -> int:
     """Returns the number of rows of the embedding, because a vocabulary may be padded."""
     embedding = stored.get("token_embd.weight")
     return embedding.shape[0] if embedding is not None else data.whole(".vocab_size")
 
 
-def _rope(data: Metadata, stored: Stored, head_dim: int) -> Config:
+def _rope(data: GgufMetadata, stored: StoredTensors, head_dim: int) -> Config:
     rope: Config = {"rope_type": "default", "rope_theta": data.number(".rope.freq_base", 10_000.0)}
     num_rotated = data.whole(".rope.dimension_count", head_dim)
     if num_rotated != head_dim:
@@ -136,7 +138,7 @@ def _rope(data: Metadata, stored: Stored, head_dim: int) -> Config:
             raise data.reject(".rope.scaling.type", f"is {kind!r}, which is not supported")
 
 
-def _yarn_amplitude(data: Metadata, factor: float) -> Config:
+def _yarn_amplitude(data: GgufMetadata, factor: float) -> Config:
     if ".rope.scaling.yarn_attn_factor" in data:
         return {"attention_factor": data.number(".rope.scaling.yarn_attn_factor")}
     if multiplier := data.number(".rope.scaling.yarn_log_multiplier", 0.0):
@@ -151,7 +153,7 @@ def _values(tensor: StoredTensor) -> list[float]:
     return [float(value) for value in dequantise(tensor.rows, tensor.type_name).reshape(-1)]
 
 
-def _layer_types(data: Metadata, pattern: int) -> list[str]:
+def _layer_types(data: GgufMetadata, pattern: int) -> list[str]:
     """Returns the kind of each layer. The layers with a window are listed in the file, or are all except
     every ``pattern``-th."""
     slides, num_layers = data.numbers(".attention.sliding_window_pattern"), _num_layers(data)
@@ -161,7 +163,7 @@ def _layer_types(data: Metadata, pattern: int) -> list[str]:
     return ["sliding_attention" if one else "full_attention" for one in slides]
 
 
-def _llama(data: Metadata, stored: Stored) -> Config:
+def _llama(data: GgufMetadata, stored: StoredTensors) -> Config:
     """Reads Llama, Mistral and Mixtral, which are one architecture in GGUF."""
     config = _common(data, stored, "LlamaForCausalLM", "llama")
     window = data.whole(".attention.sliding_window", 0)
@@ -182,23 +184,23 @@ def _llama(data: Metadata, stored: Stored) -> Config:
     return config
 
 
-def _qwen2(data: Metadata, stored: Stored) -> Config:
+def _qwen2(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _common(data, stored, "Qwen2ForCausalLM", "qwen2")
 
 
-def _qwen3(data: Metadata, stored: Stored) -> Config:
+def _qwen3(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _common(data, stored, "Qwen3ForCausalLM", "qwen3")
 
 
-def _qwen2_vl(data: Metadata, stored: Stored) -> Config:
+def _qwen2_vl(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _qwen2(data, stored) | _axes(data, stored)
 
 
-def _qwen3_vl(data: Metadata, stored: Stored) -> Config:
+def _qwen3_vl(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _qwen3(data, stored) | _axes(data, stored)
 
 
-def _axes(data: Metadata, stored: Stored) -> Config:
+def _axes(data: GgufMetadata, stored: StoredTensors) -> Config:
     """Adds the frequencies of each axis to a rope. Text alone has the same position on all axes."""
     head_dim = data.whole(".attention.key_length", data.whole(".embedding_length") // _num_heads(data))
     sections = [int(count) for count in data.numbers(".rope.dimension_sections")]
@@ -207,7 +209,7 @@ def _axes(data: Metadata, stored: Stored) -> Config:
     return {"rope_parameters": _rope(data, stored, head_dim) | {"mrope_section": sections[:3]}}
 
 
-def _qwen3_moe(data: Metadata, stored: Stored) -> Config:
+def _qwen3_moe(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _common(data, stored, "Qwen3MoeForCausalLM", "qwen3_moe") | {
         "num_experts": data.whole(".expert_count"),
         "num_experts_per_tok": data.whole(".expert_used_count"),
@@ -218,17 +220,17 @@ def _qwen3_moe(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _smollm3(data: Metadata, stored: Stored) -> Config:
+def _smollm3(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _common(data, stored, "SmolLM3ForCausalLM", "smollm3") | {"no_rope_layer_interval": 4}
 
 
-def _olmo2(data: Metadata, stored: Stored) -> Config:
+def _olmo2(data: GgufMetadata, stored: StoredTensors) -> Config:
     if data.whole(".attention.sliding_window", 0):
         raise data.reject(".attention.sliding_window", "is set: OLMo 3 is not supported")
     return _common(data, stored, "Olmo2ForCausalLM", "olmo2")
 
 
-def _phi3(data: Metadata, stored: Stored) -> Config:
+def _phi3(data: GgufMetadata, stored: StoredTensors) -> Config:
     config = _common(data, stored, "Phi3ForCausalLM", "phi3")
     original = data.whole(".rope.scaling.original_context_length", config["max_position_embeddings"])
     return config | {
@@ -237,7 +239,7 @@ def _phi3(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _gemma(data: Metadata, config: Config, large: int, pattern: int) -> Config:
+def _gemma(data: GgufMetadata, config: Config, large: int, pattern: int) -> Config:
     """Adds the fields of Gemma to a config.
 
     Args:
@@ -258,7 +260,7 @@ def _gemma(data: Metadata, config: Config, large: int, pattern: int) -> Config:
     }
 
 
-def _gemma2(data: Metadata, stored: Stored) -> Config:
+def _gemma2(data: GgufMetadata, stored: StoredTensors) -> Config:
     config = _gemma(data, _common(data, stored, "Gemma2ForCausalLM", "gemma2"), large=46, pattern=2)
     return config | {
         "sliding_window": data.whole(".attention.sliding_window", 4096),
@@ -266,7 +268,7 @@ def _gemma2(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _gemma3(data: Metadata, stored: Stored) -> Config:
+def _gemma3(data: GgufMetadata, stored: StoredTensors) -> Config:
     config = _gemma(data, _common(data, stored, "Gemma3ForCausalLM", "gemma3_text"), large=62, pattern=6)
     window = data.whole(".attention.sliding_window", 0)
     local = {"rope_type": "default", "rope_theta": data.number(".rope.freq_base_swa", 10_000.0)}
@@ -277,7 +279,7 @@ def _gemma3(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _gpt_oss(data: Metadata, stored: Stored) -> Config:
+def _gpt_oss(data: GgufMetadata, stored: StoredTensors) -> Config:
     config = _common(data, stored, "GptOssForCausalLM", "gpt_oss")
     return config | {
         "intermediate_size": data.whole(".expert_feed_forward_length"),
@@ -293,7 +295,7 @@ def _gpt_oss(data: Metadata, stored: Stored) -> Config:
 _SOFTMAX_GATES: Final = (0, 1)
 
 
-def _deepseek2(data: Metadata, stored: Stored) -> Config:
+def _deepseek2(data: GgufMetadata, stored: StoredTensors) -> Config:
     """Reads DeepSeek-V2. Files for plain attention have its sizes under the usual keys; files for absorbed
     attention, in which keys and values are latents, have them under separate keys (``_mla``)."""
     if (gating := data.whole(".expert_gating_func", 0)) not in _SOFTMAX_GATES:
@@ -327,7 +329,7 @@ def _deepseek2(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _with_layer_norms(data: Metadata, stored: Stored, architecture: str, model_type: str) -> Config:
+def _with_layer_norms(data: GgufMetadata, stored: StoredTensors, architecture: str, model_type: str) -> Config:
     hidden_size = data.whole(".embedding_length")
     head_dim = data.whole(".attention.key_length", hidden_size // _num_heads(data))
     return _decoder(data, stored, architecture, model_type, head_dim) | {
@@ -336,7 +338,7 @@ def _with_layer_norms(data: Metadata, stored: Stored, architecture: str, model_t
     }
 
 
-def _starcoder2(data: Metadata, stored: Stored) -> Config:
+def _starcoder2(data: GgufMetadata, stored: StoredTensors) -> Config:
     config = _with_layer_norms(data, stored, "Starcoder2ForCausalLM", "starcoder2")
     return config | {
         "norm_epsilon": config["layer_norm_eps"],
@@ -345,11 +347,11 @@ def _starcoder2(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _phi2(data: Metadata, stored: Stored) -> Config:
+def _phi2(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _with_layer_norms(data, stored, "PhiForCausalLM", "phi") | {"hidden_act": "gelu_new"}
 
 
-def _gpt_neox(data: Metadata, stored: Stored) -> Config:
+def _gpt_neox(data: GgufMetadata, stored: StoredTensors) -> Config:
     """The file does not say which GELU the model has; Pythia has the exact one."""
     return _with_layer_norms(data, stored, "GPTNeoXForCausalLM", "gpt_neox") | {
         "hidden_act": "gelu",
@@ -357,14 +359,14 @@ def _gpt_neox(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _command_r(data: Metadata, stored: Stored) -> Config:
+def _command_r(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _with_layer_norms(data, stored, "CohereForCausalLM", "cohere") | {
         "logit_scale": data.number(".logit_scale"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in stored,
     }
 
 
-def _cohere2(data: Metadata, stored: Stored) -> Config:
+def _cohere2(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _with_layer_norms(data, stored, "Cohere2ForCausalLM", "cohere2") | {
         "logit_scale": data.number(".logit_scale"),
         "sliding_window": data.whole(".attention.sliding_window"),
@@ -372,7 +374,7 @@ def _cohere2(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _gpt2(data: Metadata, stored: Stored) -> Config:
+def _gpt2(data: GgufMetadata, stored: StoredTensors) -> Config:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

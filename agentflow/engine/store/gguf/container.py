@@ -82,7 +82,7 @@ class StoredTensor:
     rows: NDArray[np.uint8]  # [all rows, bytes of a row], mapped; a row is a whole number of blocks
 
 
-class Texts:
+class TextArray:
     """A list of texts in the metadata. It is decoded at each access, so that ``Container`` stays small."""
 
     def __init__(self, data: mmap.mmap, start: int, count: int) -> None:
@@ -106,7 +106,7 @@ class Container:
     """The contents of a GGUF file, or of all files of a model."""
 
     path: Path
-    metadata: Mapping[str, Any]  # numbers, texts, ``Texts`` and arrays of numbers, by key
+    metadata: Mapping[str, Any]  # numbers, texts, ``TextArray`` and arrays of numbers, by key
     tensors: Mapping[str, StoredTensor]  # by their names in the file
 
 
@@ -240,7 +240,7 @@ class _Reader:
             return values
         count = self._count(8)
         if kind == _STRING:
-            texts = Texts(self._data, self._place, count)
+            texts = TextArray(self._data, self._place, count)
             self._skip_texts(count)
             return texts
         return [self._value(kind, depth + 1) for _ in range(count)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentflow.engine.store.gguf.architectures import ARCHITECTURES, ROPE_TENSORS, Architecture
 from agentflow.engine.store.gguf.container import Container, StoredTensor, read_container
-from agentflow.engine.store.gguf.metadata import Metadata
+from agentflow.engine.store.gguf.metadata import GgufMetadata
 from agentflow.engine.store.gguf.mmproj import VisionFile
 from agentflow.engine.store.gguf.names import find_mmproj, is_mmproj
 from agentflow.engine.store.gguf.tensors import (
@@ -22,7 +22,7 @@ from agentflow.engine.store.gguf.tensors import (
     ModelTensor,
     whole,
 )
-from agentflow.engine.store.gguf.vocabulary import Vocabulary
+from agentflow.engine.store.gguf.vocabulary import GgufVocabulary
 from agentflow.errors import BadModelFolder
 
 ENCODERS = frozenset(
@@ -102,7 +102,7 @@ class GgufFile:
         self.vision: VisionFile | None = None
         self.unread: BadModelFolder | None = None
         self._stored = container.tensors
-        self._metadata = Metadata(container)
+        self._metadata = GgufMetadata(container)
         name = self._metadata.architecture
         if name in ENCODERS:
             raise BadModelFolder(
@@ -181,15 +181,15 @@ class GgufFile:
             ) from error
 
     @cached_property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> GgufVocabulary:
         """The tokens, and the metadata about them."""
-        return Vocabulary(self._metadata)
+        return GgufVocabulary(self._metadata)
 
 
 class _Names:
     """Finds the model's tensors in a stored tensor."""
 
-    def __init__(self, architecture: Architecture, data: Metadata) -> None:
+    def __init__(self, architecture: Architecture, data: GgufMetadata) -> None:
         self._architecture = architecture
         self._num_heads = data.whole(".attention.head_count")
         self._num_kv_heads = data.whole(".attention.head_count_kv", self._num_heads)

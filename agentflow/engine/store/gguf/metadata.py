@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from agentflow.engine.store.gguf.container import Container, Texts
+from agentflow.engine.store.gguf.container import Container, TextArray
 from agentflow.errors import BadModelFolder
 
 
-class Metadata:
+class GgufMetadata:
     """The entries of one file. Keys that begin with a dot belong to its architecture: ".block_count" is
     "llama.block_count". An entry of the wrong type raises ``BadModelFolder``, and so does a missing entry
     without a default."""
@@ -62,7 +62,7 @@ class Metadata:
     def texts(self, key: str) -> list[str]:
         """Returns a list of texts; empty if there is none."""
         value = self._value(key, ())
-        if not isinstance(value, Texts | tuple):
+        if not isinstance(value, TextArray | tuple):
             raise self.reject(key, "must be a list of texts")
         return list(value)
 

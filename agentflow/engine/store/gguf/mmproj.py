@@ -11,27 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from agentflow.engine.store.gguf.architectures import Config, StoredTensors
 from agentflow.engine.store.gguf.container import Container, StoredTensor, read_container
-from agentflow.engine.store.gguf.metadata import Metadata
+from agentflow.engine.store.gguf.metadata import GgufMetadata
 from agentflow.engine.store.gguf.tensors import FramesTensor, GgufTensor, JoinedTensor, ModelTensor, whole
 from agentflow.errors import BadModelFolder
-
-Stored = Mapping[str, StoredTensor]
-Config = dict[str, Any]
 
 _MAX_LAYERS: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Projector:
+class ProjectorKind:
     """A kind of projector. ``names`` and ``layer`` map names in the file to names in the model, without
     ``.weight`` and ``.bias``."""
 
     texts: tuple[str, ...]  # ``general.architecture`` of its text models
-    read: Callable[[Metadata, Stored], Config]  # returns the config without the text model's
-    images: Callable[[Metadata, Config], Config]  # returns the equivalent of preprocessor_config.json
+    read: Callable[[GgufMetadata, StoredTensors], Config]  # returns the config without the text model's
+    images: Callable[[GgufMetadata, Config], Config]  # returns the equivalent of preprocessor_config.json
     text: str  # what stands for "model." in the names of the text model
     tower: str  # the beginning of the names of the tower
     names: Mapping[str, str]
@@ -172,19 +170,19 @@ class VisionFile:
         return FramesTensor(parts=(whole(first), whole(second)), shape=shape)
 
 
-def _metadata(container: Container) -> Metadata:
-    data = Metadata(container)
+def _metadata(container: Container) -> GgufMetadata:
+    data = GgufMetadata(container)
     if data.architecture != "clip":
         raise data.reject("general.architecture", f"is {data.architecture!r}, and a projector has 'clip'")
     return data
 
 
-def _deep_layers(data: Metadata) -> list[int]:
+def _deep_layers(data: GgufMetadata) -> list[int]:
     """Returns the layers of the tower whose results are deep features, in order."""
     return [layer for layer, is_deep in enumerate(data.numbers(".vision.is_deepstack_layers")) if is_deep]
 
 
-def _sizes(data: Metadata) -> Config:
+def _sizes(data: GgufMetadata) -> Config:
     """Returns the sizes that all towers have."""
     num_layers = data.whole(".vision.block_count")
     if not 0 < num_layers <= _MAX_LAYERS:
@@ -205,7 +203,7 @@ def _sizes(data: Metadata) -> Config:
     }
 
 
-def _idefics3(data: Metadata, stored: Stored) -> Config:
+def _idefics3(data: GgufMetadata, stored: StoredTensors) -> Config:
     return {
         "architectures": ["Idefics3ForConditionalGeneration"],
         "model_type": "idefics3",
@@ -214,13 +212,13 @@ def _idefics3(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _idefics3_images(data: Metadata, config: Config) -> Config:
+def _idefics3_images(data: GgufMetadata, config: Config) -> Config:
     side = config["vision_config"]["image_size"]
     longest = data.whole(".vision.preproc_image_size", 4 * side)
     return {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": side}}
 
 
-def _llava(data: Metadata, stored: Stored) -> Config:
+def _llava(data: GgufMetadata, stored: StoredTensors) -> Config:
     """Reads LLaVA 1.5, and 1.6 if the file has a newline between the rows of tiles. The features are those of
     the last layer in the file: converters leave out the layers after it."""
     vision, layers = _sizes(data), data.numbers(".vision.feature_layer")
@@ -247,7 +245,7 @@ def _llava(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _llava_images(data: Metadata, config: Config) -> Config:
+def _llava_images(data: GgufMetadata, config: Config) -> Config:
     side, is_clip = config["vision_config"]["image_size"], "clip" in config["vision_config"]["model_type"]
     square = {"height": side, "width": side}
     if config["model_type"] == "llava_next":
@@ -261,7 +259,7 @@ def _llava_images(data: Metadata, config: Config) -> Config:
     return shared | {"image_processor_type": kind, "do_pad": pads}
 
 
-def _gemma3(data: Metadata, stored: Stored) -> Config:
+def _gemma3(data: GgufMetadata, stored: StoredTensors) -> Config:
     vision, scale = _sizes(data), data.whole(".vision.projector.scale_factor", 4)
     side = vision["image_size"] // vision["patch_size"] // scale
     return {
@@ -272,12 +270,12 @@ def _gemma3(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _gemma3_images(data: Metadata, config: Config) -> Config:
+def _gemma3_images(data: GgufMetadata, config: Config) -> Config:
     side = config["vision_config"]["image_size"]
     return {"size": {"height": side, "width": side}}
 
 
-def _qwen(data: Metadata) -> Config:
+def _qwen(data: GgufMetadata) -> Config:
     vision = _sizes(data)
     names = {"num_heads": "num_attention_heads", "depth": "num_hidden_layers"}
     return {
@@ -288,7 +286,7 @@ def _qwen(data: Metadata) -> Config:
     }
 
 
-def _qwen2_5(data: Metadata, stored: Stored) -> Config:
+def _qwen2_5(data: GgufMetadata, stored: StoredTensors) -> Config:
     vision, pattern = _qwen(data), data.whole(".vision.n_wa_pattern", 8)
     if pattern < 1:
         raise data.reject(".vision.n_wa_pattern", "must be at least 1")
@@ -304,7 +302,7 @@ def _qwen2_5(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _qwen3(data: Metadata, stored: Stored) -> Config:
+def _qwen3(data: GgufMetadata, stored: StoredTensors) -> Config:
     vision = _qwen(data)
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -317,7 +315,7 @@ def _qwen3(data: Metadata, stored: Stored) -> Config:
     }
 
 
-def _qwen_images(data: Metadata, config: Config) -> Config:
+def _qwen_images(data: GgufMetadata, config: Config) -> Config:
     vision = config["vision_config"]
     limits = {"min_pixels": ".vision.image_min_pixels", "max_pixels": ".vision.image_max_pixels"}
     return {
@@ -356,8 +354,8 @@ _VICUNA: Final = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 
-PROJECTORS: Final[Mapping[str, Projector]] = {
-    "idefics3": Projector(
+PROJECTORS: Final[Mapping[str, ProjectorKind]] = {
+    "idefics3": ProjectorKind(
         texts=("llama",),
         read=_idefics3,
         images=_idefics3_images,
@@ -368,7 +366,7 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         layer=_TILE_LAYER,
         layers="encoder.layers.{}.",
     ),
-    "mlp": Projector(
+    "mlp": ProjectorKind(
         texts=("llama", "qwen2", "qwen3"),
         read=_llava,
         images=_llava_images,
@@ -384,7 +382,7 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         layers="encoder.layers.{}.",
         template=_VICUNA,
     ),
-    "gemma3": Projector(
+    "gemma3": ProjectorKind(
         texts=("gemma3",),
         read=_gemma3,
         images=_gemma3_images,
@@ -399,7 +397,7 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         layer=_TILE_LAYER,
         layers="encoder.layers.{}.",
     ),
-    "qwen2.5vl_merger": Projector(
+    "qwen2.5vl_merger": ProjectorKind(
         texts=("qwen2vl",),
         read=_qwen2_5,
         images=_qwen_images,
@@ -412,7 +410,7 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         qkv="attn.qkv",
         has_frames=True,
     ),
-    "qwen3vl_merger": Projector(
+    "qwen3vl_merger": ProjectorKind(
         texts=("qwen3vl",),
         read=_qwen3,
         images=_qwen_images,

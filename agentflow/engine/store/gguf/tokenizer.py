@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from agentflow.engine.store.gguf.vocabulary import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+from agentflow.engine.store.gguf.vocabulary import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, GgufVocabulary
 
 Spec = dict[str, Any]
 
@@ -89,7 +89,7 @@ PRE_TOKENIZERS: Final = {
 """The pre-tokenizers by ``tokenizer.ggml.pre``."""
 
 
-def tokenizer_spec(words: Vocabulary) -> Spec:
+def tokenizer_spec(words: GgufVocabulary) -> Spec:
     """Returns the tokenizer in the form of ``tokenizer.json``. Raises ``BadModelFolder`` for an unknown kind
     or pre-tokenizer."""
     match words.data.text("tokenizer.ggml.model"):
@@ -101,7 +101,7 @@ def tokenizer_spec(words: Vocabulary) -> Spec:
             raise words.data.reject("tokenizer.ggml.model", f"is {kind!r}; only 'gpt2' and 'llama' are read")
 
 
-def _byte_level(words: Vocabulary) -> Spec:
+def _byte_level(words: GgufVocabulary) -> Spec:
     name = words.data.text("tokenizer.ggml.pre", "gpt-2" if words.data.architecture == "gpt2" else None)
     if name not in PRE_TOKENIZERS:
         raise words.data.reject(
@@ -133,7 +133,7 @@ def _byte_level(words: Vocabulary) -> Spec:
     )
 
 
-def _sentence_piece(words: Vocabulary) -> Spec:
+def _sentence_piece(words: GgufVocabulary) -> Spec:
     """Returns SentencePiece's BPE. It merges the pair whose token has the highest score, the leftmost of
     equals."""
     has_prefix = words.data.flag("tokenizer.ggml.add_space_prefix", True)
@@ -166,7 +166,7 @@ def _sentence_piece(words: Vocabulary) -> Spec:
     )
 
 
-def _merges_by_score(words: Vocabulary) -> list[tuple[str, str]]:
+def _merges_by_score(words: GgufVocabulary) -> list[tuple[str, str]]:
     scores = words.data.numbers("tokenizer.ggml.scores")
     if len(scores) != len(words.tokens):
         raise words.data.reject("tokenizer.ggml.scores", "must have a score for each token")
@@ -182,7 +182,7 @@ def _merges_by_score(words: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _spec(
-    words: Vocabulary,
+    words: GgufVocabulary,
     *,
     normalizer: Spec | None,
     pre_tokenizer: Spec | None,
@@ -225,7 +225,7 @@ def _spec(
     }
 
 
-def _around_texts(words: Vocabulary, *, adds_bos: bool) -> Spec | None:
+def _around_texts(words: GgufVocabulary, *, adds_bos: bool) -> Spec | None:
     """Returns the step that adds the tokens for the begin and the end of a text, if the file asks for it.
     Only embedding models, which encode whole texts, have both."""
     adds_eos = words.data.flag("tokenizer.ggml.add_eos_token", False)
@@ -247,5 +247,5 @@ def _around_texts(words: Vocabulary, *, adds_bos: bool) -> Spec | None:
     }
 
 
-def _special(words: Vocabulary, token_id: int) -> Spec:
+def _special(words: GgufVocabulary, token_id: int) -> Spec:
     return {"SpecialToken": {"id": words.tokens[token_id], "type_id": 0}}

@@ -6,7 +6,7 @@ import logging
 from functools import cached_property
 from typing import Final
 
-from agentflow.engine.store.gguf.metadata import Metadata
+from agentflow.engine.store.gguf.metadata import GgufMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,11 @@ _MARKS: Final = _ENDS | {
 """Markers that no text contains by chance: some files give them the type of ordinary text."""
 
 
-class Vocabulary:
+class GgufVocabulary:
     """The tokens by id, and the metadata about them. Raises ``BadModelFolder`` for a role whose token is
     missing, and for a token without a type."""
 
-    def __init__(self, data: Metadata) -> None:
+    def __init__(self, data: GgufMetadata) -> None:
         self.data = data
 
     @cached_property

@@ -54,7 +54,7 @@ def choices_that_begin_others(choices: Sequence[str]) -> set[int]:
     return {one for one, after in pairwise(order) if choices[after].startswith(choices[one])}
 
 
-def scores_of(
+def compute_scores(
     method: str,
     ids: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]],

@@ -11,9 +11,9 @@ from agentflow.engine.text.chat_template import ChatTemplate, MediumMarkup
 from agentflow.engine.text.state.laid_out import between_turns, laid_out
 from agentflow.engine.text.state.parts import Part
 from agentflow.engine.text.state.rendered_prefixes import Attached
-from agentflow.engine.text.state.spans import Segment, Span
+from agentflow.engine.text.state.text_spans import Segment, Span
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.protocol.images import Medium, MediumKind, kind_of
+from agentflow.protocol.images import Medium, MediumKind, medium_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ShowMedium:
         for run in part.runs:
             if run.medium is None:
                 spans.append(Span(run.text, is_markup=False, ids=run.ids))
-            elif (markup := self.markup.get(kind_of(run.medium))) is None:
+            elif (markup := self.markup.get(medium_kind(run.medium))) is None:
                 spans.append(self.span(run.medium))
             else:
                 before, after = Span(markup.before, is_markup=True), Span(markup.after, is_markup=True)
@@ -38,7 +38,7 @@ class ShowMedium:
         return spans
 
 
-def spans_of(
+def make_spans(
     parts: Sequence[Part],
     layout: Layout | None,
     tokenizer: Tokenizer,

@@ -12,12 +12,12 @@ from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, la
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.detokenizer import Detokenizer
 from agentflow.engine.text.state.parts import Part, TextRun
-from agentflow.engine.text.state.spans import Span
+from agentflow.engine.text.state.text_spans import Span
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import NotSupported
 from agentflow.protocol.images import Medium
 
-Show: TypeAlias = Callable[[Medium], Span]
+MakeMediumSpan: TypeAlias = Callable[[Medium], Span]
 """Returns the span of an image or a video."""
 
 # The largest generated run (characters plus ids) whose slices are cached, because the cache outlives the
@@ -26,7 +26,7 @@ MAX_REMEMBERED = 8_000
 
 
 def laid_out(
-    layout: Layout, turns: Sequence[Part], tokenizer: Tokenizer, start: int, end: int, show: Show
+    layout: Layout, turns: Sequence[Part], tokenizer: Tokenizer, start: int, end: int, show: MakeMediumSpan
 ) -> Iterator[Span]:
     """Yields the spans of a part of a layout, which contains only complete turns.
 
@@ -49,7 +49,9 @@ def laid_out(
     yield from _markup(layout, tokenizer, at, end, show)
 
 
-def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int, show: Show) -> Iterator[Span]:
+def _markup(
+    layout: Layout, tokenizer: Tokenizer, start: int, end: int, show: MakeMediumSpan
+) -> Iterator[Span]:
     """Yields the spans of markup, with the media in the place of their placeholders."""
     at = start
     for (low, high), medium in layout.media:
@@ -110,7 +112,7 @@ def _decoded_slice(tokenizer: Tokenizer, run: TextRun, low: int, high: int) -> T
     detokenizer = Detokenizer(tokenizer)
     if detokenizer.push_all(run.ids) != run.text:
         return TextRun(run.text[low:high])
-    return TextRun(run.text[low:high], tuple(detokenizer.ids_of(low, high)))
+    return TextRun(run.text[low:high], tuple(detokenizer.list_ids(low, high)))
 
 
 # Each turn of a conversation slices all turns before it.

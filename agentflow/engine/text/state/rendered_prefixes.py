@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from agentflow.engine.text.state.spans import Segment, Span
+from agentflow.engine.text.state.text_spans import Segment, Span
 from agentflow.engine.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 1_000_000
@@ -99,7 +99,7 @@ class RenderedPrefixes:
         """Returns the longest known beginning of the text with these places."""
         with self._lock:
             for place, key in reversed(places):
-                if key in self._entries and (token_ids := self._ids_of(key)) is not None:
+                if key in self._entries and (token_ids := self._find_ids(key)) is not None:
                     return Attached(place, key, token_ids)
         return None
 
@@ -151,7 +151,7 @@ class RenderedPrefixes:
             self._use(parent)
             self._shrink()
 
-    def _ids_of(self, key: bytes) -> tuple[int, ...] | None:
+    def _find_ids(self, key: bytes) -> tuple[int, ...] | None:
         """Returns the ids of an entry, and marks it as used. None if a part of them was dropped."""
         entries = self._use(key)
         if entries is None:
@@ -206,7 +206,7 @@ def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iter
         id_edges: list[int] = []
         if span.ids is not None:
             id_edges = _edges(span.ids, tokenizer)
-            if [tokenizer.id_of(text[low:high]) for low, high in spelled] != [
+            if [tokenizer.find_id(text[low:high]) for low, high in spelled] != [
                 span.ids[edge] for edge in id_edges[::2]
             ]:
                 return

@@ -2,7 +2,7 @@
 
 The ids depend only on the appended text. Consecutive text is encoded as one run, split only at generated
 tokens, at role markup and at calls of ``cut``. Generated text keeps its generated ids. The parts of a state
-become spans of text (``spans_of``), and these become ids (``encode_spans``).
+become spans of text (``make_spans``), and these become ids (``encode_spans``).
 
 An image or a video is a run of a turn, or of text outside turns. It is a part of the message that the
 template gets, and replaces the placeholder that the template writes for it; in an open turn and outside turns
@@ -26,13 +26,13 @@ from agentflow.engine.text.state.encoding import (
     ShowMedium,
     encode_spans,
     known_spans,
-    spans_of,
+    make_spans,
     with_edges,
     with_known,
 )
 from agentflow.engine.text.state.parts import Part, PlainTools, TextRun
 from agentflow.engine.text.state.rendered_prefixes import Attached, RenderedPrefixes
-from agentflow.engine.text.state.spans import Segment, Span
+from agentflow.engine.text.state.text_spans import Segment, Span
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, no_chat_template
 from agentflow.protocol.chat import Message, ToolSpec
@@ -42,9 +42,9 @@ from agentflow.protocol.images import (
     Medium,
     MediumKind,
     Video,
-    digest_of,
-    kind_of,
+    file_source,
     medium_key,
+    medium_kind,
 )
 
 
@@ -400,7 +400,7 @@ class TokenState:
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Returns the texts of ids of the state, including special tokens. The first pseudo-token of an image
         or a video has its mark, the others nothing."""
-        texts = self._tokenizer.texts_of(ids)
+        texts = self._tokenizer.list_texts(ids)
         marks = {
             next(one for one in known.ids if one < 0): medium_mark(medium)
             for medium, known in self._media.items()
@@ -489,7 +489,7 @@ class TokenState:
 
     def _markup_now(self) -> dict[MediumKind, MediumMarkup]:
         """Returns what the template writes for the kinds of media that the state has."""
-        kinds = {kind_of(medium) for medium in (*self._media, *self.unread)} - self._markup.keys()
+        kinds = {medium_kind(medium) for medium in (*self._media, *self.unread)} - self._markup.keys()
         if kinds and self.template.has_template:
             for kind in kinds:
                 token = self.placeholder_tokens.get(kind, "")
@@ -506,7 +506,7 @@ class TokenState:
     def _spans(self, layout: Layout | None) -> list[Span]:
         parts = self._shown(self._all_parts())
         show = ShowMedium(self._make_span, self._markup_now())
-        spans = spans_of(parts, layout, self._tokenizer, self.template, self._now, show)
+        spans = make_spans(parts, layout, self._tokenizer, self.template, self._now, show)
         runs = parts[-1].runs if parts and parts[-1].is_open and parts[-1].role == "assistant" else ()
         if self.template.has_channels and runs and runs[0].ids is None:  # the prompt begins the answer
             spans.insert(len(spans) - len(runs), Span(ANSWER_HEAD, is_markup=True))
@@ -573,8 +573,8 @@ def medium_mark(medium: Medium) -> str:
     """
     source = medium.file.source if isinstance(medium, Video) else medium.source
     is_file = FILE.fullmatch(source) is not None
-    digest = source.removeprefix(DIGEST) if is_file else digest_of(source.encode()).removeprefix(DIGEST)
-    return f"<{kind_of(medium)} {digest[:8]}>"
+    digest = source.removeprefix(DIGEST) if is_file else file_source(source.encode()).removeprefix(DIGEST)
+    return f"<{medium_kind(medium)} {digest[:8]}>"
 
 
 def _marked(message: Message) -> str:

@@ -16,8 +16,8 @@ from agentflow.kernels.triton_ops.attention.units import (
     Groups,
     Units,
     block_rows,
-    cut,
     joined_slots,
+    make_units,
 )
 from agentflow.kernels.uploads import ALIGNMENT, upload
 
@@ -57,7 +57,7 @@ class TritonPlan(AttentionBatch):
         found = self.cut_units.get(shape)
         if found is None:
             wanted = wanted_units(num_kv_heads, self.device)
-            units = cut(self.groups, num_heads // num_kv_heads, wanted, window)
+            units = make_units(self.groups, num_heads // num_kv_heads, wanted, window)
             found = self.cut_units[shape] = self._moved(units)
         return found
 
@@ -92,7 +92,7 @@ _ALIGNED = ALIGNMENT // 4
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class LaunchForm:
     """The launches of a captured graph: for ``num_rows`` rows, and for each window with or without wide
     tiles."""
 
@@ -127,12 +127,12 @@ class StaticPlans:
             (*shape, window): _StaticUnits(num_rows[-1], *shape, device, window) for window in windows
         }
 
-    def forms(self) -> list[Form]:
+    def forms(self) -> list[LaunchForm]:
         """Returns the most frequent forms, in the order of their frequency."""
         num = len(self._units)
-        return [Form(rows, (has_wide,) * num) for has_wide in (False, True) for rows in self._num_rows]
+        return [LaunchForm(rows, (has_wide,) * num) for has_wide in (False, True) for rows in self._num_rows]
 
-    def update(self, plan: TritonPlan) -> Form | None:
+    def update(self, plan: TritonPlan) -> LaunchForm | None:
         """Writes the plan of a decode batch to the device, after the work before. Returns its form; None if
         it does not fit, or if the device has no table of slots."""
         num_rows = len(plan.query_lens)
@@ -146,9 +146,9 @@ class StaticPlans:
             if (is_wide := units.update(plan.groups, bucket)) is None:
                 return None
             has_wide.append(is_wide)
-        return Form(bucket, tuple(has_wide))
+        return LaunchForm(bucket, tuple(has_wide))
 
-    def capture_with(self, form: Form, plan: TritonPlan) -> TritonPlan:
+    def capture_with(self, form: LaunchForm, plan: TritonPlan) -> TritonPlan:
         """Returns a plan whose units are the buffers, to capture the form's graph with. The graph reads the
         plan's table on the device."""
         table = plan.device_table
@@ -207,7 +207,7 @@ class _StaticUnits:
     def update(self, groups: Groups, bucket: int) -> bool | None:
         """Cuts units for a form of ``bucket`` rows, and writes them to the device. Returns whether some are
         wide; None if they do not fit."""
-        units = cut(groups, self._queries_per_kv, self._wanted, self._window)
+        units = make_units(groups, self._queries_per_kv, self._wanted, self._window)
         narrow, wide = self._capacity(bucket)
         if len(units.narrow) > narrow or len(units.wide) > wide or len(units.rows) > self._num_entries:
             return None

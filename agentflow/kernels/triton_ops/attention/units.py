@@ -190,7 +190,7 @@ class Units:
         return int(self.merged_bounds[-1])
 
 
-def cut(groups: Groups, queries_per_kv: int, num_units: int, window: int = 0) -> Units:
+def make_units(groups: Groups, queries_per_kv: int, num_units: int, window: int = 0) -> Units:
     """Cuts groups into about ``num_units`` units, or more if the rows have more tiles. ``window``: the number
     of tokens that a row sees, itself included; 0: all."""
     narrow_rows, wide_rows = block_rows(queries_per_kv)

@@ -40,7 +40,7 @@ from agentflow.server.openai.responses.types import (
     OutputMessage,
     OutputReasoning,
     OutputText,
-    ReasoningText,
+    ReasoningTextPart,
     ResponseAnswer,
     ResponseFailure,
     ResponseUsage,
@@ -148,8 +148,8 @@ class ResponseWriter:
         item = OutputReasoning(id=f"rs_{secrets.token_hex(12)}", status="in_progress", content=[])
         added = self._add(item)
         place = {"item_id": item.id, "output_index": self._index, "content_index": 0}
-        begun = self._event("response.content_part.added", {**place, "part": ReasoningText(text="")})
-        item.content.append(ReasoningText(text=""))
+        begun = self._event("response.content_part.added", {**place, "part": ReasoningTextPart(text="")})
+        item.content.append(ReasoningTextPart(text=""))
         self._prepare("response.reasoning_text.delta", place)
         return added + begun
 
@@ -230,7 +230,7 @@ class ResponseWriter:
         answer = self.answer
         answer.status = status
         answer.incomplete_details = Incomplete("max_output_tokens") if status == "incomplete" else None
-        answer.usage = usage_of(end.usage)
+        answer.usage = make_usage(end.usage)
         answer.completed_at = int(time.time())
         return begun + closed
 
@@ -259,7 +259,7 @@ class ResponseWriter:
         return number
 
 
-def usage_of(usage: Usage) -> ResponseUsage:
+def make_usage(usage: Usage) -> ResponseUsage:
     """The usage in the shape of the API."""
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,

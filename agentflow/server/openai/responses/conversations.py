@@ -22,7 +22,7 @@ from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.json_body import decoded
 from agentflow.server.openai.responses.items import ItemReader, Turns, references_in
-from agentflow.server.openai.responses.stored import list_of, page_of
+from agentflow.server.openai.responses.stored import make_list, make_page
 from agentflow.server.openai.responses.types import (
     MAX_ITEMS,
     ConversationAnswer,
@@ -78,7 +78,7 @@ async def delete_conversation(call: ApiCall) -> None:
 
 async def list_items(call: ApiCall) -> None:
     """Lists the items of a conversation."""
-    await call.reply(page_of((await _found(call)).items, call.read_query(ItemQuery)))
+    await call.reply(make_page((await _found(call)).items, call.read_query(ItemQuery)))
 
 
 async def create_items(call: ApiCall) -> None:
@@ -92,20 +92,20 @@ async def create_items(call: ApiCall) -> None:
             return _grown(found, items, "items")
 
         await _changed(call, append)
-    await call.reply(list_of(items, has_more=False))
+    await call.reply(make_list(items, has_more=False))
 
 
 async def get_item(call: ApiCall) -> None:
     """Returns an item of a conversation."""
     found = await _found(call)
-    await call.reply(found.items[_place_of(call, found)].shown)
+    await call.reply(found.items[_find_index(call, found)].shown)
 
 
 async def delete_item(call: ApiCall) -> None:
     """Deletes an item of a conversation, unless a later one needs it."""
 
     def drop(found: StoredConversation) -> StoredConversation:
-        place = _place_of(call, found)
+        place = _find_index(call, found)
         items = (*found.items[:place], *found.items[place + 1 :])
         empty = replace(found, items=(), messages=(), item_bytes=0)
         try:
@@ -125,7 +125,7 @@ class EndedTurn:
     answer: Message
 
 
-async def conversation_of(call: ApiCall, given: Unread) -> StoredConversation | None:
+async def load_conversation(call: ApiCall, given: Unread) -> StoredConversation | None:
     """The conversation that a request names by its id or by an object, if it names one."""
     if not is_given(given):
         return None
@@ -239,7 +239,7 @@ def _not_found(conversation_id: str, param: str | None = None) -> ApiError:
     return ApiError(404, "conversation_not_found", text, param)
 
 
-def _place_of(call: ApiCall, found: StoredConversation) -> int:
+def _find_index(call: ApiCall, found: StoredConversation) -> int:
     """Where the item that the path names is in its conversation."""
     item_id = call.path_params["item_id"]
     for place, item in enumerate(found.items):

@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan, object_of
+from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan, decode_object
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Medium, PlacedImage, placed_in
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.functions import NO_PARAMETERS
-from agentflow.server.compatible.images import check_media, image_of, video_of
+from agentflow.server.compatible.images import check_media, image_from_url, video_from_url
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.json_body import decoded
 from agentflow.server.openai.responses.types import MAX_ITEMS, FunctionTool, NamedChoice
@@ -86,7 +86,7 @@ class _Reasoning(_Fields, kw_only=True):
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 
 
-def items_of(given: Unread) -> list[msgspec.Raw]:
+def read_items(given: Unread) -> list[msgspec.Raw]:
     """The items of ``input``. ``ApiError`` if it is neither a text nor a list of objects."""
     if not is_given(given):
         return []
@@ -193,9 +193,9 @@ class ItemReader:
 
     def _medium(self, part: _Part, place: str) -> Medium | None:
         if part.image_url is not None:
-            return image_of(part.image_url, f"{place}.image_url", self._model)
+            return image_from_url(part.image_url, f"{place}.image_url", self._model)
         if part.video_url is not None:
-            return video_of(part.video_url, part.num_frames, f"{place}.video_url", self._model)
+            return video_from_url(part.video_url, part.num_frames, f"{place}.video_url", self._model)
         return None
 
     def _part(self, raw: msgspec.Raw, place: str) -> _Part:
@@ -291,7 +291,7 @@ class Turns:
             self._new_calls, self._new_reasoning = [], []
 
 
-def tools_of(given: Sequence[msgspec.Raw]) -> tuple[ToolSpec, ...]:
+def read_tools(given: Sequence[msgspec.Raw]) -> tuple[ToolSpec, ...]:
     """The tools that the model may call. ``ApiError`` names one that OpenAI's servers run."""
     scan = JsonScan(OBJECT_BOUNDS)
     return tuple([_tool(tool, f"tools[{number}]", scan) for number, tool in enumerate(given)])
@@ -304,11 +304,11 @@ def _tool(raw: msgspec.Raw, place: str, scan: JsonScan) -> ToolSpec:
         raise unsupported(f"{place}.type", why)
     tool, parameters = decoded(raw, FunctionTool, place), NO_PARAMETERS
     if tool.parameters is not None and is_given(tool.parameters):
-        parameters = object_of(tool.parameters, f"{place}.parameters", scan)
+        parameters = decode_object(tool.parameters, f"{place}.parameters", scan)
     return ToolSpec(tool.name, tool.description or "", parameters, strict=bool(tool.strict))
 
 
-def tool_choice_of(given: Unread, *, has_tools: bool, parallel: bool | None) -> ToolChoice:
+def read_tool_choice(given: Unread, *, has_tools: bool, parallel: bool | None) -> ToolChoice:
     """Which tools the model may or must call."""
     is_parallel = parallel is not False
     if not is_given(given):

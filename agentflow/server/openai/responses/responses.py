@@ -41,15 +41,15 @@ from agentflow.server.openai.responses.conversations import (
     EndedTurn,
     append_turn,
     check_room,
-    conversation_of,
+    load_conversation,
 )
 from agentflow.server.openai.responses.items import (
     ItemReader,
     Turns,
-    items_of,
+    read_items,
+    read_tool_choice,
+    read_tools,
     references_in,
-    tool_choice_of,
-    tools_of,
 )
 from agentflow.server.openai.responses.stored import send_events, stored_response
 from agentflow.server.openai.responses.types import (
@@ -164,7 +164,7 @@ class _Before:
 
 async def _before(call: ApiCall, body: ResponseRequest) -> _Before:
     """Finds the response or conversation that the turn continues. ``ApiError``."""
-    conversation, history = await conversation_of(call, body.conversation), None
+    conversation, history = await load_conversation(call, body.conversation), None
     if body.previous_response_id is not None:
         if conversation is not None:
             raise invalid_field("conversation", "it excludes 'previous_response_id'")
@@ -192,7 +192,7 @@ class _Turn:
         place = "conversation" if self._history is None else "previous_response_id"
         for message in before:  # another model may have read them
             check_media(place, generator.capabilities, message.images)
-        given = items_of(body.input)
+        given = read_items(body.input)
         if not given and not before:
             raise invalid_field("input", "it is empty: give a text or at least one item")
         if self._conversation is not None:
@@ -209,16 +209,16 @@ class _Turn:
         self._new_messages = self._messages[len(before) :]
         if is_grown:
             self._history, self._new_messages = None, self._messages
-        params = _sampling_of(body, generator)
+        params = _read_sampling(body, generator)
         effort = None if body.reasoning is None else body.reasoning.effort
-        tools = tools_of(body.tools or ())
+        tools = read_tools(body.tools or ())
         instructions = (Message("system", body.instructions),) if body.instructions else ()
         self.request = CompletionRequest(
             (*instructions, *self._messages),
             params,
-            constraint=_form_of(body),
+            constraint=_read_form(body),
             tools=tools,
-            tool_choice=tool_choice_of(
+            tool_choice=read_tool_choice(
                 body.tool_choice, has_tools=bool(tools), parallel=body.parallel_tool_calls
             ),
             cache_salt=body.cache_salt or "",
@@ -303,7 +303,7 @@ def _check_fields(body: ResponseRequest) -> None:
             raise unsupported("stream_options.include_obfuscation", "events are not padded")
 
 
-def _sampling_of(body: ResponseRequest, generator: TextGenerator) -> SamplingParams:
+def _read_sampling(body: ResponseRequest, generator: TextGenerator) -> SamplingParams:
     room = generator.capabilities.max_context or SamplingParams().max_tokens
     wants_logprobs = bool(body.top_logprobs) or _LOGPROBS in (body.include or ())
     params = SamplingParams(
@@ -322,7 +322,7 @@ def _sampling_of(body: ResponseRequest, generator: TextGenerator) -> SamplingPar
     return params
 
 
-def _form_of(body: ResponseRequest) -> Constraint | None:
+def _read_form(body: ResponseRequest) -> Constraint | None:
     match body.text.format if body.text is not None else None:
         case ObjectFormat():
             return Constraint("schema", '{"type":"object"}')

@@ -72,7 +72,7 @@ async def _piece_from(call: ApiCall, front: str, start: int) -> tuple[bytes, int
     query = "stream=true" if start == 0 else f"stream=true&starting_after={start - 1}"
     answered = await call.asked_elsewhere(front, query.encode())
     if answered.status != 200:
-        raise call.failure_of(answered)
+        raise call.make_failure(answered)
     return msgspec.json.decode(answered.body, type=tuple[bytes, int, bool])
 
 
@@ -101,10 +101,10 @@ async def delete_response(call: ApiCall) -> None:
 
 async def list_input_items(call: ApiCall) -> None:
     """Lists the items of a response's input."""
-    await call.reply(page_of((await _found(call)).input_items, call.read_query(ItemQuery)))
+    await call.reply(make_page((await _found(call)).input_items, call.read_query(ItemQuery)))
 
 
-def page_of(items: Sequence[Item], query: ItemQuery) -> ItemList:
+def make_page(items: Sequence[Item], query: ItemQuery) -> ItemList:
     """A page of these items, which are in the order of the conversation."""
     ordered = items if query.order == "asc" else items[::-1]
     start = 0
@@ -113,10 +113,10 @@ def page_of(items: Sequence[Item], query: ItemQuery) -> ItemList:
         if start > len(ordered):
             raise invalid_field("after", f"there is no item {query.after[:100]!r} here")
     shown = ordered[start : start + query.limit]
-    return list_of(shown, has_more=start + len(shown) < len(ordered))
+    return make_list(shown, has_more=start + len(shown) < len(ordered))
 
 
-def list_of(items: Sequence[Item], *, has_more: bool) -> ItemList:
+def make_list(items: Sequence[Item], *, has_more: bool) -> ItemList:
     """These items as a list of the API. ``has_more``: further ones follow."""
     first, last = (items[0].id, items[-1].id) if items else (None, None)
     return ItemList(

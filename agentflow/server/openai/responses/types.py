@@ -20,7 +20,7 @@ from agentflow.server.openai.types import StreamOptions
 
 MAX_ITEMS = 2048
 
-Input: TypeAlias = Annotated[
+ResponseInput: TypeAlias = Annotated[
     Unread,
     Meta(
         description="A text, or a list of items.",
@@ -91,7 +91,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ``priority`` are extensions."""
 
     model: str
-    input: Input = None
+    input: ResponseInput = None
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: Annotated[
@@ -167,7 +167,7 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
     role: Literal["assistant"] = "assistant"
 
 
-class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+class ReasoningTextPart(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
     """The text of reasoning."""
 
     text: str
@@ -178,7 +178,7 @@ class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reaso
 
     id: str
     status: ItemStatus
-    content: list[ReasoningText]
+    content: list[ReasoningTextPart]
     summary: list[None] = []
 
 

@@ -16,7 +16,7 @@ from support.engine.schema_strategies import LITERALS, schemas, valid_value, wri
 from support.examples import examples
 
 from agentflow.backends.apis.answers import verification
-from agentflow.backends.apis.answers.verification import fault_of, found_fault, going_on
+from agentflow.backends.apis.answers.verification import find_fault, found_fault, going_on
 from agentflow.backends.apis.grammars.gbnf import read_pattern
 from agentflow.backends.apis.grammars.lark_grammar import gbnf_of_grammar, read_grammar
 from agentflow.backends.apis.grammars.recognition import START, Recognizer
@@ -33,7 +33,7 @@ STEPS = 1_000_000
 def test_exactly_the_texts_of_a_pattern_are_valid(pattern: str) -> None:
     constraint = Constraint("regex", pattern)
     for text in TEXTS:
-        assert (fault_of(constraint, text) is None) == bool(re.fullmatch(pattern, text)), text
+        assert (find_fault(constraint, text) is None) == bool(re.fullmatch(pattern, text)), text
 
 
 @given(patterns)
@@ -55,21 +55,21 @@ def test_a_text_that_a_stop_has_ended_may_be_the_beginning_of_a_valid_one(patter
     whole = [text for text in TEXTS if re.fullmatch(pattern, text)]
     for text in TEXTS:
         if any(longer.startswith(text + "-") for longer in whole):
-            assert fault_of(constraint, text, cut_by=["-"]) is None, text
+            assert find_fault(constraint, text, cut_by=["-"]) is None, text
 
 
 def test_a_stopped_text_is_checked_with_its_stop() -> None:
     digits = Constraint("regex", "[0-9]{4};")
-    assert fault_of(digits, "1234", cut_by=[";"]) is None
-    assert fault_of(digits, "12", cut_by=[";"]) is not None
-    assert fault_of(digits, "12", cut_by=["x", ""]) is None
-    assert fault_of(digits, "12") is not None
+    assert find_fault(digits, "1234", cut_by=[";"]) is None
+    assert find_fault(digits, "12", cut_by=[";"]) is not None
+    assert find_fault(digits, "12", cut_by=["x", ""]) is None
+    assert find_fault(digits, "12") is not None
     choices = Constraint("choices", choices=("yes, sir", "no"))
-    assert fault_of(choices, "yes", cut_by=[","]) is None
-    assert fault_of(choices, "yes", cut_by=["."]) is not None
+    assert find_fault(choices, "yes", cut_by=[","]) is None
+    assert find_fault(choices, "yes", cut_by=["."]) is not None
     schema = Constraint("schema", '{"type": "object", "required": ["a"]}')
-    assert fault_of(schema, '{"a": [1', cut_by=["]"]) is None
-    assert fault_of(schema, "{}", cut_by=["]"]) is not None
+    assert find_fault(schema, '{"a": [1', cut_by=["]"]) is None
+    assert find_fault(schema, "{}", cut_by=["]"]) is not None
     assert going_on(GenParams(stop=("a", "b"))) == ("a", "b")
     assert going_on(GenParams(stop=("a",), stop_regex="b+")) == ("a", "")
 
@@ -83,7 +83,7 @@ def test_exactly_the_texts_of_a_grammar_are_valid(source: str) -> None:
         return
     constraint = Constraint("grammar", source)
     try:
-        valid = {text for text in TEXTS if fault_of(constraint, text) is None}
+        valid = {text for text in TEXTS if find_fault(constraint, text) is None}
     except CannotCheck:
         with pytest.raises(NotSupported):
             read_grammar(source)
@@ -99,7 +99,7 @@ def test_exactly_the_texts_of_a_grammar_are_valid(source: str) -> None:
 def test_a_rule_that_begins_with_itself_is_read() -> None:
     constraint = Constraint("grammar", 'start: start "+" start | "1" | "(" start ")"')
     texts = ["1", "1+1", "(1+1)+1", "", "1+", "(1", "+1", "1+1" * 2]
-    assert [text for text in texts if fault_of(constraint, text) is None] == ["1", "1+1", "(1+1)+1"]
+    assert [text for text in texts if find_fault(constraint, text) is None] == ["1", "1+1", "(1+1)+1"]
 
 
 @given(schemas, st.sampled_from(["compact", "tight", "free"]), st.randoms(use_true_random=False))
@@ -108,15 +108,15 @@ def test_exactly_the_values_of_a_schema_are_valid(schema: Any, whitespace: str, 
     reference = jsonschema.Draft202012Validator(schema)
     for value in [valid_value(schema, dice), *LITERALS]:
         text = written(value, whitespace, dice)
-        assert (fault_of(constraint, text) is None) == reference.is_valid(value), text
-        assert fault_of(constraint, text + "x") is not None
+        assert (find_fault(constraint, text) is None) == reference.is_valid(value), text
+        assert find_fault(constraint, text + "x") is not None
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5, unique=True), st.text())
 def test_exactly_the_choices_are_valid(choices: list[str], other: str) -> None:
     constraint = Constraint("choices", choices=tuple(choices))
     for text in [*choices, other]:
-        assert (fault_of(constraint, text) is None) == (text in choices)
+        assert (find_fault(constraint, text) is None) == (text in choices)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_exactly_the_choices_are_valid(choices: list[str], other: str) -> None:
 )
 def test_numbers_may_be_written_as_json(pattern: str, right: list[str], wrong: list[str]) -> None:
     constraint = Constraint("regex", pattern)
-    assert [fault_of(constraint, text) for text in right] == [None] * len(right)
-    assert None not in [fault_of(constraint, text) for text in wrong]
+    assert [find_fault(constraint, text) for text in right] == [None] * len(right)
+    assert None not in [find_fault(constraint, text) for text in wrong]
 
 
 def tags(*rules: TagRule) -> Constraint:
@@ -144,14 +144,14 @@ def test_the_contents_of_tags_are_checked() -> None:
         TagRule("<n>", "schema", '{"type": "integer", "minimum": 3}', "</n>"),
         TagRule("<g>", "grammar", 'start: "a" "b"*', "</g>"),
     )
-    assert fault_of(constraint, "so <n>7</n> and <g>abb</g>.") is None
+    assert find_fault(constraint, "so <n>7</n> and <g>abb</g>.") is None
     for text in ("<n>2</n>", "<n>7", "<g>bb</g>"):
-        assert fault_of(constraint, text) is not None
+        assert find_fault(constraint, text) is not None
 
 
 def test_an_alternative_is_valid_too() -> None:
     constraint = Constraint("regex", "a+", instead=Constraint("choices", choices=("b",)))
-    assert [fault_of(constraint, text) is None for text in ("aa", "b", "c")] == [True, True, False]
+    assert [find_fault(constraint, text) is None for text in ("aa", "b", "c")] == [True, True, False]
 
 
 DOUBLED = {
@@ -175,18 +175,18 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_check_that_costs_too_much_or_is_impossible_is_given_up(name: str) -> None:
     with pytest.raises(CannotCheck):
-        fault_of(*HOSTILE[name])
+        find_fault(*HOSTILE[name])
 
 
 def test_a_pattern_without_look_arounds_needs_no_search() -> None:
     constraint = Constraint("regex", "(a|a)*b")
-    assert fault_of(constraint, "a" * 5_000 + "b") is None
-    assert fault_of(constraint, "a" * 5_000) is not None
+    assert find_fault(constraint, "a" * 5_000 + "b") is None
+    assert find_fault(constraint, "a" * 5_000) is not None
 
 
 def test_an_invalid_pattern_is_refused() -> None:
     with pytest.raises(BadArgument):
-        fault_of(Constraint("regex", "("), "a")
+        find_fault(Constraint("regex", "("), "a")
 
 
 @pytest.mark.anyio
@@ -198,9 +198,9 @@ async def test_the_event_loop_makes_the_beginning_of_a_check_alone(
 
     def noted(*args: Any) -> str | None:
         made.append((threading.current_thread() is threading.main_thread(), args[3:]))
-        return fault_of(*args)
+        return find_fault(*args)
 
-    monkeypatch.setattr(verification, "fault_of", noted)
+    monkeypatch.setattr(verification, "find_fault", noted)
     with pytest.raises(CannotCheck):
         await found_fault(*HOSTILE[name])
     assert all(limits == (verification.INLINE,) for is_main, limits in made if is_main)
@@ -213,9 +213,9 @@ async def test_large_texts_are_checked_in_a_thread(monkeypatch: pytest.MonkeyPat
 
     def noted(*args: Any) -> str | None:
         threads.append(threading.current_thread())
-        return fault_of(*args)
+        return find_fault(*args)
 
-    monkeypatch.setattr(verification, "fault_of", noted)
+    monkeypatch.setattr(verification, "find_fault", noted)
     names = Constraint("schema", '{"type": "array", "items": {"type": "string"}}')
     assert await found_fault(names, json.dumps(["name"] * 20_000)) is None
     assert await found_fault(names, json.dumps(["name"] * 20_000 + [1])) is not None
@@ -232,5 +232,5 @@ def test_a_constraint_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(schema_check, "SchemaCheck", Counted)
     constraint = Constraint("schema", '{"const": "a schema of this test alone"}')
-    assert [fault_of(constraint, "1") is None for _ in range(3)] == [False] * 3
+    assert [find_fault(constraint, "1") is None for _ in range(3)] == [False] * 3
     assert len(compiled) == 1

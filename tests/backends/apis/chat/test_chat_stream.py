@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.chat.chat_completions import ChatReader, StreamReader
-from agentflow.backends.apis.chat.completions import TextReader
+from agentflow.backends.apis.chat.completions import CompletionReader
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.errors import AgentflowError
@@ -64,7 +64,7 @@ _CHOICE = st.fixed_dictionaries(
 _CHUNK = st.fixed_dictionaries({"choices": st.lists(_CHOICE, max_size=2)}, optional={"usage": _VALUES})
 
 
-@pytest.mark.parametrize("kind", [ChatReader, TextReader])
+@pytest.mark.parametrize("kind", [ChatReader, CompletionReader])
 @given(
     st.lists(st.one_of(_CHUNK, _CHUNK, st.dictionaries(_KEYS, _VALUES, max_size=4), _VALUES), max_size=8),
     st.booleans(),
@@ -74,7 +74,7 @@ def test_any_events_give_an_answer_or_an_error(
     kind: type[StreamReader], chunks: list[Any], is_reply: bool, is_held: bool
 ) -> None:
     shown: list[str] = []
-    answer = Answer(GenParams(stop=("!",)), shown.append, is_reply=is_reply, is_held=is_held)
+    answer = AnswerCollector(GenParams(stop=("!",)), shown.append, is_reply=is_reply, is_held=is_held)
     reader = kind(answer, ErrorMapping("server", "m"), 100)
     try:
         for chunk in chunks:
@@ -107,7 +107,7 @@ def test_a_whole_completion_is_read_like_its_stream() -> None:
         said = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": calls}
         usage = {"prompt_tokens": 9, "completion_tokens": 3}
         choice = {"index": 0, "finish_reason": "tool_calls", "logprobs": None, key: said}
-        answer = Answer(GenParams(), lambda text: None, is_reply=True)
+        answer = AnswerCollector(GenParams(), lambda text: None, is_reply=True)
         sink = ChatReader(answer, ErrorMapping("a server", "m"), 10)
         for data in (json.dumps({"choices": [choice], "usage": usage}).encode(), *done):
             sink.event(ServerEvent("", data))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.backends.apis.generation.conversation import ApiContext, chain
+from agentflow.backends.apis.generation.conversation import ApiContext, list_nodes
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import CalledTool, Conversation, Message
 
@@ -101,7 +101,7 @@ def test_long_contexts_need_no_recursion() -> None:
         context.begin_role("user")
         context.fill("x")
         context.end_role()
-    assert len(chain(context.last)) == 20_000
+    assert len(list_nodes(context.last)) == 20_000
 
 
 def test_the_text_shows_turns_and_calls() -> None:

@@ -8,7 +8,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from agentflow.backends.apis.http.pacing import FIRST_REQUESTS, Pace
+from agentflow.backends.apis.http.pacing import FIRST_REQUESTS, RequestPacer
 from agentflow.backends.apis.http.rate_limits import Demand
 
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
@@ -21,7 +21,7 @@ class Provider:
         self.limit = limit
         self.num_running = self.num_refused = self.num_answered = 0
 
-    async def ask(self, pace: Pace) -> None:
+    async def ask(self, pace: RequestPacer) -> None:
         while True:
             async with pace.turn(Demand(0)) as turn:
                 is_accepted = self.num_running < self.limit
@@ -40,7 +40,7 @@ class Provider:
 
 @pytest.mark.parametrize("limit", [1, 4, 50])
 async def test_a_crowd_finds_the_limit_of_a_provider(limit: int) -> None:
-    pace, provider = Pace(), Provider(limit)
+    pace, provider = RequestPacer(), Provider(limit)
     async with anyio.create_task_group() as group:
         for _ in range(200):
             group.start_soon(provider.ask, pace)
@@ -51,7 +51,7 @@ async def test_a_crowd_finds_the_limit_of_a_provider(limit: int) -> None:
 
 
 async def test_without_refusals_nothing_waits() -> None:
-    pace, provider = Pace(), Provider(1000)
+    pace, provider = RequestPacer(), Provider(1000)
     async with anyio.create_task_group() as group:
         for _ in range(1000):
             group.start_soon(provider.ask, pace)
@@ -59,7 +59,7 @@ async def test_without_refusals_nothing_waits() -> None:
 
 
 async def test_requests_are_admitted_in_their_order() -> None:
-    pace = Pace()
+    pace = RequestPacer()
     pace.window = 1.0
     admitted: list[int] = []
 
@@ -76,7 +76,7 @@ async def test_requests_are_admitted_in_their_order() -> None:
 
 
 async def test_refusals_of_requests_that_ran_together_count_once() -> None:
-    pace = Pace()
+    pace = RequestPacer()
     pace.window = 64.0
     contexts = [pace.turn() for _ in range(40)]
     turns = [await context.__aenter__() for context in contexts]
@@ -89,13 +89,13 @@ async def test_refusals_of_requests_that_ran_together_count_once() -> None:
 LAST = {"x-ratelimit-remaining-requests": "0"}
 
 
-async def answered(pace: Pace, headers: dict[str, str]) -> None:
+async def answered(pace: RequestPacer, headers: dict[str, str]) -> None:
     async with pace.turn(Demand(0)) as turn:
         turn.answered(headers)
 
 
 async def test_an_exhausted_limit_is_waited_for() -> None:
-    pace = Pace()
+    pace = RequestPacer()
     began_at = anyio.current_time()
     await answered(pace, {**LAST, "x-ratelimit-reset-requests": "20ms"})
     async with pace.turn(Demand(0)) as turn:
@@ -103,14 +103,14 @@ async def test_an_exhausted_limit_is_waited_for() -> None:
 
 
 async def test_a_wait_that_is_too_long_is_left_to_the_provider() -> None:
-    pace = Pace()
+    pace = RequestPacer()
     await answered(pace, {**LAST, "x-ratelimit-reset-requests": "2h"})
     async with pace.turn(Demand(0)):
         pass
 
 
 async def test_a_request_that_fits_does_not_wait_for_a_limit_of_others() -> None:
-    pace = Pace()
+    pace = RequestPacer()
     left = {"x-ratelimit-limit-tokens": "1000", "x-ratelimit-remaining-tokens": "100"}
     await answered(pace, {**left, "x-ratelimit-reset-tokens": "54s"})
     waits: list[float] = []
@@ -131,7 +131,7 @@ async def test_a_request_that_fits_does_not_wait_for_a_limit_of_others() -> None
 
 
 async def test_a_refusal_that_a_reported_limit_explains_leaves_the_window() -> None:
-    pace = Pace()
+    pace = RequestPacer()
     async with pace.turn(Demand(0)) as turn:
         turn.answered({**LAST, "x-ratelimit-reset-requests": "30s"}, is_refused=True)
     pace.narrow(turn, 0.0)
@@ -143,7 +143,7 @@ async def test_a_refusal_that_a_reported_limit_explains_leaves_the_window() -> N
 
 
 async def test_a_crowd_waits_for_the_first_answer_which_may_tell_limits() -> None:
-    pace = Pace()
+    pace = RequestPacer()
     sent = 0
     answer = anyio.Event()
 
@@ -167,7 +167,7 @@ async def test_a_crowd_waits_for_the_first_answer_which_may_tell_limits() -> Non
 
 
 async def test_a_cancelled_request_makes_room() -> None:
-    pace = Pace()
+    pace = RequestPacer()
     pace.window = 1.0
     async with pace.turn():
         with anyio.move_on_after(0):

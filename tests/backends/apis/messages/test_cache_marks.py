@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.backends.apis.messages.cache_marks import MARK, MAX_MARKS, MIN_BYTES, Part, marked_parts
+from agentflow.backends.apis.messages.cache_marks import MARK, MAX_MARKS, MIN_BYTES, PromptPart, marked_parts
 
 
-def head(size: int) -> Part:
+def head(size: int) -> PromptPart:
     """A tool or a block of the system prompt."""
-    return Part(msgspec.json.encode({"type": "text", "text": "x" * size}), b"}", is_head=True)
+    return PromptPart(msgspec.json.encode({"type": "text", "text": "x" * size}), b"}", is_head=True)
 
 
-def message(size: int, *, constant: bool = True, kind: str = "text", shared: bool = False) -> Part:
+def message(size: int, *, constant: bool = True, kind: str = "text", shared: bool = False) -> PromptPart:
     """A message with one block."""
     content = {"role": "user", "content": [{"type": kind, "text": "x" * size}]}
-    return Part(msgspec.json.encode(content), b"}]}", is_constant=constant, is_shared=shared)
+    return PromptPart(msgspec.json.encode(content), b"}]}", is_constant=constant, is_shared=shared)
 
 
-def marked(*parts: Part) -> list[int]:
+def marked(*parts: PromptPart) -> list[int]:
     """The numbers of the marked parts."""
     return [number for number, part in enumerate(marked_parts(parts)) if MARK in part]
 
@@ -85,7 +85,7 @@ PARTS = (
 
 
 @given(*PARTS)
-def test_marks_change_nothing_else_and_are_few(heads: list[Part], messages: list[Part]) -> None:
+def test_marks_change_nothing_else_and_are_few(heads: list[PromptPart], messages: list[PromptPart]) -> None:
     parts = [*heads, *messages]
     found = marked_parts(parts)
     assert [part.replace(MARK, b"") for part in found] == [part.encoded for part in parts]
@@ -97,7 +97,7 @@ def test_marks_change_nothing_else_and_are_few(heads: list[Part], messages: list
 
 
 @given(*PARTS)
-def test_the_longest_prefixes_are_marked(heads: list[Part], messages: list[Part]) -> None:
+def test_the_longest_prefixes_are_marked(heads: list[PromptPart], messages: list[PromptPart]) -> None:
     """One more shared message at the end keeps the later marks."""
     parts = [*heads, *messages, message(LONG, shared=True), message(SHORT)]
     assert marked(*parts)[-1] == len(parts) - 2 or marked(*parts)[-1] == len(parts) - 1

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.apis import anthropic_answers as answers
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.http.event_stream import EventReader
 from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors, MessagesReader, message_events
 from agentflow.errors import AgentflowError, ProtocolError, ServerLost
@@ -58,7 +58,7 @@ MESSAGE = Message(
 def read(events: list[bytes], *, size: int | None = None, lead: str = "", is_reply: bool = True) -> Generated:
     """The answer of a stream, whose bytes come ``size`` at a time."""
     shown: list[str] = []
-    answer = Answer(GenParams(), shown.append, is_reply=is_reply)
+    answer = AnswerCollector(GenParams(), shown.append, is_reply=is_reply)
     sink = MessagesReader(answer, ERRORS, lead=lead)
     reader, text = EventReader(), b"".join(events)
     for at in range(0, len(text), size or len(text) or 1):
@@ -174,7 +174,7 @@ def test_events_of_any_content_are_errors_of_the_server(made: list[tuple[str, di
 def test_a_whole_message_is_read_like_its_stream() -> None:
     answers_read: list[Any] = []
     for events in (EventReader().push(b"".join(EVENTS)), message_events(MESSAGE.to_json().encode())):
-        answer = Answer(GenParams(), lambda text: None, is_reply=True)
+        answer = AnswerCollector(GenParams(), lambda text: None, is_reply=True)
         sink = MessagesReader(answer, ERRORS)
         for event in events:
             sink.event(event)
@@ -189,7 +189,7 @@ def test_a_whole_message_is_read_like_its_stream() -> None:
 
 @pytest.mark.parametrize("message", [b"{}", b"[]", b"x", b'{"content": [1], "stop_reason": "end_turn"}'])
 def test_a_message_that_is_not_of_the_api_is_an_error(message: bytes) -> None:
-    sink = MessagesReader(Answer(GenParams(), lambda text: None), ERRORS)
+    sink = MessagesReader(AnswerCollector(GenParams(), lambda text: None), ERRORS)
 
     def read_all() -> None:
         for event in message_events(message):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.apis import responses_answers as answers
 
-from agentflow.backends.apis.answers.answer import Answer
+from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import EventReader
 from agentflow.backends.apis.responses.responses_stream import ResponsesReader, response_events
@@ -36,7 +36,7 @@ def read(
 ) -> Generated:
     """The answer of a stream, whose bytes come ``size`` at a time."""
     shown: list[str] = []
-    answer = Answer(params or GenParams(), shown.append, is_reply=is_reply)
+    answer = AnswerCollector(params or GenParams(), shown.append, is_reply=is_reply)
     sink = ResponsesReader(answer, ERRORS, 100)
     reader, text = EventReader(), b"".join(events)
     for at in range(0, len(text), size or len(text) or 1):
@@ -50,9 +50,9 @@ def read(
     return generated
 
 
-def read_whole(response: bytes, *, params: GenParams | None = None) -> Answer:
+def read_whole(response: bytes, *, params: GenParams | None = None) -> AnswerCollector:
     """The answer in a whole response, as batches have it."""
-    answer = Answer(params or GenParams(), lambda text: None, is_reply=True)
+    answer = AnswerCollector(params or GenParams(), lambda text: None, is_reply=True)
     sink = ResponsesReader(answer, ERRORS, 100)
     for event in response_events(response):
         sink.event(event)
@@ -77,7 +77,7 @@ def read_whole(response: bytes, *, params: GenParams | None = None) -> Answer:
 def test_a_whole_response_is_read_like_its_stream(parts: tuple[Any, ...]) -> None:
     found = read_whole(answers.whole(*parts))
     assert found.deliver() == read(answers.events(answers.beginning(), *parts))
-    native = Answer(GenParams(), lambda text: None, is_reply=True)
+    native = AnswerCollector(GenParams(), lambda text: None, is_reply=True)
     sink = ResponsesReader(native, ERRORS, 100)
     for event in EventReader().push(b"".join(answers.events(*parts))):
         sink.event(event)

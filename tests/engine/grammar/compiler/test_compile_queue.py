@@ -10,7 +10,7 @@ from agentflow.engine.grammar.compiler.compiler import ENTRY_BYTES, CompileCache
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, CompileFailure
 from agentflow.errors import Overloaded
 from agentflow.protocol.constraint import Constraint
-from agentflow.runtime.limits import part_of
+from agentflow.runtime.limits import tenant_part
 
 TENANTS = st.sampled_from("abc")
 ITEMS = st.integers(0, 9)
@@ -140,7 +140,7 @@ def test_the_cache_keeps_what_was_used_last_and_a_tenants_own_part(steps):
             cache.put(tenant, constraint, outcome)
             kept = [entry for entry in kept if entry not in found]
             kept.append((tenant, number, outcome, single.num_bytes))
-            while held_by(tenant) > part_of(10_000, tenant):
+            while held_by(tenant) > tenant_part(10_000, tenant):
                 kept.remove(next(entry for entry in kept if entry[0] == tenant))
             while sum(entry[3] for entry in kept) > 10_000:
                 most = max(held_by(name) for name in {entry[0] for entry in kept})

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.engine.schema_strategies import LITERALS, schemas, valid_value
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
+from agentflow.engine.grammar.compiler.explicit_schema import check_schema
 from agentflow.engine.grammar.compiler.messages import PartedConstraint, SchemaPart
 from agentflow.engine.grammar.compiler.relax import relax, without_look_arounds
-from agentflow.engine.grammar.compiler.schema_check import check_schema
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
 from benchmarks.constrained.text_walks import takes, text_under

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
-from agentflow.engine.grammar.compiler.schema_check import has_finite_value
+from agentflow.engine.grammar.compiler.explicit_schema import has_finite_value
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
 

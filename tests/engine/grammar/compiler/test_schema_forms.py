@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.engine.schema_strategies import schemas, valid_value, written
 
 from agentflow.engine.grammar.compiler.compile import _lark_of_schema
+from agentflow.engine.grammar.compiler.explicit_schema import check_schema, explicit
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
-from agentflow.engine.grammar.compiler.schema_check import check_schema, explicit
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.json_schema import schema_to_regex
 from benchmarks.constrained.text_walks import takes, text_under, walk

@@ -14,7 +14,7 @@ from support.engine.runner_driver import Driver
 from support.engine.vision_models import VISION_MODELS, prompt_of, random_image, saved_vision_model
 
 from agentflow.engine.media.processors.registry import PROCESSORS
-from agentflow.engine.media.settings import read_settings
+from agentflow.engine.media.settings import read_media_settings
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.store.gguf.names import find_mmproj
 
@@ -62,7 +62,7 @@ def test_images_are_prepared_alike(name: str, tmp_path: Path) -> None:
     folder, path = save(name, tmp_path)
     image = random_image(300, 140)
     made = []
-    for settings in (read_settings(path), read_settings(folder)):
+    for settings in (read_media_settings(path), read_media_settings(folder)):
         made.append((settings.scaling, PROCESSORS[settings.family](settings).prepare_image(image)))
     (scaling, one), (wanted, other) = made
     assert scaling.factor == wanted.factor

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.engine.text.state.choices import num_greedy_tokens, scores_of
+from agentflow.engine.text.state.choices import compute_scores, num_greedy_tokens
 
 
 @st.composite
@@ -48,9 +48,9 @@ def test_the_greedy_choice_is_where_a_greedy_walk_ends(made):
 def test_the_other_methods_compare_means(made, alone):
     ids, logprobs, _ = made
     means = [sum(values) / len(values) for values in logprobs]
-    assert scores_of("token_length_normalized", ids, logprobs, []) == means
+    assert compute_scores("token_length_normalized", ids, logprobs, []) == means
     without = [[alone] * len(one) for one in ids]
-    found = scores_of("unconditional_likelihood_normalized", ids, logprobs, without)
+    found = compute_scores("unconditional_likelihood_normalized", ids, logprobs, without)
     assert found == pytest.approx([value - alone for value in means])
 
 

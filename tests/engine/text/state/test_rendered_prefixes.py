@@ -19,7 +19,7 @@ from support.engine.conversations import (
 )
 
 from agentflow.engine.text.state.rendered_prefixes import TOKENS_PER_ENTRY, RenderedPrefixes
-from agentflow.engine.text.state.spans import Span
+from agentflow.engine.text.state.text_spans import Span
 from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import NotSupported
@@ -59,7 +59,7 @@ def chatml(max_tokens: int = 10**6) -> Served:
 
 def special_places(ids: list[int], tokenizer: Tokenizer) -> list[tuple[int, int]]:
     """Each special token, with the characters before it."""
-    texts = tokenizer.texts_of(ids)
+    texts = tokenizer.list_texts(ids)
     at, places = 0, []
     for token, text in zip(ids, texts, strict=True):
         if token in tokenizer.closed_ids:
@@ -121,7 +121,7 @@ def test_text_that_is_not_that_of_the_tokens_is_not_kept():
     served = chatml()
     state = served.prompt(ASKED)
     state.keep_answer(letters("the answer"), "the question")
-    state.keep_answer([SMALL.id_of("<|im_start|>"), *letters("the answer")], "the answer")
+    state.keep_answer([SMALL.find_id("<|im_start|>"), *letters("the answer")], "the answer")
     asked = [*ASKED, ("assistant", "the question"), ("user", "?")]
     for turns in (asked, ANSWERED):
         assert served.prompt(turns).ids() == Served("chatml").prompt(turns).ids()
@@ -186,7 +186,7 @@ def test_random_conversations(name: str, data: st.DataObject):
             except NotSupported:
                 break
             found = served.prompt(turns).ids()
-            assert "".join(SMALL.texts_of(found)) == shown
+            assert "".join(SMALL.list_texts(found)) == shown
             assert special_places(found, SMALL) == special_places(expected, SMALL)
             answer = data.draw(st.sampled_from(["the answer", "an", "a <b>", "é日"]))
             ids = served.answer(turns, answer)
@@ -214,7 +214,7 @@ def test_the_tokens_through_a_turn_end_where_the_text_of_the_next_one_begins(
     for number in range(len(turns) + 1):
         places = [place for n in range(number, len(turns)) if (place := shown.find(f"@{n}@")) >= 0]
         count = state.num_ids_through(number)
-        assert "".join(SMALL.texts_of(ids[:count])) == (shown[: min(places)] if places else shown)
+        assert "".join(SMALL.list_texts(ids[:count])) == (shown[: min(places)] if places else shown)
 
 
 @pytest.mark.parametrize("prepend", SENTENCEPIECE)

@@ -22,7 +22,7 @@ from agentflow.engine.text.state.token_state import TokenState, medium_mark
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message
-from agentflow.protocol.images import Image, Medium, PlacedImage, Video, digest_of, placed_in
+from agentflow.protocol.images import Image, Medium, PlacedImage, Video, file_source, placed_in
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<image>", "<video>", "<vision>", "</vision>", "<row>")
 TOKENIZER = Tokenizer(byte_level(special=SPECIAL))
@@ -79,12 +79,12 @@ TEMPLATES = [IN_ORDER, ONLY_PARTS, IMAGES_FIRST, TRIMS]
 
 
 def image_of(name: str) -> Image:
-    return Image(digest_of(name.encode()), "image/png", name.encode())
+    return Image(file_source(name.encode()), "image/png", name.encode())
 
 
 def video_of(name: str) -> Video:
     file, _, num_frames = name.partition("/")
-    return Video(Image(digest_of(file.encode()), "video/mp4", file.encode()), int(num_frames))
+    return Video(Image(file_source(file.encode()), "video/mp4", file.encode()), int(num_frames))
 
 
 def medium_of(name: str, num_tokens: int = 3) -> PreparedMedium:
@@ -210,9 +210,9 @@ def test_a_text_forges_no_image(source: str) -> None:
     ids = tokens.ids()
     runs = [pseudo_tokens(piece.at("medium cat", 0)).tolist() for piece in medium_of("cat").pieces[1::2]]
     assert [one for one in ids if one < 0] == [*runs[0], *runs[1]]
-    placeholder = TOKENIZER.id_of("<image>")
+    placeholder = TOKENIZER.find_id("<image>")
     assert placeholder not in ids
-    assert ids.count(TOKENIZER.id_of("<vision>")) == (1 if source is IN_ORDER else 0)
+    assert ids.count(TOKENIZER.find_id("<vision>")) == (1 if source is IN_ORDER else 0)
 
 
 @pytest.mark.parametrize("source", [VIDEOS_SECOND, VIDEOS_IN_ORDER])
@@ -229,7 +229,7 @@ def test_a_text_forges_no_video(source: str) -> None:
     names = ["run/8", "cat"] if source is VIDEOS_IN_ORDER else ["cat", "run/8"]
     runs = [one for name in names for one in ids_of("<image>", name) if one < 0]
     assert [one for one in ids if one < 0] == runs
-    assert TOKENIZER.id_of("<video>") not in ids
+    assert TOKENIZER.find_id("<video>") not in ids
 
 
 def test_a_template_without_videos_rejects_them() -> None:
@@ -367,7 +367,7 @@ def test_tokens_are_counted_through_turns_with_images(source: str, is_known: boo
     dog = next(one for one in medium_of("dog").pieces if not isinstance(one, str))
     first = int(pseudo_tokens(dog.at("medium dog", 0))[0])
     second_dog = len(ids) - 1 - ids[::-1].index(first)
-    texts = "".join(TOKENIZER.texts_of(ids[:count])), "".join(TOKENIZER.texts_of(ids[count:]))
+    texts = "".join(TOKENIZER.list_texts(ids[:count])), "".join(TOKENIZER.list_texts(ids[count:]))
     assert "second" in texts[0]
     assert "third" in texts[1]
     assert count <= second_dog
@@ -388,7 +388,7 @@ def test_many_images_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
         state.begin_role("user")
         for number in range(count):
             state.text(f"{number}:")
-            state.medium(Image(digest_of(b"%d" % number)))
+            state.medium(Image(file_source(b"%d" % number)))
         state.end_role()
         assert len(state.unread) == count
         monkeypatch.undo()

@@ -13,7 +13,7 @@ MAX_STARTS = 8
 """The tasks that begin before the time is looked at: a start takes up to a millisecond."""
 
 
-async def end_turn() -> None:
+async def end_loop_turn() -> None:
     """Ends a turn of the event loop that has taken many milliseconds: lets all tasks run that have become
     ready in it. Timers and received data are queued in the next iteration of the loop, behind this task, and
     wake their tasks for the one after it, so a single checkpoint would come back before them."""
@@ -21,13 +21,13 @@ async def end_turn() -> None:
         await anyio.lowlevel.checkpoint()
 
 
-class Turn:
+class LoopTurn:
     """Lets the event loop run when a piece of work has taken ``TURN_S``.
 
     Args:
         units: calls of ``pause`` between two checks of the clock, for units of work that take microseconds.
 
-    >>> turn = Turn()
+    >>> turn = LoopTurn()
     >>> for child in children:
     ...     start(child)
     ...     await turn.pause()
@@ -51,7 +51,7 @@ class Turn:
             return
         self._num_left = self._units
         if self.is_over:
-            await end_turn()
+            await end_loop_turn()
             self._end = time.perf_counter() + TURN_S
 
 
@@ -67,7 +67,7 @@ class Starts:
 
     def __init__(self) -> None:
         self._front: anyio.Lock | None = None  # of the event loop in which the first task begins
-        self._turn = Turn(MAX_STARTS)
+        self._turn = LoopTurn(MAX_STARTS)
 
     async def pause(self) -> None:
         """Waits until the task may begin: if it is not among the first ones, the event loop runs before."""

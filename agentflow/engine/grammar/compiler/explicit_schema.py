@@ -30,7 +30,7 @@ from agentflow.protocol.schema_walk import (
 )
 
 Schema = dict[str, Any]
-Path = tuple[str, ...]
+SchemaPath = tuple[str, ...]
 """The keys that lead to a part of a schema."""
 
 ANY_VALUE: Final = "agentflow:any-value"
@@ -159,7 +159,7 @@ def parse_schema(source: str) -> Schema:
     return schema
 
 
-def check_schema(schema: Schema, place: Path = ()) -> None:
+def check_schema(schema: Schema, place: SchemaPath = ()) -> None:
     """Drops keywords without effect. Raises ``BadArgument``, with the place, for an invalid schema.
     ``place``: of ``schema``."""
     for where, sub in placed_subschemas(schema, place):
@@ -283,7 +283,9 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def placed_subschemas(schema: Any, place: Path = (), depth: int = 0) -> Iterator[tuple[Path, Schema]]:
+def placed_subschemas(
+    schema: Any, place: SchemaPath = (), depth: int = 0
+) -> Iterator[tuple[SchemaPath, Schema]]:
     """Yields the schema, which is at ``place``, and all schemas inside it, each with its place. Raises
     ``BadArgument`` if they nest too deep."""
     if not isinstance(schema, dict):

@@ -18,7 +18,7 @@ from agentflow.errors import AgentflowError
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
-PACKAGE = os.path.abspath(__file__).removesuffix(os.path.join("language", "failures", "frames.py"))
+PACKAGE = os.path.abspath(__file__).removesuffix(os.path.join("language", "failures", "stack_frames.py"))
 """The common beginning of the paths of this package's files."""
 
 
@@ -75,15 +75,15 @@ def program_frames(frame: FrameType | None) -> list[FrameType]:
     return []  # not in an event loop
 
 
-Kind = Literal["package", "program", "loop", "library", "ignored"]
+FrameOwner = Literal["package", "program", "loop", "library", "ignored"]
 
 
-def _find_kind(frame: FrameType) -> Kind:
-    return kind_of(frame.f_code.co_filename, frame.f_globals.get("__name__") or "")
+def _find_kind(frame: FrameType) -> FrameOwner:
+    return find_owner(frame.f_code.co_filename, frame.f_globals.get("__name__") or "")
 
 
 @lru_cache(maxsize=10_000)
-def kind_of(file: str, module: str) -> Kind:
+def find_owner(file: str, module: str) -> FrameOwner:
     """The owner of a frame of ``file`` in ``module``."""
     root = module.partition(".")[0]
     if root in _IGNORED or file.startswith("<frozen importlib"):
