@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from agentflow.engine.store.gguf.file import find_gguf, open_gguf
+from agentflow.engine.store.model_folder import read_object
 from agentflow.errors import BadModelFolder
 
 _CLIP: Final = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -77,12 +78,12 @@ def read_media_settings(folder: Path) -> MediaSettings:
         if file.vision is None:
             return MediaSettings(model={}, image={}, video={}, prompt={})
         return MediaSettings(model=_of_media(file.config), image=file.vision.images, video={}, prompt={})
-    prompt = _read(folder / "processor_config.json")
-    model = _read(folder / "config.json")
+    prompt = _settings(folder / "processor_config.json")
+    model = _settings(folder / "config.json")
     return MediaSettings(
         model=_of_media(model),
-        image=_read(folder / "preprocessor_config.json") or _part(prompt, "image_processor"),
-        video=_read(folder / "video_preprocessor_config.json") or _part(prompt, "video_processor"),
+        image=_settings(folder / "preprocessor_config.json") or _part(prompt, "image_processor"),
+        video=_settings(folder / "video_preprocessor_config.json") or _part(prompt, "video_processor"),
         prompt={key: value for key, value in prompt.items() if not key.endswith("_processor")},
     )
 
@@ -96,15 +97,8 @@ def _of_media(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _NOT_OF_MEDIA}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return {}
-    try:
-        return msgspec.json.decode(content, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise BadModelFolder(f"{path}: {error}") from None
+def _settings(file: Path) -> dict[str, Any]:
+    return read_object(file) or {}
 
 
 def _part(settings: dict[str, Any], name: str) -> dict[str, Any]:

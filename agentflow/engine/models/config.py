@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 from agentflow.engine.models.rope import RopeConfig
 from agentflow.engine.store.gguf.file import find_gguf, open_gguf
+from agentflow.engine.store.model_folder import read_object
 from agentflow.errors import BadModelFolder, UnknownModel
 from agentflow.kernels.activations import Activation
 
@@ -108,19 +108,6 @@ class DecoderConfig:
         return self.layers[index] if self.layers else LayerShape()
 
 
-def read_json(file: Path) -> dict[str, Any] | None:
-    """Returns the object in a JSON file, or None if there is no file."""
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadModelFolder(f"{file} cannot be read: {error}", param=file.name) from error
-    if not isinstance(content, dict):
-        raise BadModelFolder(f"{file} must hold a JSON object", param=file.name)
-    return content
-
-
 def read_folder(folder: Path) -> tuple[RawConfig, RawConfig]:
     """Returns ``config.json`` and ``generation_config.json`` of a model folder, or the equivalent config of a
     GGUF file. Raises ``UnknownModel`` if there is no folder, ``BadModelFolder`` if it has no config."""
@@ -128,12 +115,12 @@ def read_folder(folder: Path) -> tuple[RawConfig, RawConfig]:
         return copy.deepcopy(open_gguf(file).config), {}
     if not folder.is_dir():
         raise UnknownModel(f"there is no model folder {folder}: give a folder that holds config.json")
-    raw = read_json(folder / "config.json")
+    raw = read_object(folder / "config.json")
     if raw is None:
         raise BadModelFolder(
             f"{folder} has no config.json: it is not a Hugging Face model folder", param="config.json"
         )
-    return raw, read_json(folder / "generation_config.json") or {}
+    return raw, read_object(folder / "generation_config.json") or {}
 
 
 def read_architectures(raw: RawConfig) -> list[Any]:

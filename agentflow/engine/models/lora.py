@@ -19,12 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from agentflow.engine.models.config import DecoderConfig, read_json
+from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.families.family import WeightNames
 from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.forward.adapted_products import ProductName
 from agentflow.engine.models.weights.row_order import qkv_order
 from agentflow.engine.store.adapter_folder import CONFIG, WEIGHTS
+from agentflow.engine.store.model_folder import read_object
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.inputs import Adapter, LayerAdapter, LowRank, LowRankPart
 from agentflow.kernels.linear.method import LinearMethod
@@ -97,7 +98,7 @@ class AdapterWeights:
 def read_adapter(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> AdapterWeights:
     """Reads the adapter in ``folder``, which ``check_adapter`` accepts, for the model with this config.
     Raises ``BadModelFolder`` if it is for another base model, or changes unsupported parts."""
-    settings = read_json(folder / CONFIG) or {}
+    settings = read_object(folder / CONFIG) or {}
     _check_settings(folder, settings)
     patterns = _Patterns(folder, settings)
     known = dict(_projections(config))

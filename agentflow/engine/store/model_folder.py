@@ -158,9 +158,37 @@ def safetensors_fault(file: Path) -> str | None:
 
 
 def json_object(file: Path) -> dict[str, Any] | None:
-    """Returns the object in a JSON file; None if there is none."""
+    """Returns the object in a JSON file; None if there is no valid one."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def read_text(file: Path) -> str | None:
+    """Returns the file's text; None if there is no such file. Raises ``BadModelFolder`` if it cannot be
+    read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadModelFolder(f"{file} cannot be read: {error}", param=file.name) from error
+
+
+def read_object(file: Path) -> dict[str, Any] | None:
+    """Returns the object in a JSON file; None if there is no such file. Raises ``BadModelFolder`` if it is
+    invalid."""
+    text = read_text(file)
+    if text is None:
+        return None
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadModelFolder(
+            f"{file} is not valid JSON ({error}); fetch the model again", param=file.name
+        ) from error
+    if not isinstance(content, dict):
+        raise BadModelFolder(f"{file} is not a JSON object; fetch the model again", param=file.name)
+    return content

@@ -3,13 +3,13 @@ metadata of its GGUF file."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.engine.store.gguf.tokenizer import tokenizer_spec
+from agentflow.engine.store.model_folder import read_object, read_text
 from agentflow.errors import BadArgument, BadModelFolder
 
 NAMED_TOKENS = (
@@ -23,39 +23,11 @@ NAMED_TOKENS = (
 )
 
 
-def read_file(file: Path) -> str | None:
-    """Returns the file's text; None if there is no such file. Raises ``BadModelFolder`` if it cannot be
-    read."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadModelFolder(f"{file} cannot be read: {error}", param=file.name) from error
-
-
-def read_json(file: Path) -> dict[str, Any] | None:
-    """Returns the file's JSON object; None if there is no such file. Raises ``BadModelFolder`` if it is
-    invalid."""
-    text = read_file(file)
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise BadModelFolder(
-            f"{file} is not valid JSON ({error}); fetch the model again", param=file.name
-        ) from error
-    if not isinstance(value, dict):
-        raise BadModelFolder(f"{file} is not a JSON object; fetch the model again", param=file.name)
-    return value
-
-
 def read_tokenizer(folder: Path) -> dict[str, Any]:
     """Returns the object in ``tokenizer.json``. Raises ``BadModelFolder``."""
     if (gguf := find_gguf(folder)) is not None:
         return tokenizer_spec(open_gguf(gguf).vocabulary)
-    spec = read_json(folder / "tokenizer.json")
+    spec = read_object(folder / "tokenizer.json")
     if spec is None:
         raise BadModelFolder(
             f"{folder} has no tokenizer.json; save the model's tokenizer there in that format "
@@ -72,7 +44,7 @@ def named_special_tokens(folder: Path) -> dict[str, str]:
         return open_gguf(gguf).vocabulary.named_tokens
     named: dict[str, str] = {}
     for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
-        config = read_json(folder / file_name) or {}
+        config = read_object(folder / file_name) or {}
         for name in NAMED_TOKENS:
             if name not in config:
                 continue
@@ -105,11 +77,11 @@ def chat_template_source(folder: Path) -> str | None:
     """
     if (gguf := find_gguf(folder)) is not None:
         return open_gguf(gguf).chat_template
-    source = read_file(folder / "chat_template.jinja")
+    source = read_text(folder / "chat_template.jinja")
     if source is not None:
         return source
     for file_name in ("chat_template.json", "tokenizer_config.json"):
-        found = (read_json(folder / file_name) or {}).get("chat_template")
+        found = (read_object(folder / file_name) or {}).get("chat_template")
         if isinstance(found, list):
             named = {
                 entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)

@@ -498,10 +498,11 @@ def test_scaling_is_read_from_the_files(
 
 
 @pytest.mark.parametrize(
-    "preprocessor", ["[]", "{", '{"image_mean": [1, 2]}', '{"image_std": 3}', '{"rescale_factor": "1"}']
+    "preprocessor",
+    [b"[]", b"{", b"\xff", b'{"image_mean": [1, 2]}', b'{"image_std": 3}', b'{"rescale_factor": "1"}'],
 )
-def test_damaged_settings_are_rejected(tmp_path: Path, preprocessor: str) -> None:
+def test_damaged_settings_are_rejected(tmp_path: Path, preprocessor: bytes) -> None:
     folder = _folder(tmp_path)
-    (folder / "preprocessor_config.json").write_text(preprocessor)
+    (folder / "preprocessor_config.json").write_bytes(preprocessor)
     with pytest.raises(BadModelFolder):
         pixel_scaling(folder)
