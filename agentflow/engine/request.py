@@ -1,9 +1,9 @@
 """One request: as a client submits it, and in the engine with its tokens, its progress, its memory, and its
 record in a batch.
 
-``make_request`` makes a ``Request`` from a ``Submit``, which it checks. ``check_task`` and ``check_request``
-are for clients that must know before they submit. A ``Row`` is made when a batch is scheduled, and read when
-it completes.
+A client sends a ``Submit``. ``make_request`` checks it and makes the engine's ``Request``; ``check_task`` and
+``check_request`` find an error before a client submits. ``make_rows`` makes the ``Row`` of each request in a
+batch when the batch is scheduled, and its results are read from the row when the batch completes.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class CacheKey(NamedTuple):
 
 
 def with_leads(tokens: TokenArray, leads: Mapping[int, int]) -> TokenArray:
-    """Returns the tokens with the ids of ``lead_tokens``."""
+    """Returns a copy of the tokens, as the cache has them: with the ids of ``lead_tokens``."""
     tokens = tokens.copy()
     for index, token_id in leads.items():
         if index < len(tokens):
@@ -187,8 +187,8 @@ class Request:
     embedding.
 
     ``tokens`` is a buffer of which the first ``num_tokens`` are known: the prompt, then the output. Batches
-    in flight will append ``num_pending`` more. The KV of ``num_computed`` of all these is in the pool, or
-    will be when the batches in flight have run.
+    in flight will append ``num_pending`` more. The first ``num_computed`` of all these have KV in the pool,
+    or will have it when the batches in flight have run.
     """
 
     # As it was submitted:
@@ -208,7 +208,8 @@ class Request:
     embeds: bool = False  # it wants the hidden state of its last token
     end_ids: tuple[int, ...] = ()  # tokens that end it; forbidden before ``params.min_tokens``
     media: Sequence[MediaRun] = ()  # the runs of the prompt that are not text
-    leads: Mapping[int, int] = field(default_factory=lambda: _NO_LEADS)  # as ``lead_tokens``
+    # Ids that replace text before a medium in the cache, by their index (``lead_tokens``).
+    leads: Mapping[int, int] = field(default_factory=lambda: _NO_LEADS)
     rope: Positions | None = None  # with media: [A, num_prompt + 1] rotary positions, up to the next token
     deadline: float = math.inf  # when it should be done, on the scheduler's clock
     patience_end: float = math.inf  # when it should have started, on the scheduler's clock
@@ -239,7 +240,9 @@ class Request:
     num_computed: int = 0  # tokens with KV, including tokens of batches in flight
     num_pending: int = 0  # tokens that batches in flight will append
     wants_scores: bool = False  # the log-probabilities of its tokens are wanted
-    num_scored: int = 0  # output tokens (of a scoring: from ``score_from`` on) with one, or soon, in flight
+    # Output tokens (of a scoring: tokens from ``score_from`` on) whose log-probability is known, or will be
+    # when the batches in flight have run.
+    num_scored: int = 0
     num_cached: int = 0  # prompt tokens found in the cache when it was first admitted
     miss_reason: str = ""  # why many of its prompt's tokens were not in the cache then
     num_shared: int = 0  # tokens found in the cache when it was last admitted
@@ -247,7 +250,7 @@ class Request:
     req_row: int = -1  # its row of ``req_to_token`` while it runs
     committed: PrefixMatch | None = None  # its locked prefix in the cache
     num_nodes_computed: int = 0  # nodes of its tree
-    node_slots: SlotArray = field(default_factory=lambda: _NO_SLOTS)  # their KV, which is never cached
+    node_slots: SlotArray = field(default_factory=lambda: _NO_SLOTS)  # of these nodes; they are never cached
 
     # Its results:
     target_logprobs: list[float] = field(default_factory=list)  # of a select: of its tree's targets
@@ -439,7 +442,6 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
     it and will be computed again, as after a preemption. ``max_total_tokens``: limit of prompt and output.
     ``BadArgument`` for a parameter out of range."""
     params = message.params or GREEDY
-    check_task(message.embeds, info)
     if not message.token_ids:
         raise EngineFailed("a request needs at least one token")
     token_ids = np.array(message.token_ids, dtype=np.int32)

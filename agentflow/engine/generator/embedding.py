@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.requests import TenantRequests
-from agentflow.engine.request import Origin, check_task
+from agentflow.engine.request import Origin
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.events import Usage
@@ -122,8 +122,7 @@ class EngineEmbedder:
 
 
 def _check_options(options: EmbeddingOptions, client: EngineClient) -> None:
-    """Raises ``BadArgument`` if the model makes no embeddings, or none of this size."""
-    check_task(True, client.info)
+    """Raises ``BadArgument`` if the model makes no embeddings of this size."""
     size = client.info.embedding_size
     if options.dimensions is not None and not 1 <= options.dimensions <= size:
         raise BadArgument(

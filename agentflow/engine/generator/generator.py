@@ -31,7 +31,7 @@ from agentflow.engine.generator.select import score
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.messages import EngineStats, Finished, Progress
-from agentflow.engine.request import Origin, TopTokens, check_request, check_task
+from agentflow.engine.request import Origin, TopTokens, check_request
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.tenant import ANONYMOUS, RequestGate, Tenant
@@ -135,10 +135,6 @@ class EngineGenerator:
     def embedding_size(self) -> int:
         """The dimensions of the model's embeddings; 0: it generates text."""
         return self._client.info.embedding_size
-
-    def check_task(self, *, embeds: bool) -> None:
-        """Raises ``BadArgument`` if the model makes embeddings and is to generate text, or the reverse."""
-        check_task(embeds, self._client.info)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -348,15 +344,13 @@ class EngineGenerator:
             context: the state.
             params: the sampling parameters.
             on_progress: called with the progress of each step.
-            constraint: of the text, or None.
+            constraint: of the text, of a kind that the model has; or None.
             on_sent: called when the request is in the engine's queue, after all checks that are possible
                 before it runs.
             thinking: how the output may begin with reasoning, with a budget.
             on_compiled: called with the compiled constraint.
             calls: the marks of tool calls, inside which no stop applies.
         """
-        if constraint is not None:
-            self.capabilities.require(constraint)
         if thinking is not None:
             thinking = msgspec.structs.replace(
                 thinking, strips=constraint is None or constraint.has_free_text
@@ -419,7 +413,7 @@ class EngineGenerator:
         self, context: EngineContext, questions: Sequence[Question], *, max_tokens: int | None = None
     ) -> Decided:
         """Scores the answers to all questions together. Each question follows the context by itself, and
-        makes a prompt of at most ``max_tokens`` with it (None: what the model takes)."""
+        makes a prompt of at most ``max_tokens`` with it (None: the model's limit)."""
         return await decide(self.requests, context, questions, max_tokens)
 
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
@@ -469,12 +463,12 @@ class EngineGenerator:
             self._ahead.announced(context)
 
     async def fill_ahead(self, context: EngineContext) -> None:
-        """As ``PrefixesAhead.fill``."""
+        """Computes the known tokens of a state that waits (``PrefixesAhead.fill``)."""
         if self._ahead is not None:
             await self._ahead.fill(context)
 
     async def fill_next_turn(self, context: EngineContext, end: Finished, answer: Message) -> None:
-        """As ``PrefixesAhead.fill_next_turn``."""
+        """Computes the tokens of the next turn that are known now (``PrefixesAhead.fill_next_turn``)."""
         if self._ahead is not None:
             await self._ahead.fill_next_turn(context, end, answer)
 

@@ -21,6 +21,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
 from agentflow.server.anthropic.conversation import read_conversation, read_tool_choice, read_tools
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest, Thinking
+from agentflow.server.compatible.sampling import read_nucleus
 from agentflow.server.completion.api_run import EFFORT
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.engine_run import prompt_ids
@@ -129,12 +130,12 @@ def _thinks(thinking: Thinking | None) -> bool | None:
 def make_completion(call: ApiCall, body: MessagesRequest, model: Capabilities) -> CompletionRequest:
     """The whole request, as the engine takes it. ``model``: its features."""
     request = read_prompt(body, model)
+    top_p, top_k = read_nucleus(body.top_p, body.top_k)
     params = SamplingParams(
         max_tokens=body.max_tokens,
         temperature=TEMPERATURE if body.temperature is None else body.temperature,
-        # A nucleus of nothing is the likeliest token.
-        top_p=body.top_p or 1.0,
-        top_k=1 if body.top_p == 0 else body.top_k or 0,
+        top_p=top_p,
+        top_k=top_k,
         seed=body.seed,
         stop=tuple(body.stop_sequences or ()),
     )

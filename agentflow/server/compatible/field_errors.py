@@ -72,8 +72,7 @@ def check_num_logprobs(
     the context."""
     if not params.wants_logprobs:
         return
-    room = generator.capabilities.max_context or params.max_tokens
-    num_tokens = min(params.max_tokens, room)
+    num_tokens = min(params.max_tokens, generator.capabilities.max_context or params.max_tokens)
     num_logprobs = num_answers * num_tokens * (1 + params.top_logprobs)
     if num_logprobs > MAX_LOGPROB_TOKENS:
         raise invalid_field(

@@ -57,12 +57,11 @@ async def completing(
         on_cut: receives the usage so far if the scope ends before the answers are complete.
 
     Raises:
-        BadArgument: invalid parameters. The ``param`` is ``prompt``, ``constraint`` or ``tools``, or a
-            sampling parameter.
+        BadArgument: an invalid prompt, constraint or tool: its ``param`` is ``prompt``, ``constraint`` or
+            ``tools``.
         RateLimited: the tenant may not send this many requests.
     """
     for request in requests:
-        request.params.check()
         if request.constraint is not None:
             with error_param("constraint"):
                 request.constraint.check()

@@ -235,6 +235,8 @@ class EngineRun:
             self.relaxed = tuple([Relaxed(name, ()) for name in use.callable_names])
             unkept.update(use.callable_names)
         try:
+            if constraint is not None:
+                self._generator.capabilities.require(constraint)
             end = await self._generator.complete(
                 context,
                 params,

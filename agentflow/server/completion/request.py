@@ -40,7 +40,7 @@ class CompletionRequest:
     # A conversation, whose last turn is continued if it is the assistant's; or a text, in which special
     # tokens count; or token ids; or token ids and further turns.
     prompt: tuple[Message, ...] | str | TokenIds | Continuation
-    params: SamplingParams
+    params: SamplingParams  # which the route has checked
     constraint: Constraint | None = None  # of answers that call no tool
     tools: tuple[ToolSpec, ...] = ()
     tool_choice: ToolChoice = FREE_CHOICE

@@ -58,8 +58,8 @@ class ServerLimits(Declared, frozen=True, kw_only=True):
     """Limits of connections and sessions.
 
     One address is an IPv4 address or an IPv6 network of 64 bits; this machine is exempt. A client that has
-    not answered a ping after another ``ping_interval_s`` is disconnected. Memory is an estimate of what the
-    ops, states and values of a session take. Half of ``sessions_bytes`` is divided equally between the
+    not answered a ping after another ``ping_interval_s`` is disconnected. Memory is an estimate for the
+    ops, states and values of a session. Half of ``sessions_bytes`` is divided equally between the
     ``max_sessions`` sessions, and a session can always have its part.
     """
 

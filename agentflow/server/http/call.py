@@ -23,6 +23,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.engine.request import check_task
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import AgentflowError, drop_traceback
 from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, JsonScan
@@ -193,7 +194,7 @@ class ApiCall:
         if not isinstance(generator, EngineGenerator):
             raise ApiError(400, "unsupported", f"{model!r} has no engine and is available in sessions only")
         if to_generate:
-            generator.check_task(embeds=embeds)
+            check_task(embeds, generator.info)
         self.record.model = generator.capabilities.model
         return generator
 

@@ -155,8 +155,8 @@ def caller_with(caller: Caller, extension: msgspec.Raw | None = None, cache_key:
 
 
 def read_salt(salt: str | None, extension: msgspec.Raw | None) -> str:
-    """The cache salt of a request: its own, or that of its ``nvext``. Raises ``ApiError`` for one that is no
-    salt: without it, the request would share its cache."""
+    """The cache salt of a request: its own field, or the field in its ``nvext``. Raises ``ApiError`` for a
+    value that is no salt: without it, the request would share its cache."""
     if salt or extension is None:
         return salt or ""
     try:
@@ -170,5 +170,5 @@ def read_salt(salt: str | None, extension: msgspec.Raw | None) -> str:
 
 
 def read_priority(priority: int | None, extension: msgspec.Raw | None) -> int:
-    """The priority of a request: its own, or that of its ``nvext``."""
+    """The priority of a request: its own field, or the field in its ``nvext``."""
     return (_read_advice(extension).priority or 0) if priority is None else priority

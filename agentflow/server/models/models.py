@@ -291,8 +291,8 @@ class Models:
         return SessionModels(default, generators[False], generators[True], counted)
 
     def _counted(self, default: Model, tenant: Tenant) -> list[Generator[Any]]:
-        """The generators whose counters together are those of the tenant's models, the default's first. The
-        counters of an engine include all of its names for a tenant that sees its metrics."""
+        """The generators whose counters add up to the counters of the tenant's models, the default's first.
+        The counters of an engine include all of its names for a tenant that sees its metrics."""
         found: list[Generator[Any]] = []
         for model in self:
             names = [model, *model.named(), *model.adapted()]

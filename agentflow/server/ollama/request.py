@@ -23,6 +23,7 @@ from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.forms import ANY_OBJECT
 from agentflow.server.compatible.functions import function_tool
 from agentflow.server.compatible.images import check_images
+from agentflow.server.compatible.sampling import max_answer_tokens, read_nucleus, read_stops
 from agentflow.server.completion.request import Continuation, names_of_unset
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
@@ -78,29 +79,27 @@ def read_effort(body: Generation) -> str | None:
 def read_sampling(body: Generation, generator: TextGenerator) -> SamplingParams:
     """The sampling parameters, with Ollama's defaults."""
     options = body.options or OllamaOptions()
-    room = generator.capabilities.max_context or SamplingParams().max_tokens
-    stop = [options.stop] if isinstance(options.stop, str) else options.stop
     limit = options.num_predict or 0
-    top_k = TOP_K if options.top_k is None else max(0, options.top_k)
-    top_p = TOP_P if options.top_p is None else options.top_p
+    top_p, top_k = read_nucleus(
+        TOP_P if options.top_p is None else options.top_p, TOP_K if options.top_k is None else options.top_k
+    )
     penalty = options.repeat_penalty if options.repeat_last_n != 0 else None
     params = SamplingParams(
-        max_tokens=limit if limit > 0 else room,
+        max_tokens=limit if limit > 0 else max_answer_tokens(generator),
         temperature=TEMPERATURE if options.temperature is None else options.temperature,
-        # A nucleus of nothing is the likeliest token.
-        top_p=top_p or 1.0,
-        top_k=top_k if top_p else 1,
+        top_p=top_p,
+        top_k=top_k,
         min_p=options.min_p or 0.0,
         frequency_penalty=options.frequency_penalty or 0.0,
         presence_penalty=options.presence_penalty or 0.0,
         repetition_penalty=penalty or 1.0,
         seed=None if options.seed in (None, -1) else options.seed % 2**63,
-        stop=tuple(stop or ()),
+        stop=read_stops(options.stop),
         logprobs=bool(body.logprobs),
         top_logprobs=body.top_logprobs or 0,
     )
     check_num_logprobs(params, generator, 1, "top_logprobs")
-    return params
+    return params.check()
 
 
 def list_unset(body: Generation) -> tuple[str, ...]:
@@ -137,8 +136,8 @@ def read_tools(tools: Sequence[OllamaTool]) -> tuple[ToolSpec, ...]:
 def read_prompt(
     body: OllamaGenerateRequest, generator: TextGenerator
 ) -> tuple[Message, ...] | Continuation | str:
-    """The prompt: a message, with ``context`` after that, and with ``raw`` only its text, which is also what
-    a model without a chat template gets."""
+    """The prompt: a message; with ``context``, the message after these tokens; with ``raw``, or for a model
+    without a chat template, only its text."""
     for name in ("suffix", "template"):
         if getattr(body, name):
             raise unsupported(name, "the models continue a text, in the form of their template")

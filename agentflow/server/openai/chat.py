@@ -211,7 +211,7 @@ class _ChatChunks(ChunkWriter):
         self._is_begun = [False] * n
 
     def prepare(self, usage: bytes) -> None:
-        """As for the base class."""
+        """Encodes the rest of each chunk, which follows its text."""
         super().prepare(usage)
         self._text_rest = b"}" + self.rest
 

@@ -28,6 +28,7 @@ from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.forms import ANY_OBJECT, only_form, read_forms
 from agentflow.server.compatible.functions import function_tool
 from agentflow.server.compatible.images import check_images, check_videos, image_from_url, video_from_url
+from agentflow.server.compatible.sampling import max_answer_tokens, read_nucleus, read_stops
 from agentflow.server.errors import invalid_field, unsupported
 from agentflow.server.http.json_body import decoded
 from agentflow.server.models.models import TextGenerator
@@ -118,25 +119,23 @@ def read_sampling(
 ) -> SamplingParams:
     """The sampling parameters. ``max_tokens`` None: the rest of the context. ``top_logprobs`` None: no
     log-probabilities."""
-    room = generator.capabilities.max_context or SamplingParams().max_tokens
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop
+    top_p, top_k = read_nucleus(request.top_p, request.top_k)
     biases = request.logit_bias or {}
     if isinstance(generator, EngineGenerator):
         biases = biases | _bad_words(request.bad_words or (), generator)
     params = SamplingParams(
-        max_tokens=room if max_tokens is None else max_tokens,
+        max_tokens=max_answer_tokens(generator) if max_tokens is None else max_tokens,
         min_tokens=request.min_tokens or 0,
         temperature=_or(request.temperature, TEMPERATURE),
-        # A nucleus of nothing is the likeliest token.
-        top_p=request.top_p or 1.0,
-        top_k=1 if request.top_p == 0 else max(0, request.top_k or 0),  # -1 also turns it off
+        top_p=top_p,
+        top_k=top_k,
         min_p=request.min_p or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
         repetition_penalty=_or(request.repetition_penalty, 1.0),
         logit_bias=tuple(biases.items()),
         seed=None if request.seed is None else request.seed % 2**63,
-        stop=tuple(stop or ()),
+        stop=read_stops(request.stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logprobs=top_logprobs is not None,

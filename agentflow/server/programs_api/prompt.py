@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from agentflow.protocol.sampling import GenParams
 from agentflow.server.compatible.field_errors import naming_param
+from agentflow.server.compatible.sampling import read_stops
 from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.programs.program import ProgramInput, ProgramOutput, PromptPiece, check_piece
 from agentflow.server.programs_api.types import (
@@ -91,7 +92,6 @@ def _piece(placeholder: Placeholder, variable_id: str, place: str) -> ProgramInp
 
 
 def _params(asked: ProgramSampling) -> GenParams:
-    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
     return GenParams(
         max_tokens=asked.max_tokens,
         min_tokens=asked.min_tokens,
@@ -103,5 +103,5 @@ def _params(asked: ProgramSampling) -> GenParams:
         presence_penalty=asked.presence_penalty,
         repetition_penalty=asked.repetition_penalty,
         seed=asked.seed,
-        stop=stop,
+        stop=read_stops(asked.stop),
     )

@@ -17,6 +17,7 @@ from agentflow.server.compatible.field_errors import check_num_logprobs, naming_
 from agentflow.server.compatible.fields import is_given
 from agentflow.server.compatible.forms import only_form, read_forms
 from agentflow.server.compatible.prompts import Prompt, read_prompts
+from agentflow.server.compatible.sampling import read_nucleus, read_stops
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import CompletionRequest, TokenIds
 from agentflow.server.completion.streaming import report, stream_completion
@@ -139,23 +140,22 @@ def _read_sampling(
     if (fields.min_new_tokens or 0) > max_new_tokens:
         text = f"it must be at most 'max_new_tokens', which is {max_new_tokens}"
         raise invalid_field(f"{_SAMPLING}.min_new_tokens", text)
-    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    top_p, top_k = read_nucleus(fields.top_p, fields.top_k)
     pattern = fields.stop_regex or None  # clients send an empty list
     has_logprobs = bool(body.return_logprob)
     params = SamplingParams(
         max_tokens=max_new_tokens or 1,
         min_tokens=fields.min_new_tokens or 0,
         temperature=TEMPERATURE if fields.temperature is None else fields.temperature,
-        # A nucleus of nothing is the likeliest token.
-        top_p=fields.top_p or 1.0,
-        top_k=1 if fields.top_p == 0 else max(0, fields.top_k or 0),  # -1 also turns it off
+        top_p=top_p,
+        top_k=top_k,
         min_p=fields.min_p or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         presence_penalty=fields.presence_penalty or 0.0,
         repetition_penalty=fields.repetition_penalty or 1.0,
         logit_bias=tuple((fields.logit_bias or {}).items()),
         seed=fields.sampling_seed,
-        stop=tuple(stop or ()),
+        stop=read_stops(fields.stop),
         stop_regex=pattern[0] if isinstance(pattern, list) else pattern,
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),

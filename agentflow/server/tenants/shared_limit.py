@@ -12,7 +12,7 @@ exceeded. A front that is lost takes its lease with it, and the highest costs of
 unfinished requests is each front's own.
 
 The value of a tenant is the text of its buckets. Python changes it, whose integers are exact, and Redis
-accepts the change if the value is still the one that was read. The time is that of Redis.
+accepts the change if the value is still the one that was read. Redis gives the time.
 """
 
 from __future__ import annotations

@@ -257,8 +257,6 @@ async def test_errors_are_raised_where_the_deltas_are_fetched():
                 await completion.next()
         with pytest.raises(NotSupported):
             await ask(generator, CompletionRequest(ASK, SAMPLED, constraint=Constraint("regex", "a")))
-        with pytest.raises(BadArgument, check=has_param("temperature")):
-            await ask(generator, CompletionRequest(ASK, SamplingParams(temperature=-1)))
 
 
 async def test_a_slow_reader_gets_larger_deltas():

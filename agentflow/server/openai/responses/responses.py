@@ -27,6 +27,7 @@ from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
 from agentflow.server.compatible.fields import is_given
 from agentflow.server.compatible.images import check_media
+from agentflow.server.compatible.sampling import max_answer_tokens, read_nucleus
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.engine_run import prompt_ids
 from agentflow.server.completion.request import CompletionRequest, names_of_unset
@@ -304,14 +305,13 @@ def _check_fields(body: ResponseRequest) -> None:
 
 
 def _read_sampling(body: ResponseRequest, generator: TextGenerator) -> SamplingParams:
-    room = generator.capabilities.max_context or SamplingParams().max_tokens
+    top_p, top_k = read_nucleus(body.top_p)
     wants_logprobs = bool(body.top_logprobs) or _LOGPROBS in (body.include or ())
     params = SamplingParams(
-        max_tokens=body.max_output_tokens or room,
+        max_tokens=body.max_output_tokens or max_answer_tokens(generator),
         temperature=TEMPERATURE if body.temperature is None else body.temperature,
-        # A nucleus of nothing is the likeliest token.
-        top_p=body.top_p or 1.0,
-        top_k=1 if body.top_p == 0 else 0,
+        top_p=top_p,
+        top_k=top_k,
         seed=body.seed,
         logprobs=wants_logprobs,
         top_logprobs=body.top_logprobs or 0,
