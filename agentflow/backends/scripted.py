@@ -375,7 +375,7 @@ class ScriptedGenerator:
         return Scored(choices.index(answer), scores, usage)
 
     async def decide(self, context: ScriptedContext, questions: Sequence[Question]) -> Decided:
-        """The script's answers. ``ScriptMismatch`` if they are not those of the questions."""
+        """The script's answers. ``ScriptMismatch`` if they do not answer the questions."""
         call = self._call(context, "decide", questions=tuple(questions))
         await anyio.lowlevel.checkpoint()
         found = scripted_probabilities(questions, self._answer(call), call.name)

@@ -55,7 +55,7 @@ class SlotChanges:
     """The places of ``req_to_token`` written since the batch before, with this batch's tokens. A place may
     occur twice, with one slot."""
 
-    number: int  # of these changes, unlike that of any others, also of other tables
+    number: int  # unique, also among the changes of other tables
     before: int  # the number of the changes before these; ``NO_CHANGES`` if there are none
     rows: IntArray  # [C]
     columns: IntArray  # [C]
@@ -261,7 +261,7 @@ class BatchOutput:
 
 
 def joined(outputs: Sequence[BatchOutput]) -> BatchOutput:
-    """The results of a batch from the results of its parts, of which there is one at least."""
+    """The results of a batch from the results of its parts (at least one)."""
     if len(outputs) == 1:
         return outputs[0]
     logprobs = [output.logprobs for output in outputs if output.logprobs is not None]

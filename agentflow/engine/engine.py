@@ -4,7 +4,7 @@ An ``Engine`` runs in a separate thread, away from the event loop, or in a separ
 ``messages``: ``send`` queues one, and each step delivers a list of them. With nothing to run, the engine
 blocks on its inbox.
 
-``make_request`` turns a ``Submit`` into a ``Request``, and ``outputs`` its sampled tokens into messages.
+``make_request`` turns a ``Submit`` into a ``Request``, and ``outputs`` turns sampled tokens into messages.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class Engine:
         return True
 
     def _encode(self) -> None:
-        """Runs the planned slices of encodings. A failure is that of the requests with the image."""
+        """Runs the planned slices of encodings. A failure fails the requests with the image."""
         assert self._media is not None
         self._outbox.append(StepBegins(1))
         self._meanwhile()
@@ -302,7 +302,7 @@ class Engine:
         self.times[_COMPLETE].count(STEP_BOUNDS_S, time.perf_counter() - has_run)
 
     def _record(self, launched: _InFlight, took_s: float) -> None:
-        """Records a step that has run, for those that watch the engine."""
+        """Records a step that has run, for clients that watch the engine."""
         memory, num_prompt = self.scheduler.memory, launched.num_tokens - launched.num_decode
         num_running, took_ms = len(self.scheduler.running), round(1000 * took_s, 3)
         self._watch.steps.append(

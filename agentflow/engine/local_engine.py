@@ -78,7 +78,7 @@ async def open_engine(
 
 
 def find_model(options: EngineOptions) -> tuple[Path, dict[str, Path]]:
-    """The folder of the model, and those of its adapters by their names. Refuses options that it cannot have.
+    """The folder of the model, and its adapters' folders by their names. Refuses options that it cannot have.
     The errors are those of ``resolve_model``, ``check_generates`` and ``adapter_folders``."""
     folder = resolve_model(options.model)
     if options.task == "generate":

@@ -1,7 +1,7 @@
 """Parts of a prompt that are not text: each is a run of pseudo-tokens under the identity of its content.
 
 The radix cache, the scheduler and the slot tables see token ids only. Pseudo-tokens are below 0, so they are
-never those of text, and they are random bits of the identity: two media share cached KV only if they are the
+never ids of text, and they are random bits of the identity: two media share cached KV only if they are the
 same. In front of a run that is too short for enough bits, the ids of text have the rest (``lead_tokens``).
 
 Rotary positions may have several axes (an image's rows and columns, a video's frames), and do not count

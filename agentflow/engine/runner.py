@@ -21,8 +21,8 @@ class RunnerInfo:
     end_token_ids: tuple[int, ...]
     kv_bytes_per_token: int
     weight_bytes: int
-    weights: str  # how they are held, for people
-    # the dimensions of its vectors, if it makes embeddings and generates nothing; 0: it generates
+    weights: str  # their format, for people
+    # The dimensions of its vectors, if it makes embeddings and generates nothing; 0: it generates.
     embedding_size: int = 0
     architecture: str = ""  # of a native model, its class in transformers
     batch_size: int | None = None  # as of ``Capabilities``
@@ -64,11 +64,12 @@ class ModelRunner(Protocol):
     the KV of its tokens and its output is on the host. Batches run in the order of their launches and are
     collected in that order; ``launch`` has read all arrays of the batch, ``req_to_token`` too, when it
     returns. Token masks are computed when they are first read, which takes time: a runner that launches ahead
-    queues the forward pass before. ``Batch.changes`` shows whether a scheduled batch was lost before it,
-    because it never came or its launch raised. All are collected before ``close``. Only if
-    ``info.launches_ahead`` is a batch launched before the one before it is collected, and then it may have
-    ``pending`` tokens. A runner on processors that the caller needs too may do all work in ``collect``. Both
-    raise ``AcceleratorFault`` or ``OutOfMemory`` where these apply; any other exception blames the batch.
+    queues the forward pass first. ``Batch.changes`` shows whether an earlier batch was lost: it was scheduled
+    and never launched, or its launch raised. All batches are collected before ``close``. Only if
+    ``info.launches_ahead`` may a batch be launched before the previous one is collected, and then it may have
+    ``pending`` tokens. A runner on processors that the caller needs too may do all work in ``collect``.
+    ``launch`` and ``collect`` raise ``AcceleratorFault`` or ``OutOfMemory`` where these apply; any other
+    exception blames the batch.
     """
 
     info: RunnerInfo

@@ -66,7 +66,7 @@ class TokenTree:
         return self.scored_rows[low:high]
 
     def by_choice(self, logprobs: Sequence[float]) -> list[list[float]]:
-        """The log-probabilities of each choice's tokens, from those of the targets."""
+        """The log-probabilities of each choice's tokens, from the log-probabilities of the targets."""
         return [[logprobs[target] for target in targets] for targets in self.choice_targets]
 
 

@@ -28,7 +28,7 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 def activated(product: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
     """Returns the activation of rows; ``is_gated``: of the first half of each row, times the second half.
-    "clamped_swiglu" is that of GPT-OSS (arXiv 2508.10925), which has a gate. May overwrite ``product``."""
+    "clamped_swiglu" is from GPT-OSS (arXiv 2508.10925), which has a gate. May overwrite ``product``."""
     if not is_gated:
         return _FUNCTIONS[activation](product)
     gate, up = product.chunk(2, dim=-1)

@@ -45,7 +45,7 @@ class Forward(Protocol):
     waits for its end and returns the result. The function must be called before any other kernel."""
 
     keeps_order: bool  # a row's sums have the same order regardless of the rest of the batch
-    nbytes: int  # of weights that it holds in its layout in addition to those of the decoder
+    nbytes: int  # of weights that it holds in its layout in addition to the decoder's
 
     def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
         """Writes the KV of all rows. The result is the normed last hidden states of ``given.rows``, [S,

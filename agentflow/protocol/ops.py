@@ -265,7 +265,7 @@ class Expect(_Op, frozen=True):
 
 
 class Provide(_Op, frozen=True):
-    """Text of an expected variable, which follows that of earlier ops with ``more``, or the error that
+    """Text of an expected variable, which follows the text of earlier ops with ``more``, or the error that
     prevented the rest. The variable ends with an error, and unless there is ``more``. Takes effect
     immediately."""
 

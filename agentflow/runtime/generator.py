@@ -283,8 +283,8 @@ class Generator(Embedder, Protocol[ContextT]):
 
 class SessionModels(NamedTuple):
     """The models of one session: the generator of its default model, the generators of the tenant's other
-    models by name, the models that make embeddings by name, and the generators whose counters together are
-    those of all models (none: the default's)."""
+    models by name, the models that make embeddings by name, and the generators whose counters add up to the
+    counters of all models (none: the default's)."""
 
     default: Generator[Any]
     others: Mapping[str, Generator[Any]] = MappingProxyType({})

@@ -57,7 +57,7 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: int | None = None  # tokens of the longest output; None: unknown
     decisions: bool = False  # the endpoint for decisions serves the model
     min_cached_tokens: int = 1024  # of the shortest prefix that the vendor caches
-    # What the server is known not to keep of the constraints that it enforces, in sentences for the docs.
+    # The known faults of the constraints that the server enforces, in sentences for the docs.
     constraint_faults: tuple[str, ...] = ()
 
     @property
@@ -106,7 +106,7 @@ def embedding_facts(vendor: str, model: str) -> EmbeddingFacts | None:
 
 
 def model_facts(vendor: str, model: str) -> ModelFacts:
-    """The facts of a model. One that the table does not know gets those of the vendor's newest family.
+    """The facts of a model. A model that the table does not know has those of the vendor's newest family.
 
     Args:
         vendor: ``openai``, ``anthropic``, or the flavour of a compatible server.

@@ -2,7 +2,7 @@
 
 A call goes to the first endpoint whose circuit is closed. If that fails before anything of its answer is
 visible, and another endpoint could answer, the call goes to the next one immediately. So the text of a
-variable is always that of one model.
+variable always comes from one model.
 
 The endpoints read the same messages, which a context has once.
 """
@@ -383,7 +383,7 @@ class _Seen:
 
 
 def common_capabilities(candidates: Sequence[Capabilities]) -> Capabilities:
-    """The features that all models have. Its name is that of the first."""
+    """The features that all models have, under the name of the first."""
     first = candidates[0]
 
     switches: dict[str, Any] = {name: all(getattr(one, name) for one in candidates) for name in _SWITCHES}

@@ -94,7 +94,7 @@ class Quantiles:
 class ModelFigures:
     """One model. Rates, quantiles and ``hit_rate`` are for the time between the scrapes, ``total_hit_rate``
     for the time since the server started. Hit rates are None if there were no prompts. A model behind an API
-    has None for the figures of an engine. ``replicas_up``: those of its replicas that serve."""
+    has None for the figures of an engine. ``replicas_up``: the replicas that serve."""
 
     name: str
     is_up: bool | None

@@ -85,8 +85,8 @@ class RayChild:
         await self._engine.send(frame)
 
     async def receive(self) -> list[bytes]:
-        """Waits for frames. Raises ``EOFError`` if the process has ended, or its node or that of another rank
-        is silent."""
+        """Waits for frames. Raises ``EOFError`` if the process has ended, or if its node or the node of
+        another rank is silent."""
         while True:
             if (now := time.monotonic()) - self._told_at >= BEAT_S:
                 self._exchange_beats(now)

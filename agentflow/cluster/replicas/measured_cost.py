@@ -55,7 +55,7 @@ async def measured_shape(
 
 
 def _cost(token_s: float, step_s: float, kv_part: float) -> CostModel:
-    """``kv_part``: the bytes of a token's KV, divided by those of the weights."""
+    """``kv_part``: the bytes of a token's KV, relative to the weights."""
     default = default_cost()
     row_s = max(token_s, LEAST_S)
     base_s = max(step_s - row_s, LEAST_S)

@@ -3,7 +3,8 @@
 The time of a request is a sum: a fixed part, the units of the prompt that were to be computed before its
 end, and the tokens of its output. The coefficients follow by least squares over relative errors, in which
 older requests count less and less (recursive least squares with a forgetting factor; Ljung, "System
-Identification", 1999, section 11.2). Before the first requests, those of a small GPU are assumed.
+Identification", 1999, section 11.2). Before the first requests, the times of a small GPU are
+assumed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class LearnedCost:
         """A request, or its part up to the first token (``num_output`` is 0), took this long.
 
         Args:
-            num_units: The units to compute, those of requests before it in the queue included.
+            num_units: The units to compute, including the requests before it in the queue.
             num_output: The tokens that it generated.
             seconds: From sending it.
         """

@@ -199,7 +199,7 @@ class Loads:
         self._stall = grown("_stall", 0.0)  # the same for a reader next to work for throughput
         self._mixed = grown("_mixed", 0.0)  # the time that a reader takes from throughput, for each token
         self._closed_s = grown("_closed_s", 0.0)  # how long a request for throughput waits for readers
-        self._slowness = grown("_slowness", 1.0)  # its times, by those of the shape
+        self._slowness = grown("_slowness", 1.0)  # its times, relative to the times of the shape
         self._until = grown("_until", 0.0)  # ``_Load.until_s``
         room = 0, size - old
         self._others_on_devices = [

@@ -1,6 +1,6 @@
 """Places requests on the replicas of one model.
 
-The order is that of Algorithm 1 of "Parrot" (Lin et al., OSDI 2024, section 5.4): requests in topological
+The order follows Algorithm 1 of "Parrot" (Lin et al., OSDI 2024, section 5.4): requests in topological
 order; a task group is placed as a whole; a request follows those that share its prefix, in a queue or
 running, if that costs least; otherwise it goes alone. ``FindEngine`` of the paper is the replica with the
 least cost (``load``), which has the tokens that a hit saves, the queue, the batch and the memory of each
@@ -28,7 +28,7 @@ from agentflow.engine.cache.token_run import TOKEN_BYTES, common_prefix_len
 from agentflow.errors import Overloaded
 
 AFFINITY_S = 1e-3
-"""The preference for the replica of a program's latest request, and so for that of a task group."""
+"""The preference for the replica of a program's latest request, and so for the replica of a task group."""
 MAX_REMEMBERED = 65_536
 """Programs and task groups whose replica is remembered."""
 

@@ -32,7 +32,7 @@ class SentCache:
         replica: The server's number.
         model: The identity of the model in the digests of blocks, as of the router.
         max_tokens: The size of the cache.
-        epoch: Higher than that of an earlier cache of this server, which is gone.
+        epoch: Higher than the epoch of an earlier cache of this server, which is gone.
     """
 
     def __init__(self, replica: ReplicaNumber, model: str, max_tokens: int, epoch: int = 0) -> None:

@@ -30,7 +30,7 @@ SlotArray = NDArray[np.int32]
 
 NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 NO_CHILDREN: dict[TokenRun, Node] = {}
-"""Of all leaves, which are the most of the nodes: it has no entries."""
+"""The children of every leaf: empty and shared, because most nodes are leaves."""
 EVICTION_BATCH = 64
 IDLE_WEIGHT = 1e-6
 """Factor of an owner's weight once it has not used the cache for long."""
@@ -95,7 +95,7 @@ class Node:
 
     @property
     def present(self) -> Node:
-        """The node, or what is left of the path to it."""
+        """The node itself, or if it was evicted the last node that is left on the path to it."""
         node = self
         while node.moved_to is not None:
             node = node.moved_to

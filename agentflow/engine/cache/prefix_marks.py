@@ -6,7 +6,7 @@ everything gets no more room than without marks, and its marked prefixes lose th
 their last use.
 
 A mark belongs to the node at whose end the prefix ends. A heap has the times at which marks end, with old
-entries, so a mark and its end cost what a heap costs, and a prefix that is marked again costs nothing more.
+entries, so a mark and its end each cost one operation of a heap, and a repeated mark costs no more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_REBUILT = 64
 
 
 class PrefixMarks:
-    """The marks in one cache. Times are those of any clock."""
+    """The marks in one cache. Times may be on any clock."""
 
     def __init__(self, cache: RadixCache) -> None:
         self._cache = cache

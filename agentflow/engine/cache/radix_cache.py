@@ -1,8 +1,8 @@
 """The radix cache: which token sequences have their keys and values in the KV pool, and in which slots.
 
 A token-level radix tree (RadixAttention; Zheng et al., "SGLang", 2024, section 3). Each node is an edge: a
-run of token ids with the slot of each. There is one tree for each *cache key* (tenant and salt), and requests
-share KV only within a tree. A *lock* on a node protects it and all its ancestors from eviction.
+run of token ids with the slot of each. There is one tree for each *cache key* (tenant, salt and adapter), and
+requests share KV only within a tree. A *lock* on a node protects it and all its ancestors from eviction.
 
 Eviction frees exactly as many tokens as needed, from the ends of unlocked leaves. ``nodes`` has the order of
 the owners (tenants) and of the leaves.
@@ -103,7 +103,8 @@ class RadixCache:
         return found
 
     def peek(self, cache_key: Hashable, run: TokenRun) -> int:
-        """Length of the longest cached prefix of ``run``. Changes nothing, not even when it was last used."""
+        """Length of the longest cached prefix of ``run``. Changes nothing, not even the time of its last
+        use."""
         node = self._roots.get(cache_key)
         done, size = 0, len(run)  # in bytes
         while node is not None and done < size:
@@ -257,9 +258,10 @@ class RadixCache:
             node = node.parent
 
     def mark(self, node: Node, until: float) -> Node | None:
-        """A client wants the prefix that ends at ``node``, or what is left of it, until then (0: no client
-        does): it is evicted after unmarked tokens, and before those that open states need.
-        Where several clients do, the latest time counts. Returns what is left, None if nothing is."""
+        """Keeps the prefix that ends at ``node``, because a client asks for it until the time ``until`` (0:
+        no client asks any more). A marked prefix is evicted after unmarked tokens, and before tokens that
+        open states need. The latest time counts. Returns the last node that is left of the prefix, or None
+        if all of it was evicted."""
         node = node.present
         if node.parent is None:
             return None
@@ -299,8 +301,8 @@ class RadixCache:
     def evict(
         self, count: int, on_evict: OnEvict | None = None, make_room: MakeRoom | None = None
     ) -> SlotArray:
-        """Removes ``count`` tokens, or all evictable ones if they are fewer; more if no prefix may end before
-        the last of them. Returns their slots."""
+        """Removes ``count`` tokens, or all evictable ones if they are fewer. May remove more, because no
+        prefix ends inside a medium whose tokens attend to each other. Returns the slots of the tokens."""
         freed: list[SlotArray] = []
         all_locked: list[Holding] = []
         while count > 0 and (holding := self._holdings.pop()) is not None:
@@ -434,7 +436,7 @@ class RadixCache:
         self._left(account, len(node.slots))
         account.leaves.num_leaves -= 1
         if node.keeps:
-            _keep(parent, node.keeps, node.returns)  # an open state still needs what is left
+            _keep(parent, node.keeps, node.returns)  # an open state still needs the rest of its prefix
         if parent.parent is not None:
             parent.marked_until = max(parent.marked_until, node.marked_until)
         node.parent, node.moved_to = None, parent
@@ -496,7 +498,7 @@ class RadixCache:
                 del node.account.blocks[block]
 
     def stored_blocks(self) -> Iterator[BlocksStored]:
-        """Reports all blocks that are cached, parents first: what a reader needs that missed reports."""
+        """Reports all blocks that are cached, parents first, for a reader that has missed reports."""
         return iter(()) if self._blocks is None else self._blocks.all_stored(self._roots)
 
     def _requeue(self, node: Node) -> None:

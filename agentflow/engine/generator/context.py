@@ -66,7 +66,7 @@ class PromptLimits:
         self._vocab_size = info.vocab_size
         self.max_turns = info.max_context  # each turn is at least one token
         self.most_tokens = min(info.max_context, info.num_slots)
-        """Of a prompt with its output, by the model's context and the KV pool."""
+        """The limit of a prompt with its output: the smaller of the model's context and the KV pool."""
 
     def max_tokens(self, limit: int | None = None) -> int:
         """Returns the most tokens of a prompt: the smallest of the model's context, the KV pool and

@@ -58,7 +58,7 @@ async def score(
 
 def end_of_turn(tokens: TokenState, end_ids: Sequence[int]) -> list[int]:
     """The token that ends the assistant's turn, if it is an end token of the model. Templates may rewrite the
-    beginning of a turn that is closed, so it is the first after what two answers differ in."""
+    beginning of a closed turn, so the token is found behind the place where two answers differ."""
     closed: list[list[int]] = []
     for answer in ("yes", "no"):
         answered = tokens.copied()  # a fork would divide the text before the choices from them

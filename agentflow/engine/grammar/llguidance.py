@@ -72,9 +72,9 @@ class TokenTexts(Protocol):
 class LlguidanceVocabulary:
     """One model's tokens for llguidance. Built at first use, in about 0.1 s for 50,000 tokens.
 
-    ``vocab_size``: that of the model's logits, which may exceed the tokenizer's. The library gets one token
-    more, its end of text, so that it need not know which of the model's tokens end a text. Special tokens
-    have no bytes here, so no grammar can require one.
+    ``vocab_size``: the length of the model's logits, which may exceed the tokenizer's vocabulary. The library
+    gets one token more, its end of text, so that it need not know which of the model's tokens end a text.
+    Special tokens have no bytes here, so no grammar can require one.
     """
 
     def __init__(self, tokenizer: TokenTexts, vocab_size: int) -> None:

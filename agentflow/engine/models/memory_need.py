@@ -254,8 +254,8 @@ def _size(config: Mapping[str, Any], *names: str) -> int:
 
 
 def fitting_kv_tokens(need: MemoryNeed, free_bytes: int) -> int:
-    """The size of the KV pool of a single model: at most half of the free memory, or on a GPU most of what
-    the weights leave, unless the size is given. ``BadArgument`` if the model does not fit.
+    """The size of the KV pool of a single model: at most half of the free memory, or on a GPU most of the
+    memory beside the weights, unless the size is given. ``BadArgument`` if the model does not fit.
 
     >>> fitting_kv_tokens(MemoryNeed("a", 500_000_000, 10_000), 2_000_000_000)
     65536

@@ -158,8 +158,8 @@ class TorchRunner:
         embedding: the runner makes embeddings from last tokens and generates nothing; only for native
             families.
         max_running: the most requests in a batch, for the tables on a device. More cost new tables.
-        stream: the queue in which batches are launched ahead. None: that of a GPU, if the kernels queue their
-            work; otherwise each batch is collected before the next.
+        stream: the queue in which batches are launched ahead. None: the stream of a GPU, if the kernels
+            queue their work; otherwise each batch is collected before the next.
         ranks: the processes over which the model is divided: this runner has the part of one of them. Only
             rank 0 calls ``collect``, and the others ``collect_part``.
 
@@ -444,7 +444,7 @@ class _Encoding:
     def run(self, count: int) -> None:
         with _failures_of_the_device():
             self.inner.run(count)
-            if self.device.type == "cuda":  # the work is measured, and its errors are those of the medium
+            if self.device.type == "cuda":  # the work is measured, and its errors blame the medium
                 torch.cuda.synchronize(self.device)
 
 

@@ -68,7 +68,7 @@ class ProcessConnection:
         self._has_sent = anyio.Event()
         self._media_sent: set[str] = set()  # also those that are on the way
         self.sent_keys: set[str] = set()
-        """Of the constraints that were sent."""
+        """The keys of the constraints that were sent."""
 
     def __enter__(self) -> ProcessConnection:
         return self

@@ -337,7 +337,7 @@ class KVSlots:
 
 
 class SlotTable:
-    """The slots of running requests by position, ``req_to_token``, and what changed since the last batch.
+    """The slots of running requests by position, ``req_to_token``, and their changes since the last batch.
     Copies of the table, such as the one on a GPU, get the changes with each batch.
 
     Args:

@@ -135,7 +135,7 @@ class Pace:
         self._uncounted = None  # it would keep requests that have ended
 
     def _follow(self, urgent: Sequence[Request]) -> None:
-        """Begins the balances of urgent requests that are new, and forgets those of the others."""
+        """Begins the balances of new urgent requests, and forgets the balances of others."""
         known = self._since
         if known.keys() != {request.id for request in urgent}:
             now = self._time_s

@@ -150,7 +150,7 @@ class ProgramPauses:
             pauses.num_charged += num_tokens
 
     def make_room(self, leaf: Node) -> bool:
-        """As ``MakeRoom`` of the cache: pauses a program if that is better than to evict the leaf."""
+        """Pauses a program if that is better than to evict the leaf (``MakeRoom`` of the cache)."""
         redo_s = self._redo_s(leaf.start + len(leaf.slots))
         tenant = str(leaf.account.owner)
         if tenant in self._without or leaf.returns - self._clock() > DEAR_GAPS * redo_s:

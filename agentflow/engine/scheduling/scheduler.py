@@ -144,7 +144,7 @@ class Scheduler:
             raise BadArgument(f"unknown scheduling policy {config.policy!r}; known: {known}", param="policy")
         self.running: dict[int, Request] = {}
         self.num_decode_tokens = 0
-        """Of the batch that was scheduled last: the scheduled tokens of requests that decode."""
+        """The tokens of decoding requests in the batch that was scheduled last."""
         self._prefills = InProgressPrefixes()  # the running requests that do not decode yet
         self.memory = KVMemory(
             num_slots=num_slots,
@@ -393,7 +393,7 @@ class Scheduler:
 
     @property
     def _has_room_to_run(self) -> bool:
-        """Whether one more request may run beside the running ones."""
+        """Whether one more request may run."""
         return len(self.running) < self.config.max_running
 
     def _missing_run(self, request: Request, draft: Draft) -> MediaRun | None:
@@ -416,7 +416,7 @@ class Scheduler:
         num_left, slice_s = self.media.num_left(identity), self.media.slice_s(identity)
         is_first = draft.num_tokens == draft.num_decode and not self.media.planned
         least = 1 if is_first else 0
-        if slice_s is None:  # one slice shows what it takes
+        if slice_s is None:  # the first slice shows its duration
             count = min(num_left, least)
         else:
             spare_s = PROMPT_STEP_S if draft.spare_s == math.inf else draft.spare_s
@@ -655,7 +655,8 @@ class Scheduler:
         return self._seconds_beside(draft.tokens, num_read, draft)
 
     def _seconds_beside(self, decoding: Collection[Request], num_read: int, draft: Draft) -> float:
-        """The same, where these requests decode after ``num_read`` tokens together."""
+        """Seconds that prompts may add to a step in which these requests decode. ``num_read``: the tokens
+        that they attend to together."""
         if not self.cost.is_known:
             return math.inf
         if len(self.running) + self.waiting.num_waiting == 1:

@@ -34,7 +34,7 @@ MIN_STEP_S = 0.005
 PROMPT_STEP_S = 0.09
 """Time that the prompts of a step may take, because a new request waits until the step ends."""
 LONE_PROMPT_STEP_S = 0.2
-"""The same if there is only one request, which larger chunks serve faster."""
+"""The time of a step's prompts if there is only one request, which larger chunks serve faster."""
 CHUNKS_PER_STEP = 8
 MIN_CHUNK = 16
 """A chunk is an eighth of the tokens that prompts have in a step, but at least this many."""

@@ -296,7 +296,7 @@ def simulate(
         on_progress: called with the number of finished requests and their total.
         knows_programs: the scheduler learns which program each request belongs to.
         knows_returns: the scheduler learns when each state continues, as if it saw the future.
-        rules: of a published scheduler; their policy replaces that of ``config``.
+        rules: of a published scheduler; their policy replaces the policy of ``config``.
     """
     if rules is not None:
         config = replace(config, policy=rules.policy)

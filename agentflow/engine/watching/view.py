@@ -17,7 +17,7 @@ from agentflow.runtime.generator import NodeText, Snapshot, SnapshotNode
 
 
 class EngineView:
-    """``stats``: makes the tenant's stats, from those of the engine if it may see them."""
+    """``stats``: makes the tenant's stats, from the engine's if the tenant may see them."""
 
     def __init__(
         self,

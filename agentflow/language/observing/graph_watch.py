@@ -55,8 +55,8 @@ class GraphsView:
             self._graphs.setdefault(one.id, _Graph()).apply(one)
 
     def graphs(self) -> list[LiveGraph]:
-        """The present graphs, with the states and nodes by their ids. The first one is that of the session
-        that watches."""
+        """The present graphs, with the states and nodes by their ids. The first one is the graph of the
+        session that watches."""
         own = self._graphs.get(1, _Graph())
         return [own.live(), *[graph.live() for number, graph in self._graphs.items() if number != 1]]
 

@@ -195,7 +195,7 @@ class _Walk:
 
 
 def _join(parts: list[OutlinePart], more: list[OutlinePart]) -> None:
-    """Adds the parts of a state to those of its parent. A turn that continues is one."""
+    """Adds the parts of a state to its parent's parts. A turn that continues is one part."""
     if parts and more:
         before, after = parts[-1], more[0]
         if isinstance(before, TurnOutline) and isinstance(after, TurnOutline) and after.continues:

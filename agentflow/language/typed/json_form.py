@@ -80,7 +80,7 @@ def json_text(value: Any, *, is_read_back: bool = True) -> str:
     """The value as JSON, with the compact white space of a schema.
 
     Args:
-        value: What msgspec and pydantic take, by itself or in containers.
+        value: A value that msgspec or pydantic accepts, by itself or in containers.
         is_read_back: As in ``as_plain``.
 
     Raises:
@@ -100,8 +100,8 @@ def as_plain(value: Any, *, is_read_back: bool = True, order: Order = None) -> A
     """The value in the types of JSON: dicts, lists, strings, numbers.
 
     Args:
-        value: What msgspec and pydantic take, by itself or in containers; scalars and arrays of numpy and
-            pandas.
+        value: A value that msgspec or pydantic accepts, by itself or in containers; scalars and arrays of
+            numpy and pandas.
         is_read_back: Whether its type reads it again. Then computed fields are left out, and a type that
             cannot be read back is rejected. Secrets are rejected in either case.
         order: ``"deterministic"``: sets are sorted.

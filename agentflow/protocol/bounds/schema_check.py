@@ -212,7 +212,7 @@ def _unique(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator
 
 
 def _multiple(validator: Any, factor: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """As decimals: in binary, 0.3 is no multiple of 0.1."""
+    """Compares decimal fractions: in binary, 0.3 is no multiple of 0.1."""
     is_number = isinstance(instance, int | float) and not isinstance(instance, bool)
     if is_number and Fraction(repr(instance)) % Fraction(repr(factor)):
         yield ValidationError(f"{instance!r} is not a multiple of {factor!r}")

@@ -53,7 +53,7 @@ class ImageStore:
         self._errors: dict[str, ErrorInfo] = {}
 
     def upload(self, op: ops.Upload) -> Iterator[None]:
-        """Takes a part of an image, in steps. An error is that of the ops that use the image."""
+        """Takes a part of an image, in steps. An error fails the ops that use the image."""
         try:
             OPS[ops.Upload].check(op)
             yield from self._take(op)

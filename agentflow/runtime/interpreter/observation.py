@@ -94,7 +94,7 @@ class StatsAnswers(Generic[ContextT]):
 
 class GraphAnswers:
     """Answers ``GetGraph``, when the client reads its events: one at a time, because an answer may be large.
-    ``graphs``: those of the tenant. ``later`` calls a function in another turn of the event loop."""
+    ``graphs``: the tenant's graphs. ``later`` calls a function in another turn of the event loop."""
 
     __slots__ = ("_events", "_graph", "_graphs", "_later", "_tickets")
 

@@ -210,8 +210,8 @@ class Deduction:
             heappush(self._upstream, (-node.number, node))
 
     def settle(self, max_visits: int = MAX_VISITS) -> bool:
-        """Brings the deduction up to date, of about ``max_visits`` nodes and edges: the last node may have
-        more edges. Returns whether that of all nodes is."""
+        """Deduces again, for nodes with about ``max_visits`` nodes and edges together: the last node may have
+        more edges. Returns whether the deduction of all nodes is up to date."""
         num_left = max_visits
         while self._removed and num_left > 0:
             node = self._removed.pop()

@@ -14,7 +14,7 @@ class Place(msgspec.Struct, frozen=True):
     Args:
         program: The number of the program, unique in the process; 0: none.
         group: Equal for the requests of one stage below one consumer; 0: none.
-        objective: What to optimize for the state's requests.
+        objective: The objective of the state's requests.
         steps: The requests that must end, one after the other, before the state's next request can begin. 0:
             it runs or waits in the queue. None: unknown, because the state waits for its client.
         returns_s: The expected time until a state that waits for its client continues, in seconds; None:

@@ -30,7 +30,7 @@ def vendor_backend(
 def api_backend(
     address: str, api_key: str | None = None, first: str | None = None
 ) -> OpenAI | Anthropic | AskedServer | None:
-    """The backend of an address; None if it is not that of an API. ``first``: as in ``environment_key``."""
+    """The backend of an API's address; None for other addresses. ``first``: as in ``environment_key``."""
     if address.startswith(VENDORS):
         return vendor_backend(address, api_key)
     if address.startswith(("http://", "https://")):

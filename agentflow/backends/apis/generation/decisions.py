@@ -1,8 +1,7 @@
 """Questions about a state, decided by a model behind an API.
 
 OpenAI's endpoint for decisions answers all questions in one request. Elsewhere each question is one request
-for one token: the possible answers have letters, and the log-probabilities of the letters are those of the
-answers.
+for one token: each possible answer has a letter, whose log-probability counts for the answer.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ class ApiGenerator:
         return await self._answered(context, params, on_text, constraint, on_reasoning, is_reply=True)
 
     async def score(self, context: ApiContext, choices: Sequence[str], method: str) -> Scored:
-        """Scores the choices by log-probabilities where the API reports those of each, and otherwise lets the
-        model write one of them, whose score is then 0, and that of the others ``UNKNOWN_SCORE``."""
+        """Scores the choices by log-probabilities if the API reports them for each. Otherwise the model
+        writes one of them: its score is 0, and the score of the others ``UNKNOWN_SCORE``."""
         self.leave_ahead(context)
         context.open_answer()
         usage, scores = await self._exact_scores(context, tuple(choices), method)

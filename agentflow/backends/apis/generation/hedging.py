@@ -2,7 +2,7 @@
 the first one does not begin in time.
 
 The answer that begins first is kept, and the other request is cancelled. Nothing of an answer is read before
-that, so a text is always that of one request.
+that, so a text always comes from one request.
 """
 
 from __future__ import annotations

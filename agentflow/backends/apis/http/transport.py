@@ -473,7 +473,7 @@ class _Exchange:
         self.on_begin: Callable[[], None] = lambda: None  # called when the first event was read
         self.turn: PacedRequest | None = None  # learns from the headers
         self._has_begun = False
-        self._is_postponed = False  # the deadline is that of an event, not of the first
+        self._is_postponed = False  # the deadline is for the next event, not for the first
         self._num_bytes = 0
         self._parts: list[bytes] = []  # of a body that is not a stream of events
 

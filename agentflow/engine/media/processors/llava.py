@@ -98,8 +98,8 @@ def patches_a_side(settings: MediaSettings, side: int) -> int:
 
 
 def num_features(settings: MediaSettings, side: int) -> int:
-    """The features that the vision tower makes of a square: CLIP has one in front of those of patches, and
-    the strategy ``default`` leaves out the first."""
+    """The features that the vision tower makes of a square: CLIP has one in front of the patches' features,
+    and the strategy ``default`` leaves out the first."""
     has_first = vision_config(settings).settings.get("model_type", "clip_vision_model") == "clip_vision_model"
     leaves_out = settings.model.get("vision_feature_select_strategy", "default") == "default"
     return patches_a_side(settings, side) ** 2 + int(has_first) - int(leaves_out)

@@ -90,7 +90,7 @@ class WeightNames:
     # The ends of names of tensors that the forward pass does not use. Old folders store frequencies, which
     # follow from the config.
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    # The beginnings of such names, or of those of a vision tower (``vision/loading``).
+    # The beginnings of such names, or of names in a vision tower (``vision/loading``).
     ignored_parts: tuple[str, ...] = ()
 
     def without_head(self) -> WeightNames:

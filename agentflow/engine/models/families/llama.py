@@ -9,7 +9,7 @@ from agentflow.engine.models.families.family import Family, layer_types, standar
 
 
 def read_llama(raw: RawConfig) -> DecoderConfig:
-    """Without windows."""
+    """The standard shape, without windows."""
     return standard_shape(raw)
 
 
@@ -29,7 +29,7 @@ def read_qwen2(raw: RawConfig) -> DecoderConfig:
 
 
 def read_qwen3(raw: RawConfig) -> DecoderConfig:
-    """As Qwen 2, with queries and keys normed in each head."""
+    """Qwen 2 with queries and keys normed in each head."""
     shape = read_qwen2({"head_dim": 128} | {name: value for name, value in raw.items() if value is not None})
     return replace(shape, qk_norm="head")
 

@@ -86,7 +86,7 @@ def list_arrays(given: ForwardInput) -> dict[str, NDArray[Any]]:
 
 
 def on_device(given: ForwardInput, arrived: Mapping[str, Tensor]) -> DeviceInput:
-    """Returns the input with its arrays on the device. ``arrived``: there, those of ``list_arrays``."""
+    """Returns the input with its arrays on the device. ``arrived``: the arrays of ``list_arrays``, there."""
     num_rows = len(given.rows)
     has_all_rows = num_rows == len(given.token_ids) and bool((given.rows == np.arange(num_rows)).all())
     embedded = None

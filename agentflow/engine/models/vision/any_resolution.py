@@ -1,4 +1,4 @@
-"""Puts the features of tiles together to those of an image of any resolution (Liu et al. 2024, "LLaVA-NeXT:
+"""Joins the features of tiles to the features of an image of any resolution (Liu et al. 2024, "LLaVA-NeXT:
 improved reasoning, OCR, and world knowledge").
 
 The first tile is the whole image. The others are a grid, from which the borders are dropped that made the
@@ -32,7 +32,7 @@ def pack(tiles: Tensor, size: Size, grid: Size, newline: Tensor, max_tiles: int)
         size: of the image, in pixels.
         grid: the rows and columns of tiles.
         newline: [hidden_size]: the end of each row.
-        max_tiles: the features are reduced to about those of this number of tiles; 0: they are not.
+        max_tiles: the features are reduced to about as many as this number of tiles has; 0: they are not.
 
     Returns:
         [tokens, hidden_size].

@@ -21,12 +21,12 @@ class TowerEncoding:
 
     Args:
         tower: the tower.
-        arrays: those of the medium.
+        arrays: the medium's arrays.
         slice_flops: the wanted work of a slice.
         done: receives the features when no slice is left.
 
     Raises:
-        BadArgument: the arrays are not those of this tower.
+        BadArgument: the arrays are not for this tower.
     """
 
     def __init__(

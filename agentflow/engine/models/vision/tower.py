@@ -80,7 +80,7 @@ class Tower(ABC):
     @abstractmethod
     def parts(self, arrays: Arrays, most_rows: int) -> list[TileRange]:
         """Divides a medium. A part has one tile, or several that have at most ``most_rows`` rows together.
-        Raises ``BadArgument`` if the arrays are not those of this tower."""
+        Raises ``BadArgument`` if the arrays are not for this tower."""
 
     def num_seen(self, part: TileRange, arrays: Arrays, *, is_windowed: bool) -> float:
         """Returns how many rows a row of a part sees, in the mean."""
@@ -96,7 +96,7 @@ class Tower(ABC):
 
     @abstractmethod
     def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor], count: int) -> Pieces[list[Tensor]]:
-        """Makes the features of a part, and then those of each of ``kept`` that becomes deep ones, in
+        """Makes the features of a part, and then the deep features from those of ``kept`` that have some, in
         ``count`` pieces."""
 
     @abstractmethod

@@ -274,7 +274,7 @@ class GgufCheckpoint(TensorSource):
             return None
         whole = self._whole_shape(name, shape)
         if (tensor.shape[::-1] if tensor.is_transposed else tensor.shape) != whole:
-            return None  # ``take`` says what is wrong
+            return None  # ``take`` raises the error
         self._taken.add(name)
         matrix = self._cut_blocks(name, _block_matrix(tensor.type_name, tensor.raw, (whole[0], whole[1])))
         return replace(matrix, is_mapped=np.may_share_memory(matrix.rows, tensor.stored.rows))
@@ -282,7 +282,7 @@ class GgufCheckpoint(TensorSource):
     def take_stacked_blocks(self, name: str, *shape: int) -> list[BlockMatrix] | None:
         tensor = self._tensors.get(name)
         if tensor is None or tensor.shape != shape:
-            return None  # ``take`` says what is wrong
+            return None  # ``take`` raises the error
         parts = (tensor,) if isinstance(tensor, GgufTensor) else tensor.parts
         kinds = {part.type_name for part in parts if part.is_transposed and part.is_quantised}
         if len(kinds) != 1 or {part.type_name for part in parts} != kinds:

@@ -105,7 +105,7 @@ class Policy(ABC):
         return
 
     charged: Charged | None = None
-    """If not None, the policy adds what it charges. The caller takes it out."""
+    """If not None, the policy adds its charges. The caller takes them out."""
 
     def charge_elsewhere(self, tenant: str, used: float) -> None:
         """Another engine computed tokens for the tenant: ``used`` of them for each unit of its weight."""

@@ -378,7 +378,7 @@ class TenantQueue:
         return first is not None and _objective_rank(first) < _objective_rank(request)
 
     def _continuing_before(self, other: Request, is_blocked: IsBlocked) -> Request | None:
-        """The first request that continues a program, if its place is before that of ``other``."""
+        """The first request that continues a program, if its place is before the place of ``other``."""
         if not self._continuing:
             return None
         end = self._places.get(other.id)

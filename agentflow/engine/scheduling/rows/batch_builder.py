@@ -198,7 +198,7 @@ def _sampled_rows(
 def _scored_and_sampled_rows(
     work: Sequence[Row], trees: Sequence[Row], sampling: SamplingTable
 ) -> SampledRows:
-    """The same if some tokens are scored, with the first target of each node that has one."""
+    """The targets of all rows if some tokens are scored, with the first target of each node that has one."""
     rows: list[int] = []
     targets: list[int] = []
     owners: list[int] = []

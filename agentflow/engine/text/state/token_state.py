@@ -55,7 +55,7 @@ class TokenState:
     ``num_rerendered_tokens``: the settled ids that were discarded later because the template rewrote earlier
     turns; all ids from the first of these on are computed again. ``text_keys``: after ``attach_to``, the keys
     of the encoded text at its places (``RenderedPrefixes.places``). ``placeholder_tokens``: the text
-    that stands for an image, or a video, in what the template writes; missing or empty: it is found.
+    that the template writes for an image, or a video; missing or empty: it is found.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -488,7 +488,7 @@ class TokenState:
         )
 
     def _markup_now(self) -> dict[MediumKind, MediumMarkup]:
-        """Returns what the template writes for the kinds of media that the state has."""
+        """Returns the template's text for each kind of medium that the state has."""
         kinds = {medium_kind(medium) for medium in (*self._media, *self.unread)} - self._markup.keys()
         if kinds and self.template.has_template:
             for kind in kinds:
