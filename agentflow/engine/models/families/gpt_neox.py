@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agentflow.engine.models.config import DecoderConfig, RawConfig
-from agentflow.engine.models.families.family import Family, WeightNames, activation_of, standard_shape
+from agentflow.engine.models.families.family import Family, WeightNames, read_activation, standard_shape
 
 GPTJ = WeightNames(
     embedding="transformer.wte",
@@ -53,7 +53,7 @@ def read_gptj(raw: RawConfig) -> DecoderConfig:
         },
         norm="layer",
         norm_eps=float(raw.get("layer_norm_epsilon", 1e-5)),
-        activation=activation_of({"activation_function": "gelu_new"} | dict(raw), "activation_function"),
+        activation=read_activation({"activation_function": "gelu_new"} | dict(raw), "activation_function"),
         is_gated=False,
         is_parallel=True,
     )
@@ -72,7 +72,7 @@ def read_gpt_neox(raw: RawConfig) -> DecoderConfig:
         raw,
         norm="layer",
         norm_eps=float(raw.get("layer_norm_eps", 1e-5)),
-        activation=activation_of(raw, "hidden_act"),
+        activation=read_activation(raw, "hidden_act"),
         is_gated=False,
         is_parallel=bool(raw.get("use_parallel_residual", True)),
     )

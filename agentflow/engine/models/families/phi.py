@@ -11,8 +11,8 @@ from agentflow.engine.models.config import DecoderConfig, RawConfig
 from agentflow.engine.models.families.family import (
     Family,
     WeightNames,
-    activation_of,
     layer_types,
+    read_activation,
     standard_shape,
     windowed,
 )
@@ -36,7 +36,7 @@ def read_phi(raw: RawConfig) -> DecoderConfig:
         norm="layer",
         norm_eps=float(raw.get("layer_norm_eps", 1e-5)),
         qk_norm="head" if raw.get("qk_layernorm") else "",
-        activation=activation_of(raw, "hidden_act"),
+        activation=read_activation(raw, "hidden_act"),
         is_gated=False,
         is_parallel=True,
     )

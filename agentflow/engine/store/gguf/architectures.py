@@ -329,7 +329,9 @@ def _deepseek2(data: GgufMetadata, stored: StoredTensors) -> Config:
     }
 
 
-def _with_layer_norms(data: GgufMetadata, stored: StoredTensors, architecture: str, model_type: str) -> Config:
+def _with_layer_norms(
+    data: GgufMetadata, stored: StoredTensors, architecture: str, model_type: str
+) -> Config:
     hidden_size = data.whole(".embedding_length")
     head_dim = data.whole(".attention.key_length", hidden_size // _num_heads(data))
     return _decoder(data, stored, architecture, model_type, head_dim) | {
