@@ -275,6 +275,8 @@ class EngineGenerator:
         sampling = params.resolved()
         thinking = await self._thinking(context, sampling, constraint, replies=True)
         text = ReplyText(context.tools, constraint, thinking)
+        if text.constraint is not None and text.constraint is not constraint:  # of the tools
+            self.capabilities.require(text.constraint)
         on_progress = _reporting(text, on_text, on_reasoning)
         calls = None if context.tools is None else context.tools.marks
         end = await self.complete(
