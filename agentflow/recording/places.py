@@ -197,11 +197,11 @@ _MAX_CHARS = 60
 _CHARS_BEFORE = 20
 
 
-def quote_text(text: str, around: int = 0, max_chars: int = _MAX_CHARS) -> str:
+def quote_text(text: str, around: int = 0) -> str:
     """``text`` in quotes, on one line; of a long one the part around the character ``around``."""
-    start = max(0, around - _CHARS_BEFORE) if len(text) > max_chars else 0
-    part = text[start : start + max_chars]
-    return repr(("…" if start else "") + part + ("…" if start + max_chars < len(text) else ""))
+    start = max(0, around - _CHARS_BEFORE) if len(text) > _MAX_CHARS else 0
+    part = text[start : start + _MAX_CHARS]
+    return repr(("…" if start else "") + part + ("…" if start + _MAX_CHARS < len(text) else ""))
 
 
 def describe(content: OpContent) -> str:

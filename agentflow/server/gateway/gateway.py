@@ -39,6 +39,7 @@ from agentflow.server.routes import error_response
 from agentflow.server.tenants.keys import key_of_headers
 
 ADMIN_PATH = "/gateway/"
+_MAX_ADMIN_BYTES = 4_096
 
 
 class _Named(msgspec.Struct, forbid_unknown_fields=True):
@@ -225,12 +226,12 @@ class Gateway:
         raise ApiError(404, "not_found", text)
 
 
-async def _small_body(request: Request, most: int = 4_096) -> bytes:
+async def _small_body(request: Request) -> bytes:
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > most:
-            raise ApiError(413, "request_too_large", f"the body has more than {most:,} bytes")
+        if len(body) > _MAX_ADMIN_BYTES:
+            raise ApiError(413, "request_too_large", f"the body has more than {_MAX_ADMIN_BYTES:,} bytes")
     return body
 
 

@@ -413,18 +413,16 @@ class RateLimits:
         }
 
 
-def read_headers(headers: Mapping[str, str], now_s: float | None = None) -> dict[CounterName, Reading]:
-    """The counters that an answer reports. Values that make no sense are left out.
-
-    Args:
-        headers: Of the answer.
-        now_s: Unix time, by default that of the answer's ``date``, or else from the clock.
+def read_headers(headers: Mapping[str, str]) -> dict[CounterName, Reading]:
+    """The counters that an answer with these headers reports. Values that make no sense are left out. A reset
+    at a time of the day is relative to the answer's ``date``, or else to the clock.
 
     >>> found = read_headers({"x-ratelimit-limit-tokens": "9", "x-ratelimit-remaining-tokens": "4"})
     >>> found["tokens"].limit, found["tokens"].remaining
     (9.0, 4.0)
     """
     found: dict[CounterName, Reading] = {}
+    now_s: float | None = None
     if not any("ratelimit" in name for name in headers):
         return found
     for names in _HEADERS:
