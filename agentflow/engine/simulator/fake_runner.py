@@ -98,10 +98,12 @@ class FakeRunner:
     def launch(self, batch: Batch) -> Batch:
         assert self.info.launches_ahead or not self._launched
         assert batch.pending is None or self._launched
+        if not self.info.launches_ahead:  # it is collected before the scheduler changes its tables
+            self._launched.append(batch)
+            return batch
         launched = replace(batch, req_to_token=batch.req_to_token.copy(), token_ids=batch.token_ids.copy())
         self._launched.append(launched)
-        if self.info.launches_ahead:
-            batch.sampled.fill_masks()
+        batch.sampled.fill_masks()
         return launched
 
     def collect(self, handle: Batch) -> BatchOutput:
