@@ -102,10 +102,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the imported modules from garbage collections, which many tests run."""
+    """Excludes the imported modules from garbage collections, which many tests run, and lets torch's loggers
+    propagate."""
     from support.quick_triton import quicken_triton
 
     quicken_triton()
+    # pytest adds and removes its handlers at each logger that propagates to none, six times a test.
+    for name in logging.root.manager.loggerDict:
+        if name.partition(".")[0] == "torch":
+            logging.getLogger(name).propagate = True
     gc.collect()
     gc.freeze()
     gc.enable()
