@@ -80,7 +80,7 @@ def nested_schema(levels: int) -> str:
 USER = '"messages":[{"role":"user","content":"x"}]'
 DEPTHS = (MOST_NESTING + 1, 400, 900, 930, *range(940, 1000, 4), 2000)
 # Each level of such a schema is two objects.
-SCHEMA_DEPTHS = (MOST_NESTING // 2, MOST_NESTING // 2 + 1, 300, 400, *range(430, 500), 2000)
+SCHEMA_DEPTHS = (MOST_NESTING // 2, MOST_NESTING // 2 + 1, 300, 400, *range(430, 500, 3), 2000)
 REQUESTS = [
     (openai_tool, nested_schema, SCHEMA_DEPTHS),
     (openai_format, nested_schema, SCHEMA_DEPTHS),

@@ -17,7 +17,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.request import CompletionRequest
 
 pytestmark = pytest.mark.timeout(60)
-SEED, NUM_TOKENS = 11, 24
+SEED, NUM_TOKENS = 11, 12
 COMMON = {"seed": SEED, "max_tokens": NUM_TOKENS}
 QUESTION = "What do plants do?"
 Row = tuple[dict[str, Any], dict[str, Any]]
