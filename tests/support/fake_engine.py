@@ -1,10 +1,14 @@
 """The whole engine on the deterministic runner, as a backend: for tests that need slots and steps but
 no model. A gate pauses the engine before a step, so that a test can act at a chosen point."""
 
+import copy
+import functools
 import math
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cached_property
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -15,6 +19,7 @@ from support.small_tokenizers import byte_level
 from agentflow.backends.local import interpreted
 from agentflow.engine.batch import Batch
 from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
@@ -25,6 +30,32 @@ from agentflow.runtime.task_group import loop_caller
 
 TOKENIZER = Tokenizer(byte_level(special=("<|im_start|>", "<|im_end|>")))
 TEMPLATE = ChatTemplate(CHATML)
+_prepare = GrammarCache.prepare
+
+
+@functools.lru_cache(2)
+def _prepared(vocab_size: int) -> dict[str, Any]:
+    made = GrammarCache(TOKENIZER, vocab_size)
+    _prepare(made)
+    return {
+        name: value
+        for name, value in vars(made).items()
+        if isinstance(vars(GrammarCache).get(name), cached_property)
+    }
+
+
+def _share(self: GrammarCache) -> None:
+    """``GrammarCache.prepare``: engines share what is made of the tokenizer of tests, as it takes longer than
+    most of what they are asked. Each has its masks."""
+    if self._tokenizer is not TOKENIZER:
+        _prepare(self)
+        return
+    vars(self).update(_prepared(self._vocab_size))
+    vars(self)["vocabulary"] = vocabulary = copy.copy(self.vocabulary)
+    vocabulary._prefix_masks = {}
+
+
+GrammarCache.prepare = _share
 
 
 class StepGate:
