@@ -21,7 +21,7 @@ from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.language.batch.map import READ_AHEAD
 from agentflow.protocol import ops
 
-pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
+pytestmark = pytest.mark.anyio
 
 
 class Crowd:
@@ -90,6 +90,7 @@ async def test_tuples_and_dicts_are_spread_over_the_arguments(flow):
     assert await flow.map(ask, [{"question": "a", "mark": "?"}, ("b",)]) == ["<a?>", "<b>"]
 
 
+@pytest.mark.on_trio
 async def test_awaiting_a_map_gives_the_remaining_results(flow):
     async with flow.map(ask, ["a", "b", "c", "d"], concurrency=1) as results:
         assert await anext(results) == "<a>"
@@ -97,6 +98,7 @@ async def test_awaiting_a_map_gives_the_remaining_results(flow):
         assert [result async for result in results] == []
 
 
+@pytest.mark.on_trio
 async def test_several_tasks_may_share_one_map(flow):
     results = flow.map(ask, (str(i) for i in range(50)), concurrency=3)
     received: list[str] = []
@@ -118,6 +120,7 @@ async def test_maps_within_a_map(flow):
     assert await flow.map(outer, ["ab", "", "cde"]) == [["<a>", "<b>"], [], ["<c>", "<d>", "<e>"]]
 
 
+@pytest.mark.on_trio
 async def test_nothing_runs_before_the_map_is_entered(flow):
     num_read = 0
 
@@ -144,6 +147,7 @@ async def test_nothing_runs_before_the_map_is_entered(flow):
 # How many at once.
 
 
+@pytest.mark.on_trio
 @given(
     turns=st.lists(st.integers(0, 6), max_size=40),
     concurrency=st.integers(1, 5),
@@ -163,6 +167,7 @@ async def test_no_more_run_and_are_read_ahead_than_allowed(turns, concurrency, t
     assert crowd.max_ahead <= READ_AHEAD * concurrency
 
 
+@pytest.mark.on_trio
 async def test_the_concurrency_is_used_fully(flow):
     crowd = Crowd()
     await flow.map(crowd, [20] * 20, concurrency=7)
@@ -207,6 +212,7 @@ async def test_f17c_programs_that_have_begun_go_before_others_in_an_engine() -> 
     assert ended[: len(ended) // 2].count("run") > num_inputs // 3
 
 
+@pytest.mark.on_trio
 async def test_a_slow_first_run_does_not_block_later_ones():
     backend = Stepped({"slow": "word", "": ""})
     async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
@@ -227,6 +233,7 @@ async def test_a_slow_first_run_does_not_block_later_ones():
     assert ended[-1] == "slow"
 
 
+@pytest.mark.on_trio
 async def test_reading_inputs_yields_to_the_event_loop(flow):
     turns = 0
     seen = []

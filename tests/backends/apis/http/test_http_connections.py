@@ -17,7 +17,7 @@ from agentflow.backends.apis.http.connections import MAX_HEAD_BYTES, Connections
 from agentflow.backends.apis.http.transport import open_http
 from agentflow.errors import BadArgument
 
-pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
+pytestmark = pytest.mark.anyio
 
 CERTIFICATE = Path(__file__).parents[3] / "support" / "localhost_for_tests.pem"
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -120,6 +120,7 @@ async def test_an_idle_connection_expires() -> None:
         await connections.aclose()
 
 
+@pytest.mark.on_trio
 async def test_concurrent_requests_have_a_connection_each() -> None:
     holds = [Hold(), Hold()]
     async with fake_server([Answer([hold]) for hold in holds] + [WHOLE]) as server:
@@ -138,6 +139,7 @@ async def test_concurrent_requests_have_a_connection_each() -> None:
         await connections.aclose()
 
 
+@pytest.mark.on_trio
 async def test_a_response_that_is_left_loses_its_connection() -> None:
     async with fake_server([Answer([b"a", Hold()])]) as server:
         connections = pool()
@@ -147,6 +149,7 @@ async def test_a_response_that_is_left_loses_its_connection() -> None:
         assert connections.num_in_use == 0
 
 
+@pytest.mark.on_trio
 async def test_a_cancelled_request_loses_its_connection() -> None:
     hold = Hold()
     async with fake_server([RawAnswer([hold])]) as server:
@@ -162,10 +165,10 @@ async def test_a_cancelled_request_loses_its_connection() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        RawAnswer([OK + b"x-a: ", Forever(b"x" * 1000)]),
-        RawAnswer([Forever(OK.replace(b"200 OK", b"100 Continue") + b"\r\n")]),
-        RawAnswer([CHUNKED + b"1;", Forever(b"x" * 1000)]),
-        RawAnswer([CHUNKED + b"0\r\n", Forever(b"x-a: b\r\n")]),
+        RawAnswer([OK + b"x-a: ", Forever(b"x" * 5_000)]),
+        RawAnswer([Forever((OK.replace(b"200 OK", b"100 Continue") + b"\r\n") * 200)]),
+        RawAnswer([CHUNKED + b"1;", Forever(b"x" * 5_000)]),
+        RawAnswer([CHUNKED + b"0\r\n", Forever(b"x-a: b\r\n" * 500)]),
     ],
 )
 async def test_an_endless_head_is_an_error(answer: RawAnswer) -> None:
