@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "starcoder2": MODEL_ARCH.STARCODER2,
     "phi": MODEL_ARCH.PHI2,
     "gpt_neox": MODEL_ARCH.GPTNEOX,
+    "stablelm": MODEL_ARCH.STABLELM,
     "cohere": MODEL_ARCH.COMMAND_R,
     "cohere2": MODEL_ARCH.COHERE2,
     "qwen2_5_vl_text": MODEL_ARCH.QWEN2VL,
@@ -296,6 +297,7 @@ def _stored(weights: dict[str, Array], config: dict[str, Any]) -> Iterator[tuple
     """The tensors under names that the ``gguf`` package knows, in the file's layout."""
     kind = config["model_type"]
     experts: dict[str, list[Array]] = {}
+    norms: dict[str, list[Array]] = {}
     for name, values in sorted(weights.items(), key=lambda pair: _number_in(pair[0])):
         is_transposed = kind in TRANSPOSING and name.endswith(TRANSPOSED)
         stored = values.swapaxes(-1, -2) if is_transposed else values
@@ -307,6 +309,8 @@ def _stored(weights: dict[str, Array], config: dict[str, Any]) -> Iterator[tuple
         elif ".query_key_value." in name:
             by_head = stored.reshape(config["num_attention_heads"], 3, -1, *stored.shape[1:])
             yield name, by_head.swapaxes(0, 1).reshape(stored.shape)
+        elif "layernorm.norms." in name:
+            norms.setdefault(f"{name.partition('.norms.')[0]}.weight", []).append(stored)
         elif kind in SHIFTED and name.endswith("norm.weight"):
             yield name, stored + np.float32(1)
         elif kind in PAIRED and ".self_attn." in name and name.split(".")[-2] in ("q_proj", "k_proj"):
@@ -331,7 +335,7 @@ def _stored(weights: dict[str, Array], config: dict[str, Any]) -> Iterator[tuple
             yield f"{name}.weight", stored
         else:
             yield name, stored
-    for name, matrices in experts.items():
+    for name, matrices in (experts | norms).items():
         yield name, np.stack(matrices)
 
 

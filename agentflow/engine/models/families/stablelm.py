@@ -28,5 +28,6 @@ FAMILIES = (
         read_stablelm,
         NAMES,
         (replace(NAMES, mlp_norm="input_layernorm"),),  # of parallel blocks
+        gguf=("stablelm",),
     ),
 )

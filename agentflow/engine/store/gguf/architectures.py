@@ -31,7 +31,9 @@ class Architecture:
 
     read: Callable[[GgufMetadata, StoredTensors], Config]  # returns the config
     top: Mapping[str, str]  # names outside of layers
-    layer: Mapping[str, str]  # names in a layer: below ``blk.N.`` in the file, below ``prefix`` in the model
+    # Names in a layer: below ``blk.N.`` in the file, below ``prefix`` in the model. With ``{}``, it has
+    # a tensor for each row of the file's.
+    layer: Mapping[str, str]
     prefix: str = "model.layers.{}."
     experts: Mapping[str, str] | None = None  # the names of one expert's matrices; ``{}`` is its number
     has_pairs: bool = False  # query and key rows are stored in pairs
@@ -361,6 +363,14 @@ def _gpt_neox(data: GgufMetadata, stored: StoredTensors) -> Config:
     }
 
 
+def _stablelm(data: GgufMetadata, stored: StoredTensors) -> Config:
+    """Parallel blocks have one norm; what the file says about them may be wrong."""
+    return _with_layer_norms(data, stored, "StableLmForCausalLM", "stablelm") | {
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in stored,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in stored,
+    }
+
+
 def _command_r(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _with_layer_norms(data, stored, "CohereForCausalLM", "cohere") | {
         "logit_scale": data.number(".logit_scale"),
@@ -505,6 +515,11 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         layer=_LAYER | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
     ),
     "gptneox": Architecture(read=_gpt_neox, top=_TOP, layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj"}),
+    "stablelm": Architecture(
+        read=_stablelm,
+        top=_TOP,
+        layer=_LAYER | {f"attn_{part}_norm": f"self_attn.{part}_layernorm.norms.{{}}" for part in ("q", "k")},
+    ),
     "command-r": Architecture(read=_command_r, top=_TOP, layer=_LAYER),
     "cohere2": Architecture(read=_cohere2, top=_TOP, layer=_LAYER),
 }

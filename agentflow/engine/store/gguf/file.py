@@ -218,6 +218,8 @@ class _Names:
             yield self._stack(stored, prefix, part, leaf)
         elif kind.has_stacks and part == "attn_sinks":
             yield f"{prefix}{kind.layer[part]}", whole(stored)
+        elif part in kind.layer and "{}" in kind.layer[part]:
+            yield from _each_part(stored, f"{prefix}{kind.layer[part]}.{leaf}")
         elif part in kind.layer:
             yield f"{prefix}{kind.layer[part]}.{leaf}", self._plain(stored, part)
         elif part == "attn_qkv":
@@ -259,14 +261,8 @@ class _Names:
 
     def _each_expert(self, stored: StoredTensor, prefix: str, part: str) -> Iterator[tuple[str, ModelTensor]]:
         names = self._architecture.experts
-        if not names or part not in names:
-            return
-        for expert in range(stored.shape[0]):
-            name = names[part].format(expert)
-            yield (
-                f"{prefix}{name}.weight",
-                GgufTensor(stored=stored, shape=stored.shape[1:], first=expert, count=1),
-            )
+        if names and part in names:
+            yield from _each_part(stored, f"{prefix}{names[part]}.weight")
 
     def _stack(self, stored: StoredTensor, prefix: str, part: str, leaf: str) -> tuple[str, ModelTensor]:
         """Returns all experts as one tensor. Gate and up get temporary names; ``_interleaved`` joins them."""
@@ -275,6 +271,13 @@ class _Names:
             return f"{prefix}{name}_bias", whole(stored)
         shape = (*stored.shape[:-2], *stored.shape[:-3:-1])
         return f"{prefix}{name}", replace(whole(stored), shape=shape, is_transposed=True)
+
+
+def _each_part(stored: StoredTensor, name: str) -> Iterator[tuple[str, ModelTensor]]:
+    """Yields the parts of a tensor on its slowest axis, whose numbers are in their names."""
+    for number in range(stored.shape[0]):
+        part = GgufTensor(stored=stored, shape=stored.shape[1:], first=number, count=1)
+        yield name.format(number), part
 
 
 _GATE, _UP, _BOTH = "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.gate_up_proj"

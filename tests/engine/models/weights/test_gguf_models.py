@@ -56,6 +56,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     "phi": {"num_key_value_heads": 4},
     "gpt_neox": {"hidden_act": "gelu"},
     "gpt_neox_in_turn": {},
+    "stablelm": {},
+    "stablelm_parallel": {"num_key_value_heads": 2},
     "cohere": {},
     "cohere_normed": {},
     "cohere2": {},
@@ -121,7 +123,18 @@ def test_f42j_relatives_of_deepseek_v2_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama_tied", "llama_biased", "qwen3_moe", "gemma3", "phi3", "gpt2", "gpt_oss", "gpt_neox", "cohere"],
+    [
+        "llama_tied",
+        "llama_biased",
+        "qwen3_moe",
+        "gemma3",
+        "phi3",
+        "gpt2",
+        "gpt_oss",
+        "gpt_neox",
+        "cohere",
+        "phi",
+    ],
 )
 @pytest.mark.parametrize("source", ["gguf", "safetensors"])
 def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tmp_path: Path) -> None:
