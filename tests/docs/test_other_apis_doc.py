@@ -54,7 +54,7 @@ def paths_in(page: str, heading: str) -> set[str]:
     ("page", "heading", "kinds"),
     [
         (OLLAMA_PAGE, "Chat and generate", (OllamaChatRequest, OllamaGenerateRequest)),
-        (OLLAMA_PAGE, "OllamaOptions", (OllamaOptions,)),
+        (OLLAMA_PAGE, "Options", (OllamaOptions,)),
         (SGLANG_PAGE, "Generate", (SglangRequest,)),
         (SGLANG_PAGE, "Sampling parameters", (SamplingFields,)),
         (PROGRAMS_PAGE, "Register and close", (ProgramRequest,)),
