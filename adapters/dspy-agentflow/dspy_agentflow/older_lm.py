@@ -32,7 +32,7 @@ from agentflow.integrations import (
     ToolChoice,
     ToolSpec,
     read_reply,
-    spec_of,
+    describe_tool,
 )
 from dspy_agentflow.answers import Asked, acomplete, astream, complete, stream
 from dspy_agentflow.call_notes import CallNotes, notes
@@ -148,7 +148,7 @@ def _asked_of(request: Mapping[str, Any], settings: EngineSettings, notes: CallN
         raise af.errors.BadArgument(f"there is no parameter {', '.join(sorted(unknown))}")
     sampling: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS}
     sampling |= {name: request[key] for key, name in _SAMPLING.items() if key in request}
-    tools = [spec_of(tool) for tool in request.get("tools", ())]
+    tools = [describe_tool(tool) for tool in request.get("tools", ())]
     own = {name: request[name] for name in _CONSTRAINTS if name in request}
     # With tools, the adapter parses calls and free text.
     found = None if own or tools else notes.answer_format
