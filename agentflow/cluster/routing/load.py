@@ -156,6 +156,31 @@ class _Load:
         return self.num_waiting + self.num_running
 
 
+class _Work:
+    """The arrays in which a decision computes.
+
+    An operation takes as long for several rows as for one, and longer for an array and a number than for two
+    arrays. So the numbers of a request are first written into rows, and then added to those of the replicas.
+
+    Args:
+        times: Rows of times for each replica. The first two are of ``_ready`` and ``_until``.
+        factors: The rows ``_token_s``, ``_step_s``, ``_others_token_s`` and ``_others``.
+    """
+
+    def __init__(self, times: SecondsArray, factors: SecondsArray) -> None:
+        self.times = times
+        self.least, self.left = np.zeros_like(times), np.empty_like(times)  # from now on
+        self.wait, self.longer, *self.others_left = self.left
+        # (factors + ``before``) * ``multiplier`` + ``after``
+        self.factors = factors
+        self.before, self.multiplier, self.after, self.terms = np.zeros((4, *factors.shape))
+        missing, self.output, missing_too, self.rows = self.multiplier
+        pairs, self.rows_too, lasting, _ = self.after
+        self.squares = self.before[0]
+        self.by_replica = missing, missing_too, pairs, lasting
+        self.term_rows = [*self.terms]
+
+
 class Loads:
     """The loads of all replicas. ``shape``: of each engine."""
 
@@ -182,31 +207,43 @@ class Loads:
         old = len(self._loads)
         self._loads += [_Load() for _ in range(size - old)]
 
-        def grown(name: str, value: float) -> SecondsArray:
-            array = np.full(size, value)
-            array[:old] = getattr(self, name, ())
-            return array
+        def grown(value: float, *names: str) -> SecondsArray:
+            rows = np.full((len(names), size), value)
+            for row, name in zip(rows, names, strict=True):
+                row[:old] = getattr(self, name, ())
+            return rows
 
+        # Own time for each token to compute, a step that decodes, the time of others for each token to
+        # compute, and requests that decode, by their weight.
+        factors = grown(0.0, "_token_s", "_step_s", "_others_token_s", "_others")
+        self._token_s, self._step_s, self._others_token_s, self._others = factors
         # When its queue is done if it makes progress as expected; infinite for numbers that no replica has.
-        self._ready = grown("_ready", math.inf)
-        self._zeros = np.zeros(size)
-        self._floor = grown("_floor", 0.0)  # the least that is left of it, whatever the time
-        self._token_s = grown("_token_s", 0.0)  # own time for each token to compute
-        self._others_token_s = grown("_others_token_s", 0.0)  # the time of others for it
-        self._step_s = grown("_step_s", 0.0)  # a step that decodes
-        self._others = grown("_others", 0.0)  # requests that decode, by their weight
-        self._over_s = grown("_over_s", 0.0)  # the time of others for each token, above the bound on steps
-        self._stall = grown("_stall", 0.0)  # the same for a reader next to work for throughput
-        self._mixed = grown("_mixed", 0.0)  # the time that a reader takes from throughput, for each token
-        self._closed_s = grown("_closed_s", 0.0)  # how long a request for throughput waits for readers
-        self._slowness = grown("_slowness", 1.0)  # its times, relative to the times of the shape
-        self._until = grown("_until", 0.0)  # ``_Load.until_s``
+        [self._ready] = grown(math.inf, "_ready")
+        # The least that is left of it, whatever the time; ``_Load.until_s``.
+        self._floor, self._until = grown(0.0, "_floor", "_until")
+        [self._over_s] = grown(0.0, "_over_s")  # the time of others for each token, above the bound on steps
+        [self._stall] = grown(0.0, "_stall")  # the same for a reader next to work for throughput
+        [self._mixed] = grown(0.0, "_mixed")  # the time that a reader takes from throughput, for each token
+        [self._closed_s] = grown(0.0, "_closed_s")  # how long a request for throughput waits for readers
+        [self._slowness] = grown(1.0, "_slowness")  # its times, by those of the shape
         room = 0, size - old
         self._others_on_devices = [
             (np.pad(until, room), np.pad(weight, room)) for until, weight in self._others_on_devices
         ]
         for adapter, seconds in self._missing.items():
-            self._missing[adapter] = np.pad(seconds, (0, size - old))
+            self._missing[adapter] = np.pad(seconds, room)
+        self._stack(factors)
+
+    def _stack(self, factors: SecondsArray) -> None:
+        """Puts the times from which a decision subtracts the present into one array. ``factors``: as of
+        ``_Work``."""
+        untils = [until for until, _ in self._others_on_devices]
+        weights = [weight for _, weight in self._others_on_devices]
+        self._work = work = _Work(np.stack((self._ready, self._until, *untils)), factors)
+        work.least[0] = self._floor
+        self._floor = work.least[0]
+        self._ready, self._until, *untils = work.times
+        self._others_on_devices = [*zip(untils, weights, strict=True)]
 
     @property
     def replicas(self) -> list[ReplicaNumber]:
@@ -268,6 +305,7 @@ class Loads:
             self._resize(max(replica + 1, 2 * len(self._loads)))
         while number >= len(self._others_on_devices):
             self._others_on_devices.append((np.zeros(len(self._loads)), np.zeros(len(self._loads))))
+            self._stack(self._work.factors)
         until, weights = self._others_on_devices[number]
         until[replica], weights[replica] = until_s, weight
 
@@ -296,51 +334,55 @@ class Loads:
             num_common: The tokens that all of them share.
         """
         cost, n, output = self._shape.cost, call.num_tokens, self.expected_output(call)
-        missing = self._zeros + n
-        for replica, num_held in hits.items():
-            missing[replica] -= num_held
-        lasting = np.minimum(missing, n - num_popular) if num_popular else missing.copy()
-        if count > 1:
-            missing += (count - 1) * np.minimum(missing, n - num_common)
-            lasting += (count - 1) * np.minimum(lasting, n - max(num_common, num_popular))
-        prompts = self._token_s + cost.pair_s * n
-        prompts *= missing
-        if cost.pair_s:
-            pairs = missing * missing
-            pairs *= cost.pair_s / (2 * count)
-            prompts -= pairs
-        own = self._ready - now_s
-        np.maximum(own, self._floor, out=own)
+        lasting_s = cost.row_s * (1.0 + self._sum_others / max(1, len(self._present))) * COMPUTED
+        pairs_s = cost.pair_s / (2 * count)
+        rows_s = output * count * (cost.row_s + cost.logits_s + cost.read_s * n)
+        work = self._work
+        left, terms = work.left, work.terms
+        left.fill(now_s)
+        work.squares.fill(cost.pair_s * n)
+        work.output.fill(output)
+        work.rows.fill(rows_s)
+        work.rows_too.fill(rows_s)
+        missing, missing_too, pairs, lasting = work.by_replica
+        num, num_lasting = _to_compute(n, 0, num_popular, count, num_common)
+        missing.fill(num)
+        missing_too.fill(num)
+        pairs.fill(-(num * num * pairs_s))
+        lasting.fill(num_lasting * lasting_s)
+        known = 0
+        for replica, held in hits.items():
+            if held != known:
+                known = held
+                num, num_lasting = _to_compute(n, held, num_popular, count, num_common)
+            missing[replica] = missing_too[replica] = num
+            pairs[replica] = -(num * num * pairs_s)
+            lasting[replica] = num_lasting * lasting_s
+        np.subtract(work.times, left, out=left)
+        np.maximum(left, work.least, out=left)
+        np.add(work.factors, work.before, out=terms)
+        terms *= work.multiplier
+        terms += work.after
+        prompts, steps, others, rows = work.term_rows
+        wait = work.wait
         if len(self._num_tenants) > 1:
-            np.minimum(own, self._fair_wait(call.tenant, prompts), out=own)
-        row_s = cost.row_s + cost.logits_s + cost.read_s * n
-        own += prompts
-        steps = output * self._step_s
-        steps += output * count * row_s
+            np.minimum(wait, self._fair_wait(call.tenant, prompts), out=wait)
+        own = wait + prompts
         own += steps
-        mean_others = self._sum_others / max(1, len(self._present))
-        missing *= self._others_token_s
-        others = missing
-        lasting *= cost.row_s * (1.0 + mean_others) * COMPUTED
-        others += lasting
-        others += (output * count * row_s) * self._others
+        others = others + rows
         if self._over:
             others += output * self._over_s
         if self._others_on_devices:
-            alone, zeros = own, self._zeros
-            own = alone.copy()
-            longer = self._until - now_s
-            np.maximum(longer, zeros, out=longer)
-            np.subtract(alone, longer, out=longer)
-            np.maximum(longer, zeros, out=longer)
-            for until, weight in self._others_on_devices:
-                left = until - now_s
-                np.maximum(left, zeros, out=left)
-                waits = np.minimum(longer, left)
-                waits *= weight
-                others += waits
-                np.minimum(alone, left, out=left)
-                own += left
+            longer = work.longer
+            np.subtract(own, longer, out=longer)
+            np.maximum(longer, work.least[1], out=longer)
+            alone = own
+            for until, (_, weight) in zip(work.others_left, self._others_on_devices, strict=True):
+                np.minimum(longer, until, out=wait)
+                wait *= weight
+                others += wait
+                np.minimum(alone, until, out=until)
+                own = own + until
         if call.objective == "throughput":
             own *= THROUGHPUT
         if self._shape.latency_tokens < math.inf:
@@ -513,6 +555,17 @@ class Loads:
             self._stall[replica] = 0.0 if load.num_latency else load.num_throughput * above * step_s
             is_closed = load.num_latency and load.used_tokens > shape.latency_tokens
             self._closed_s[replica] = self._output * step_s if is_closed else 0.0
+
+
+def _to_compute(n: int, held: int, num_popular: int, count: int, num_common: int) -> tuple[int, int]:
+    """How many tokens ``count`` requests of ``n`` tokens compute where ``held`` are held, and how many of
+    them others do not share. The other arguments are those of ``Loads.terms``."""
+    missing = n - held
+    lasting = min(missing, n - num_popular)
+    if count > 1:
+        lasting += (count - 1) * min(lasting, n - max(num_common, num_popular))
+        missing += (count - 1) * min(missing, n - num_common)
+    return missing, lasting
 
 
 def _share(step_s: float, bound_s: float) -> float:

@@ -114,9 +114,8 @@ class PrefixTree:
             child = edge.children.get(run[done : done + TOKEN_BYTES])
             if child is None:
                 break
-            piece = run[done : done + len(child.run)]
-            if piece != child.run:
-                end = done // TOKEN_BYTES + common_prefix_len(piece, child.run)
+            if not run.startswith(child.run, done):
+                end = done // TOKEN_BYTES + common_prefix_len(run[done : done + len(child.run)], child.run)
                 for replica, held in child.held.items():
                     hits[replica] = min(held, end)
                 if child.running:
@@ -124,7 +123,7 @@ class PrefixTree:
                     if sum(child.running.values()) >= POPULAR:
                         num_popular = end
                 break
-            done += len(piece)
+            done += len(child.run)
             family = child.family or family
             hits.update(child.held)
             if child.running:
@@ -215,10 +214,9 @@ class PrefixTree:
             child = edge.children.get(run[done : done + TOKEN_BYTES])
             if child is None:
                 child = self._add(edge, run[done:])
-            else:
+            elif not run.startswith(child.run, done):
                 piece = run[done : done + len(child.run)]
-                if piece != child.run:
-                    child = self._split(child, common_prefix_len(piece, child.run))
+                child = self._split(child, common_prefix_len(piece, child.run))
             child.running[replica] = child.running.get(replica, 0) + 1
             done += len(child.run)
             edge = child

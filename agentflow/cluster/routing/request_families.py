@@ -131,6 +131,8 @@ def begins_family(match: Match, num_tokens: int, num_replicas: int) -> bool:
     most = max(match.hits.values(), default=0)
     if 2 * most < num_tokens:
         return True
+    if 2 * len(match.hits) <= num_replicas:
+        return False
     return 2 * sum([2 * hit >= most for hit in match.hits.values()]) > num_replicas
 
 
