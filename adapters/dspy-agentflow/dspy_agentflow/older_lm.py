@@ -31,8 +31,8 @@ from agentflow.integrations import (
     TextPiece,
     ToolChoice,
     ToolSpec,
-    read_reply,
     describe_tool,
+    read_reply,
 )
 from dspy_agentflow.answers import Asked, acomplete, astream, complete, stream
 from dspy_agentflow.call_notes import CallNotes, notes

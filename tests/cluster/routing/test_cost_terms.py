@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from agentflow.cluster.routing import load
-from agentflow.cluster.routing.load import Call, EngineShape, Loads
+from agentflow.cluster.routing.load import EngineShape, Loads, RoutedRequest
 from agentflow.engine.scheduling.step_limits import MAX_STRETCH, MIN_STEP_S, PROMPT_STEP_S
 from agentflow.engine.simulator.cost_model import CostModel
 
@@ -33,15 +33,15 @@ LATE_S = 4 * load.KEPT_S
 class Reference:
     """One replica."""
 
-    waiting: list[Call] = field(default_factory=list)
-    running: list[Call] = field(default_factory=list)
+    waiting: list[RoutedRequest] = field(default_factory=list)
+    running: list[RoutedRequest] = field(default_factory=list)
     since: float = 0.0
     cached: float = 0.0
     until_s: float = 0.0
     others: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 0.0)] * 2)
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[RoutedRequest]:
         return self.waiting + self.running
 
     @property
@@ -82,7 +82,7 @@ class Cluster:
         for number in range(NUM_REPLICAS):
             self.loads.add(number)
 
-    def placed(self, call: Call, number: int, held: int) -> None:
+    def placed(self, call: RoutedRequest, number: int, held: int) -> None:
         replica = self.replicas[number]
         self.loads.placed(call, number, held, self.now_s)
         replica.since = replica.since if replica.waiting else self.now_s
@@ -111,7 +111,7 @@ class Cluster:
             self.mean_output += load.LEARNED_PART * (num_output - self.mean_output)
 
     def cost(
-        self, call: Call, number: int, hits: Mapping[int, int], popular: int, count: int, common: int
+        self, call: RoutedRequest, number: int, hits: Mapping[int, int], popular: int, count: int, common: int
     ) -> tuple[float, float]:
         """The two terms of one replica."""
         one, shape, n, output = self.replicas[number], self.shape, call.num_tokens, call.output_tokens
@@ -247,8 +247,8 @@ def test_the_terms_are_sums_over_the_requests_of_a_replica(
     assert np.isinf(terms.own[NUM_REPLICAS:]).all()  # no replica has these numbers
 
 
-def request(number: int, length: int, *, is_background: bool, tenant: str = "a") -> Call:
+def request(number: int, length: int, *, is_background: bool, tenant: str = "a") -> RoutedRequest:
     run = np.full(length, number, dtype=np.int32).tobytes()
-    call = Call(number, "key", run, output_tokens=50, tenant=tenant)
+    call = RoutedRequest(number, "key", run, output_tokens=50, tenant=tenant)
     call.objective = "throughput" if is_background else "latency"
     return call
