@@ -485,6 +485,7 @@ async def test_an_op_keeps_what_it_refers_to_when_that_state_is_closed():
         at.submit(*[ops.Text(3, ("-",))] * 500, ops.Text(3, (ops.Ref(2),)), gen(3, 4), ops.Close(1))
         await at.listen_until_all_ended([4])
         assert at.listener.texts[4] == "<" + "-" * 500 + "<a>>"
+        await at.until_idle()
         assert 2 not in at.interpreter._variables
 
 
