@@ -235,7 +235,7 @@ class InvalidValue(RunFailed, ValueError):
     >>> s += af.user("What is the weather in Oslo?") + af.assistant(report)
     >>> await s[report]
     Traceback (most recent call last):
-    InvalidValue: 'report' ended (eos) with a text that is not a valid Report: '[{"name": ...}]' (...)
+    InvalidValue: 'report' ended (eos) with a text that is not a valid Report: '[{...}]' by scripted (...)
 
     ``__cause__`` is the error of the type's library.
     """

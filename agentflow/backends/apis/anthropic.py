@@ -39,7 +39,8 @@ class Anthropic(ApiBackend):
         base_url: The address of the API.
         api_key: The API key. It is sent in the Authorization header, and shown nowhere.
         like: A model of Anthropic with the same features, for a model of others on a server that implements
-            this API. Default: a model that is not known has the features of the newest family.
+            this API. Default: a model that is not known has the features of the newest family; at another
+            address than Anthropic's, it takes all parameters, as far as the server does.
         reasoning: Whether the model reasons; None: as it does by default.
         effort: How much it reasons and writes: ``low`` to ``max``, as far as the model has it.
         on_unsupported: ``error``: a constraint that the API cannot enforce is refused. ``retry``: answers are
@@ -87,14 +88,16 @@ class Anthropic(ApiBackend):
             raise NotAuthorized(
                 f"{model} needs an API key: set ANTHROPIC_API_KEY, or give api_key=", param="api_key"
             )
-        facts = model_facts("anthropic", like if isinstance(like, str) else str(model))
         url = base_url or os.environ.get("ANTHROPIC_BASE_URL") or BASE_URL
+        is_vendors_own = str(url).rstrip("/") == BASE_URL
+        name = like if isinstance(like, str) else str(model)
+        facts = model_facts("anthropic", name, is_vendors_own=is_vendors_own)
         self._settings = ApiSettings(
             url,
             key,
             model=model,
-            server="Anthropic" if url == BASE_URL else for_display(url),
-            is_vendors_own=url == BASE_URL,
+            server="Anthropic" if is_vendors_own else for_display(url),
+            is_vendors_own=is_vendors_own,
             key_source=key_source,
             headers={
                 "anthropic-version": SAMPLING_API_VERSION if "temperature" in facts.sampling else API_VERSION

@@ -105,12 +105,14 @@ def embedding_facts(vendor: str, model: str) -> EmbeddingFacts | None:
     return next((facts for facts in rows if _pattern(facts.names).fullmatch(model)), None)
 
 
-def model_facts(vendor: str, model: str) -> ModelFacts:
+def model_facts(vendor: str, model: str, *, is_vendors_own: bool = True) -> ModelFacts:
     """The facts of a model. A model that the table does not know has those of the vendor's newest family.
 
     Args:
         vendor: ``openai``, ``anthropic``, or the flavour of a compatible server.
         model: The name of the model, as requests have it.
+        is_vendors_own: The vendor serves it. Elsewhere, a model that the table does not know is any model:
+            it gets all parameters of the API, of which its server refuses the ones that it does not take.
 
     Raises:
         BadArgument: The vendor is unknown.
@@ -118,7 +120,15 @@ def model_facts(vendor: str, model: str) -> ModelFacts:
     if vendor not in VENDORS:
         raise BadArgument(f"unknown vendor {vendor!r} (known: {', '.join(VENDORS)})", param="vendor")
     rows = _rows()[vendor]
-    return next((facts for facts, names in rows if names.fullmatch(model)), rows[0][0])
+    unknown = rows[0][0] if is_vendors_own else elsewhere_facts(vendor)
+    return next((facts for facts, names in rows if names.fullmatch(model)), unknown)
+
+
+@functools.cache
+def elsewhere_facts(vendor: str) -> ModelFacts:
+    """The facts of models that the table does not know, at an address that is not the vendor's."""
+    content = _tables()[vendor]
+    return msgspec.convert(content["defaults"] | content["elsewhere"], ModelFacts)
 
 
 def is_known(vendor: str, model: str) -> bool:
@@ -219,7 +229,8 @@ def facts_as_markdown() -> str:
 
 
 def _vendor_rows(vendor: Vendor) -> list[tuple[str, ModelFacts]]:
-    return [(_names_cell(facts), facts) for facts in all_facts(vendor)]
+    known = [(_names_cell(facts), facts) for facts in all_facts(vendor)]
+    return [*known, ("any other, at another address", elsewhere_facts(vendor))]
 
 
 def _names_cell(facts: ModelFacts) -> str:

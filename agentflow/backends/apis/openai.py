@@ -51,7 +51,8 @@ class OpenAI(ApiBackend):
         api: ``chat``: chat completions. ``responses``: the responses API. None: ``chat``, unless only the
             other one serves the model.
         like: A model of OpenAI with the same features, for a model with another name. Default: a model that
-            is not known has the features of the newest family.
+            is not known has the features of the newest family; at another address than OpenAI's, it takes
+            all parameters, as far as the server does.
         embed_model: The model for ``flow.embed``, such as ``text-embedding-3-small``; ``model`` may be
             such a model too.
         on_unsupported: ``error``: a constraint that the API cannot enforce is refused. ``retry``: answers are
@@ -104,6 +105,7 @@ class OpenAI(ApiBackend):
                 f"{model} needs an API key: set OPENAI_API_KEY, or give api_key=", param="api_key"
             )
         url = base_url or os.environ.get("OPENAI_BASE_URL") or BASE_URL
+        is_vendors_own = str(url).rstrip("/") == BASE_URL
         headers = {
             "OpenAI-Organization": organization or os.environ.get("OPENAI_ORG_ID"),
             "OpenAI-Project": project or os.environ.get("OPENAI_PROJECT_ID"),
@@ -112,8 +114,8 @@ class OpenAI(ApiBackend):
             url,
             key,
             model=model,
-            server="OpenAI" if url == BASE_URL else for_display(url),
-            is_vendors_own=url == BASE_URL,
+            server="OpenAI" if is_vendors_own else for_display(url),
+            is_vendors_own=is_vendors_own,
             key_source=key_source,
             headers={name: value for name, value in headers.items() if value},
             on_unsupported=on_unsupported,
@@ -130,7 +132,7 @@ class OpenAI(ApiBackend):
         if like is not None and not (isinstance(like, str) and is_known("openai", like)):
             raise BadArgument(f"OpenAI: like={like!r:.100} is no model of OpenAI", param="like")
         self.model = model
-        self._facts = model_facts("openai", like or model)
+        self._facts = model_facts("openai", like or model, is_vendors_own=is_vendors_own)
         self._api = api or ("chat" if self._facts.chat else "responses")
 
     def __repr__(self) -> str:

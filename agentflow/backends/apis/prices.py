@@ -165,7 +165,7 @@ def require_price(
     price = find_price(vendor, model, own, base_url, embeds=embeds)
     if price is not None:
         return price
-    remedy = f"give it as prices={{{model!r}: Price(input=…, output=…)}}, or leave out max_cost"
+    remedy = f"give it as prices={{{model!r}: af.Price(input=…, output=…)}}, or leave out max_cost"
     if not _has_package():
         remedy = f"pip install 'agentflow-lm[api]', {remedy}"
     raise NotSupported(f"the price of {model} at {base_url or vendor} is unknown: {remedy}", param="max_cost")

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import msgspec
+
 from agentflow.errors import NotSupported
+from agentflow.protocol.schema_walk import subschemas
 
 MEMBER = "value"
 """The member that holds a value which is not an object."""
@@ -53,6 +56,19 @@ _ANNOTATIONS = {
     "$id",
     "$comment",
 }
+_LENGTHS = ("minLength", "maxLength", "minProperties", "maxProperties", "uniqueItems")
+_BOUNDS = (
+    *_LENGTHS,
+    "pattern",
+    "format",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "minItems",
+    "maxItems",
+)
 _BEFORE_VALUE = re.compile(r"\s*\{\s*\"" + MEMBER + r"\"\s*:\s*")
 _AFTER_VALUE = re.compile(r"\s*\}\s*\Z")
 
@@ -88,6 +104,24 @@ def strict_schema(schema: dict[str, Any]) -> StrictSchema:
     whole: dict[str, Any] = {"type": "object", "properties": {MEMBER: root}}
     whole.update(definitions)
     return StrictSchema(_narrowed(whole, whole), unwrapped)
+
+
+def relaxations(source: str) -> Iterator[str]:
+    """Schemas that each value of a schema satisfies too, and that APIs enforce more often: without the
+    lengths of strings, then without any bounds.
+
+    >>> list(relaxations('{"type":"integer","minimum":1}'))
+    ['{"type":"integer"}']
+    """
+    given = schema = msgspec.json.decode(source)
+    for keywords in (_LENGTHS, _BOUNDS):
+        found = copy.deepcopy(given)
+        for part in list(subschemas(found)):
+            for keyword in keywords:
+                part.pop(keyword, None)
+        if found != schema:
+            schema = found
+            yield msgspec.json.encode(found).decode()
 
 
 def is_strict(schema: dict[str, Any]) -> bool:

@@ -53,7 +53,8 @@ def _invalid(node: VariableNode, end: Value, why: Exception | None = None) -> In
     else:
         what = f"ended ({end.finish_reason}) with a text that is not a valid {shown}"
     shown_why = "" if why is None else shown_error(why, str)
-    error = InvalidValue(f"{node.name!r} {what}: {quoted}{f' ({shown_why})' if shown_why else ''}")
+    by = f" by {node.state.capabilities.model}"
+    error = InvalidValue(f"{node.name!r} {what}: {quoted}{by}{f' ({shown_why})' if shown_why else ''}")
     error.text = text
     if why is not None:
         error.errors = why.errors if isinstance(why, NotValid) else ({"loc": (), "msg": shown_why},)

@@ -60,6 +60,16 @@ def test_an_unknown_name_gets_the_newest_family(vendor: Vendor, name: str) -> No
     assert model_facts(vendor, f"new{name}") is all_facts(vendor)[0]
 
 
+@pytest.mark.parametrize("vendor", ["openai", "anthropic"])
+def test_an_unknown_name_at_another_address_is_refused_nothing_of_the_api(vendor: Vendor) -> None:
+    facts = model_facts(vendor, "anybody/model", is_vendors_own=False)
+    known = {name for row in all_facts(vendor) for name in row.sampling}
+    assert known - {"max_reasoning_tokens"} <= set(facts.sampling) <= PARAMETERS
+    assert facts.reasoning == "never"
+    newest = all_facts(vendor)[0]
+    assert model_facts(vendor, newest.names[-1], is_vendors_own=False) is newest
+
+
 @given(
     family=st.sampled_from([name for name in get_args(get_args(ModelParam)[0]) if "-20" not in name]),
     date=st.dates(date(2024, 1, 1), date(2029, 12, 31)),
@@ -159,7 +169,7 @@ def test_the_page_of_the_docs_has_every_row() -> None:
     written = str(hook.on_page_markdown(source, page=None))
     assert facts_as_markdown() in written
     rows = [line for line in written.splitlines() if line.startswith("| ")]
-    assert len(rows) == len(EVERY_ROW) + 3  # and three headers
+    assert len(rows) == len(EVERY_ROW) + 3 + 2  # and three headers, and other models of two APIs
     assert len({line.count("|") for line in rows}) == 1
     for _, facts in EVERY_ROW:
         assert all(f"`{name}`" in written for name in facts.names if name != "*")

@@ -187,7 +187,7 @@ async def test_a_select_of_another_endpoint() -> None:
         opened([Answer(b"{}", 500)], [said('{"value": "no"}')], on_unsupported="retry") as (flow, *_),
         flow.state() as s,
     ):
-        s += af.user("Hi") + af.assistant(af.select("x", ["yes indeed", "no"]))
+        s += af.user("Hi") + af.assistant(af.select("x", ["yes, and there is no doubt", "no"]))
         assert await s["x"] == "no"
         assert s["x"].model == "m1"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import anyio.to_thread
@@ -22,6 +22,7 @@ from agentflow.backends.apis.generation.hedging import Lane, Race
 from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.backends.apis.http.transport import ApiTransport, EventSink
 from agentflow.backends.apis.prices import FREE, Billing
+from agentflow.backends.apis.strict_schema import relaxations
 from agentflow.errors import AgentflowError, BadArgument, InvalidValue, NotSupported, RunFailed, ServerLost
 from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.constraint import Constraint
@@ -76,9 +77,14 @@ class ApiCalls:
 
     async def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """The request for a call, made in a thread if its constraint takes long to translate."""
-        if call.constraint is None or len(call.constraint.source) < LONG_CONSTRAINT:
-            return self.api.request(context, call)
-        return await anyio.to_thread.run_sync(self.api.request, context, call)
+        try:
+            if call.constraint is None or len(call.constraint.source) < LONG_CONSTRAINT:
+                return self.api.request(context, call)
+            return await anyio.to_thread.run_sync(self.api.request, context, call)
+        except NotSupported as error:
+            if self._model in str(error):
+                raise
+            raise NotSupported(f"{self._model}: {error}", param=error.param) from None
 
     async def answer(
         self,
@@ -217,16 +223,16 @@ class ApiCalls:
         on_text: OnText,
         on_reasoning: OnText | None,
     ) -> AnswerCollector:
-        """An answer that satisfies the constraint: it is asked for again, with the fault, at most
-        ``MAX_ANSWERS`` times. ``InvalidValue`` if none does."""
-        unconstrained = replace(call, constraint=None)
+        """An answer that satisfies the constraint, of which the API enforces a part or nothing: it is asked
+        for again, with the fault, at most ``MAX_ANSWERS`` times. ``InvalidValue`` if none does."""
+        sent = self._enforced(context, call, constraint)
         asked = context.forked()
         usage, fault, text = Usage(), "", ""
         requests: list[ApiRequest] = []
         for _ in range(MAX_ANSWERS):
-            request = self.api.request(asked, unconstrained)
+            request = self.api.request(asked, sent)
             requests.append(request)
-            answer = await self.answer(asked, request, unconstrained, on_text, on_reasoning, is_held=True)
+            answer = await self.answer(asked, request, sent, on_text, on_reasoning, is_held=True)
             usage += answer.usage
             answer.usage = usage
             text = answer.text
@@ -244,11 +250,21 @@ class ApiCalls:
             asked = _asked_again(context, text, constraint, fault)
         await self.reject(context, requests)
         invalid = InvalidValue(
-            f"{MAX_ANSWERS} answers of {self._model} violate the {constraint.kind} constraint; "
-            f"the last one: {text!r:.200} ({fault})"
+            f"{MAX_ANSWERS} answers of {self._model} violate the {constraint.kind} constraint: say in the "
+            f"prompt what you need, or use another model; the last one: {text!r:.200} ({fault})"
         )
         invalid.text, invalid.usage = text, usage
         raise invalid
+
+    def _enforced(self, context: ApiContext, call: Call, constraint: Constraint) -> Call:
+        """The call with the part of its constraint that the API enforces."""
+        if constraint.kind == "schema":
+            for source in relaxations(constraint.source):
+                relaxed = replace(call, constraint=Constraint("schema", source))
+                with suppress(NotSupported):
+                    self.api.request(context, relaxed)
+                    return relaxed
+        return replace(call, constraint=None)
 
     async def require_kept(
         self,

@@ -101,9 +101,9 @@ class ErrorMapping:
         found = _read_detail(detail)
         return self._of(found.status or _STATUS_OF_TYPE.get(found.kind, 500), found)
 
-    def lost(self, why: str) -> ServerLost:
+    def lost(self, why: str, remedy: str = "run it again") -> ServerLost:
         """The error for an answer that does not end as it should."""
-        return ServerLost(f"the answer of {self.model} from {self.server} was cut: {why}")
+        return ServerLost(f"the answer of {self.model} from {self.server} was cut ({why}): {remedy}")
 
     def filtered(self) -> RequestRefused:
         """The error for an answer that the provider's content filter ended."""
@@ -113,7 +113,10 @@ class ErrorMapping:
 
     def refused(self, words: str) -> RequestRefused:
         """The error for a model that declines to answer."""
-        return RequestRefused(f"{self.model} refuses to answer: {self._quoted(words)}")
+        said = self._quoted(words)
+        return RequestRefused(
+            f"{self.model} refuses to answer: change the prompt{f': {said}' if said else ''}"
+        )
 
     def _of(self, status: int, detail: _Detail) -> AgentflowError:
         words = self._quoted(detail.message)
@@ -121,25 +124,31 @@ class ErrorMapping:
         at = f"{self.model} at {self.server}"
         match status:
             case 401:
-                return NotAuthorized(f"{self.server} rejects the API key ({self.key_source}){said}")
+                return NotAuthorized(
+                    f"{self.server} rejects the API key for {self.model} ({self.key_source}): give a valid "
+                    f"one{said}"
+                )
             case 403:
                 return NotAuthorized(
-                    f"the API key ({self.key_source}) does not permit this request to {at}{said}"
+                    f"the API key ({self.key_source}) does not permit this request to {at}: give another "
+                    f"key{said}"
                 )
             case 402 | 429 if status == 402 or detail.code in _QUOTA or detail.kind in _QUOTA:
                 return NotAuthorized(
-                    f"the account of the API key ({self.key_source}) has no quota left at {self.server}: "
-                    f"add credit, or raise its limit{said}"
+                    f"the account of the API key ({self.key_source}) has no quota left for {at}: add credit, "
+                    f"or raise its limit{said}"
                 )
             case 429:
-                return RateLimited(f"the rate limit for {at} is reached{said}")
+                return RateLimited(
+                    f"the rate limit for {at} is reached: wait, or lower the concurrency{said}"
+                )
             case 503 | 529:
-                return Overloaded(f"{at} is overloaded{said}")
+                return Overloaded(f"{at} is overloaded: try again later{said}")
             case 408 | 409 | 425:
-                return Overloaded(f"{self.server} asks to repeat the request (status {status}){said}")
+                return Overloaded(f"{at} asks to repeat the request (status {status}): try again{said}")
             # llama.cpp's answer to a text that is too long to be embedded has the status 500.
             case _ if status >= 500 and status != 501 and "too large to process" not in detail.message:
-                return EngineFailed(f"{at} failed (status {status}){said}")
+                return EngineFailed(f"{at} failed (status {status}): try again later{said}")
         if detail.code in _FILTERED or detail.kind in _FILTERED:
             return RequestRefused(
                 f"the content filter of {self.server} blocked the prompt for {self.model}: change it{said}",
@@ -156,7 +165,9 @@ class ErrorMapping:
         if detail.code == "model_not_found" or (
             status in (400, 404) and _UNKNOWN_MODEL.search(detail.message)
         ):
-            return UnknownModel(f"{self.server} has no model {self.model!r}{said}", param="model")
+            return UnknownModel(
+                f"{self.server} has no model {self.model!r}: give another name{said}", param="model"
+            )
         if status in (404, 405, 501):
             return BadArgument(
                 f"{self.server} has no such endpoint (status {status}): addresses usually end in /v1{said}",
@@ -169,9 +180,13 @@ class ErrorMapping:
         if name is None:
             return RequestRefused(f"{at} refuses the request (status {status}){said}")
         if detail.code in ("unsupported_parameter", "unsupported_value"):
-            remedy = "leave it out" if detail.code == "unsupported_parameter" else "give another value"
+            remedy = (
+                "leave it out"
+                if detail.code == "unsupported_parameter"
+                else "give another value, or leave it out"
+            )
             return NotSupported(f"{at} does not support this {name}: {remedy}{said}", param=name)
-        return RequestRefused(f"{at} refuses {name} (status {status}){said}", param=name)
+        return RequestRefused(f"{at} refuses {name} (status {status}): change it{said}", param=name)
 
     def _quoted(self, message: str) -> str:
         words = " ".join(message.split())

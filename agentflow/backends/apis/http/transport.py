@@ -428,7 +428,7 @@ class ApiTransport:
         if exchange.error is not None:
             raise exchange.error
         if exchange.scope.cancelled_caught and not exchange.is_complete:
-            raise self.errors.lost("no event arrived in time")
+            raise self.errors.lost("no event arrived in time", "run it again, or give a longer timeout")
 
     async def _response(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
@@ -601,8 +601,13 @@ def _http_errors(errors: ErrorMapping) -> Iterator[None]:
         yield
     except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError) as error:
         why = str(error) or "no answer in time"
-        raise ServerUnreachable(f"no server answers at {errors.server} ({why})") from error
+        raise ServerUnreachable(
+            f"no server answers for {errors.model} at {errors.server} ({why}): check the address and the "
+            "network"
+        ) from error
     except (httpx2.UnsupportedProtocol, httpx2.InvalidURL) as error:
-        raise ServerUnreachable(f"{errors.server} is no http(s) address ({error})") from error
+        raise ServerUnreachable(
+            f"{errors.server} is no http(s) address ({error}): give one for {errors.model}"
+        ) from error
     except (httpx2.TransportError, httpx2.DecodingError) as error:
-        raise errors.lost(f"the connection broke ({error or type(error).__name__})") from error
+        raise errors.lost(f"the connection broke: {error or type(error).__name__}") from error

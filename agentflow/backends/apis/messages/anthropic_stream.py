@@ -54,12 +54,13 @@ class AnthropicErrors(ErrorMapping):
         message = detail.message
         if status == 402 or detail.kind == "billing_error":
             return NotAuthorized(
-                f"the account of the API key ({self.key_source}) cannot be billed at {self.server}: "
-                f"{self._quoted(message)}"
+                f"the account of the API key ({self.key_source}) cannot be billed at {self.server} for "
+                f"{self.model}: add credit: {self._quoted(message)}"
             )
         if detail.kind == "not_found_error" and "model" in message:
             return UnknownModel(
-                f"{self.server} has no model {self.model!r}: {self._quoted(message)}", param="model"
+                f"{self.server} has no model {self.model!r}: give another name: {self._quoted(message)}",
+                param="model",
             )
         found = _PARAM.match(message)
         if detail.kind == "invalid_request_error" and found is not None:

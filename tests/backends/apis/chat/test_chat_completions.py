@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from support.apis import openai_answers as answers
 from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Received, Script, fake_server
 
@@ -593,6 +593,24 @@ async def test_wrong_answers_are_asked_for_again() -> None:
     assert [message["role"] for message in again] == ["user", "assistant", "user"]
     assert again[1]["content"] == "twelve"
     assert [message["content"] for message in last] == ["How many?", "12", "Go"]
+
+
+class Child(BaseModel):
+    name: str = Field(max_length=5)
+    age: int = Field(ge=0)
+
+
+async def test_a_schema_is_sent_without_the_bounds_that_the_api_does_not_enforce() -> None:
+    script = [answers.text_stream(f'{{"name":"{name}","age":7}}') for name in ("Anneliese", "Ann")]
+    async with opened(script, on_unsupported="retry") as (flow, server), flow.state() as s:
+        s += af.user("Who?") + af.assistant(af.gen("x", schema=Child))
+        assert await s["x"] == Child(name="Ann", age=7)
+        assert s["x"].usage.rejected_answers == 1
+    for request in server.received:
+        schema = request.json["response_format"]["json_schema"]["schema"]
+        assert "maxLength" not in schema["properties"]["name"]
+        assert schema["properties"]["age"]["type"] == "integer"
+    assert "Anneliese" in server.last.json["messages"][1]["content"]
 
 
 @pytest.mark.parametrize(
