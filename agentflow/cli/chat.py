@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from rich.console import Console
@@ -35,7 +35,19 @@ from agentflow.language.gen import gen
 from agentflow.language.media import image
 from agentflow.language.session import Session
 from agentflow.language.states.state import RootState, State
-from agentflow.protocol.events import Usage
+from agentflow.protocol.events import Capabilities, Usage
+
+DEFAULTS: Final = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 512}
+"""The sampling of an engine. Models behind APIs have defaults of their vendors, and some accept no other."""
+
+
+def default_sampling(model: Capabilities) -> dict[str, Any]:
+    """The arguments of a ``gen`` that the user does not give. An API's answers are limited unless its model
+    may reason: then the limit would count the reasoning too."""
+    if model.sampling is None:
+        return dict(DEFAULTS)
+    is_limited = model.accepts("max_tokens") and not model.accepts("max_reasoning_tokens")
+    return {"max_tokens": DEFAULTS["max_tokens"]} if is_limited else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +193,17 @@ def run_chat(
         console: Shows everything but the answers.
         system: The system message, if any.
         reasoning: Whether to show the reasoning of a model.
-        sampling: Arguments of each ``gen``.
+        sampling: Arguments of each ``gen``; None: the default of the model.
     """
+    given = {name: value for name, value in sampling.items() if value is not None}
     with start_blocking_portal("asyncio") as portal:
         with console.status("loading the model…") if console.is_terminal else contextlib.nullcontext():
             opening = portal.wrap_async_context_manager(session)
             flow = opening.__enter__()
         with contextlib.ExitStack() as stack:
             stack.push(opening)
-            conversation = portal.call(lambda: TerminalConversation(flow, system_text=system, **sampling))
+            chosen = {**default_sampling(flow.capabilities), **given}
+            conversation = portal.call(lambda: TerminalConversation(flow, system_text=system, **chosen))
             console.print(Text(f"{flow.capabilities.model}: /help lists the commands"), style="dim")
             _Terminal(portal, conversation, console, shows_reasoning=reasoning).talk(read)
 
@@ -353,6 +367,8 @@ def stats_line(answered: Answered) -> str:
         parts.append(f"{answered.tokens_per_s:.1f} tokens/s")
     parts.append(f"first after {answered.ttft_s * 1000:,.0f} ms")
     parts.append(f"prompt of {usage.prompt_tokens:,}, {usage.hit_rate:.0%} cached")
+    if usage.cost:
+        parts.append(f"${usage.cost:.4g}")
     if answered.finish_reason == "length":
         parts.append("truncated at --max-tokens")
     return f"({', '.join(parts)})"
@@ -395,18 +411,22 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--temperature",
         type=float,
-        default=0.7,
         metavar="N",
-        help="0: always the most likely token (%(default)s)",
+        help=f"0: always the most likely token ({DEFAULTS['temperature']}; an API's own)",
     )
     add(
         "--top-p",
         type=float,
-        default=0.95,
         metavar="N",
-        help="sample only from the most likely tokens, up to this probability (%(default)s)",
+        help="sample only from the most likely tokens, up to this probability "
+        f"({DEFAULTS['top_p']}; an API's own)",
     )
-    add("--max-tokens", type=positive_int, default=512, metavar="N", help="limit of one answer (%(default)s)")
+    add(
+        "--max-tokens",
+        type=positive_int,
+        metavar="N",
+        help=f"limit of one answer ({DEFAULTS['max_tokens']}; none for models that may reason, behind APIs)",
+    )
     add("--no-reasoning", action="store_true", help="do not show the reasoning of a model")
     add("--seed", type=int, metavar="N", help="with the same seed, the same lines get the same answers")
 

@@ -190,6 +190,7 @@ class InputRun:
             model=options.model,
             api_key=options.api_key,  # without it, the session reads the variable of the address
             seed=options.seed,
+            max_cost=options.max_cost,
         )
         async with flow_of as flow:
             self._results = results = flow.map(
@@ -305,6 +306,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the gens in batches of OpenAI or Anthropic, at half the price, within a day",
     )
+    add(
+        "--max-cost",
+        type=float,
+        metavar="DOLLARS",
+        help="the most that all calls of models behind APIs may cost together (default: no limit)",
+    )
     add("--seed", type=int, metavar="N", help="with the same seed, the same inputs get the same results")
     add("-q", "--quiet", action="store_true", help="show no progress")
 
@@ -333,7 +340,7 @@ error, 130 after Ctrl-C.""",
 agentflow run judge.py:judge essays.jsonl -o grades.jsonl
 agentflow run judge.py:judge essays.jsonl -o grades.jsonl --resume
 agentflow run judge.py essays.csv --url ws://127.0.0.1:8410 --concurrency 256
-agentflow run judge.py essays.jsonl --url openai:gpt-4.1-mini --batch
+agentflow run judge.py essays.jsonl --url openai:gpt-4.1-mini --batch --max-cost 2
 echo '"On plants."' | agentflow run judge.py -
 """,
     add_options=_add_options,

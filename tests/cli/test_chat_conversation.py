@@ -13,7 +13,7 @@ from rich.console import Console
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.cli.chat import Answered, TerminalConversation, run_chat
+from agentflow.cli.chat import Answered, TerminalConversation, default_sampling, run_chat
 from agentflow.language.expressions import ImageExpression
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.events import Capabilities, Usage
@@ -261,3 +261,34 @@ def test_the_rate_is_of_the_tokens_after_the_first():
     assert answered.tokens_per_s == 5
     assert Answered("…", Usage(10, 5, 1), "eos", ttft_s=1.0, took_s=3.0).tokens_per_s is None
     assert Answered("…", None, "stopped", ttft_s=1.0, took_s=3.0).tokens_per_s is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "chosen"),
+    [
+        (None, {"temperature": 0.7, "top_p": 0.95, "max_tokens": 512}),
+        (("max_tokens", "temperature"), {"max_tokens": 512}),
+        (("max_tokens", "max_reasoning_tokens"), {}),
+        ((), {}),
+    ],
+)
+def test_only_engines_get_the_sampling_of_the_command(
+    sampling: tuple[str, ...] | None, chosen: dict[str, float]
+):
+    """Some models behind APIs refuse any temperature, and count their reasoning as output."""
+    assert default_sampling(Capabilities("m", sampling=sampling)) == chosen
+
+
+def test_options_replace_the_defaults_of_the_command(capsys: pytest.CaptureFixture[str]):
+    backend = af.Scripted(str)
+    lines = iter(["Hi", "/exit"])
+    run_chat(
+        af.session(backend=backend),
+        read=lambda: next(lines),
+        console=Console(file=io.StringIO()),
+        system=None,
+        temperature=0.0,
+        top_p=None,
+    )
+    assert capsys.readouterr().out
+    assert [(call.params.temperature, call.params.top_p) for call in backend.calls] == [(0.0, 0.95)]

@@ -227,3 +227,17 @@ def test_a_vendor_gets_its_own_key_and_not_the_servers(monkeypatch):
     assert main(command) == 0
     assert main([*command, "--api-key", "given"]) == 0
     assert keys == ["of the vendor", "given"]
+
+
+def test_the_costs_have_a_limit(monkeypatch):
+    limits: list[object] = []
+
+    def connect(self: af.OpenAI, *args):
+        limits.append(self._settings.costs.spending.max_cost)
+        return af.Scripted(answer).connect(*args)
+
+    monkeypatch.setattr(af.OpenAI, "connect", connect)
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    command = ["run", "judge.py:judge", "in.jsonl", "-q", "--url", "openai:gpt-4o", "--max-cost", "1.5"]
+    assert main(command) == 0
+    assert limits == [1.5]

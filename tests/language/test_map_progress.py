@@ -62,6 +62,8 @@ def test_the_line_has_the_progress_the_rate_the_hit_rate_and_the_time_left() -> 
     assert progress_at(0, Tally(10)).line() == "0/10"
     resumed = Tally(100, 60, 0, af.Usage(), num_retries=2, num_resumed=50)
     assert progress_at(10, resumed).line() == "60/100  1/s  50 resumed  2 retried  0:40 left"
+    paid = Tally(100, 10, 0, af.Usage(90, 0, 10, cost=0.01234))
+    assert progress_at(10, paid).line() == "10/100  1/s  0% cached  90 tokens in, 10 out  $0.0123  1:30 left"
     finished = progress_at(64, Tally(128, 128))
     finished.finish()
     assert finished.line() == "128/128  2/s  in 1:04"

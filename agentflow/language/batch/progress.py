@@ -109,6 +109,8 @@ class MapProgress:
             found["cached"] = f"{usage.hit_rate:.0%} cached"
             prompt, output = _amount(usage.prompt_tokens), _amount(usage.output_tokens)
             found["tokens"] = f"{prompt} tokens in, {output} out"
+        if usage.cost:
+            found["cost"] = f"${usage.cost:.3g}"
         if tally.num_resumed:
             found["resumed"] = f"{tally.num_resumed:,} resumed"
         if tally.num_retries:
