@@ -70,8 +70,8 @@ async def judge(s: af.State, essay: str) -> Report:
         "Four judges wrote:\n", *findings, "What do the judges say about the essay? Answer in two sentences."
     )
     s += af.assistant(af.gen("summary", max_tokens=72, stop="\n"))
-    s += af.user("Which grade does the essay deserve: A, B, C or D?")
-    s += af.assistant("The essay deserves grade ", af.select("grade", ["A", "B", "C", "D"]))
+    s += af.user("Which grade does the essay deserve: A, B, C or D? Answer with the letter alone.")
+    s += af.assistant(af.select("grade", ["A", "B", "C", "D"]))
     return Report(related=True, summary=await s["summary"], grade=await s["grade"])
 
 
@@ -145,6 +145,8 @@ def show_stats(
         "tokens per second": f"{generated / elapsed_s:.1f}",
         "first answer after": f"{first_text_s:.2f} s",
     }
+    if after.cost > before.cost:
+        rows["cost"] = f"${after.cost - before.cost:.4g}"
     # A model behind an API reports neither steps nor memory.
     if after.steps is not None and before.steps is not None:
         rows["forward steps"] = f"{after.steps - before.steps:,}"
@@ -179,7 +181,7 @@ async def main() -> int:
                     console.print("The judge says that this essay is not about science, and stops here.")
                 show_stats(console, before, await flow.stats(), elapsed_s, first_text_s)
     except af.AgentflowError as error:
-        console.print(f"[red]{error}[/]")
+        console.print(f"{type(error).__name__}: {error}", style="red", markup=False)
         return 1
     return 0
 

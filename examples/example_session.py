@@ -44,11 +44,26 @@ def run_example(main: Main, options: argparse.Namespace, models: Mapping[str, st
 async def _run(main: Main, url: str | None, options: af.SessionOptions, console: Console) -> None:
     doing = "Loading the model …" if url is None else f"Connecting to {url} …"
     with console.status(doing) as status:
-        async with af.session(url, **options) as flow:
+        async with session_at(url, options) as flow:
             status.stop()
             before = await flow.stats()
             await main(flow, console)
             console.print(figures(before, await flow.stats()), style="dim")
+
+
+def session_at(url: str | None, options: af.SessionOptions) -> af.Session:
+    """A session whose answers are checked, and asked for again, where the API of a vendor does not enforce
+    their schema."""
+    vendor, _, model = (url or "").partition(":")
+    if vendor not in ("openai", "anthropic"):
+        return af.session(url, **options)
+    given = options.copy()
+    if vendor == "openai":
+        embed_model = given.pop("embed_model", None)
+        given["backend"] = af.OpenAI(model, embed_model=embed_model, on_unsupported="retry")
+    else:
+        given["backend"] = af.Anthropic(model, on_unsupported="retry")
+    return af.session(**given)
 
 
 def figures(before: af.Stats, after: af.Stats) -> str:
@@ -60,6 +75,8 @@ def figures(before: af.Stats, after: af.Stats) -> str:
         f"{after.model}: {prompt:,} prompt tokens, {cached / max(1, prompt):.0%} of them cached; "
         f"{generated:,} generated"
     )
+    if after.cost > before.cost:
+        text += f"; ${after.cost - before.cost:.4g}"
     if after.steps is None or before.steps is None:  # the server does not show them to this key
         return text
     return f"{text} in {after.steps - before.steps:,} steps"

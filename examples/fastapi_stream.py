@@ -85,12 +85,18 @@ async def read(base: str, question: str, console: Console, num_pieces: int | Non
         httpx2.AsyncClient(timeout=60) as client,
         client.stream("GET", f"{base}/explain/stream", params={"question": question}) as response,
     ):
+        kind = ""
         async for line in response.aiter_lines():
-            if line in ("event: done", "event: error"):
+            name, _, value = line.partition(": ")
+            kind = value if name == "event" else kind
+            if name != "data":
+                continue
+            if kind == "error":
+                console.print(json.loads(value), style="red", markup=False, end="")
+            if kind != "message":
                 break
-            if line.startswith("data: "):
-                console.print(json.loads(line.removeprefix("data: "))["text"], end="", markup=False)
-                num_pieces = None if num_pieces is None else num_pieces - 1
+            console.print(json.loads(value)["text"], end="", markup=False)
+            num_pieces = None if num_pieces is None else num_pieces - 1
             if num_pieces == 0:
                 console.print(" [yellow]… (disconnected)[/]", end="")
                 break

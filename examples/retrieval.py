@@ -72,8 +72,8 @@ class Found:
 async def ask(s: af.State, question: str, store: Store) -> Found:
     """Answers a question from the store."""
     searcher = s.copy()
-    searcher += af.user(f"Which words should I search for to find out: {question}")
-    searcher += af.assistant("Search for:", af.gen("query", max_tokens=16, stop="\n"))
+    searcher += af.user(f"{question} Which words should I search for to find it out? Write only these words.")
+    searcher += af.assistant(af.gen("query", max_tokens=16, stop="\n"))
     query = await searcher["query"].strip()
     # The question and the query together: each may find what the other misses.
     passages = "\n".join(await store.search(f"{question} {query}", 2))

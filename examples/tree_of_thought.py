@@ -21,6 +21,7 @@ from rich.tree import Tree
 import agentflow as af
 
 TASK = "Write a short story for children about a fox who finds a lost key."
+UNKNOWN = 100  # the least score of a word that an API wrote, without probabilities
 BEGINNING = "One morning, a young fox found a small golden key in the snow."
 
 
@@ -97,7 +98,9 @@ def draw(thoughts: list[Thought], title: str) -> Tree:
     for thought in sorted(thoughts, key=lambda thought: thought.path):
         style = "bold" if thought.is_kept else "dim"
         path = ".".join(map(str, thought.path))
-        label = f"[{style}]{escape(thought.text)}. [cyan]{path}  {thought.score:+.2f}"
+        is_written = abs(thought.score) >= UNKNOWN
+        score = ("good" if thought.score > 0 else "bad") if is_written else f"{thought.score:+.2f}"
+        label = f"[{style}]{escape(thought.text)}. [cyan]{path}  {score}"
         nodes[thought.path] = nodes[thought.path[:-1]].add(label)
     return root
 

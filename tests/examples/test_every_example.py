@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from example_session import example_parser, figures, run_example
+from msgspec.structs import replace
 from scripted_example import scripted, shown
 from support.commands import run_python
 
@@ -128,3 +129,6 @@ def test_the_figures_are_differences():
     after = af.Stats("m", steps=15, prompt_tokens=1300, cached_tokens=990, generated_tokens=1007)
     assert figures(before, after) == "m: 1,200 prompt tokens, 75% of them cached; 1,000 generated in 10 steps"
     assert "0 prompt tokens, 0% of them cached" in figures(after, after)
+    assert figures(before, replace(before, cost=0.00125)).startswith(
+        "m: 0 prompt tokens, 0% of them cached; 0 generated; $0.00125"
+    )

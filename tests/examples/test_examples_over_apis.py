@@ -1,4 +1,6 @@
-"""Each example runs over OpenAI's chat API, as with ``--url http://…/v1``, on a deterministic model."""
+"""Each example runs over the APIs of a server, as with ``--url http://…/v1``, ``openai:…`` and
+``anthropic:…``, on a deterministic model. One that an API cannot express fails with an error that says
+why."""
 
 from __future__ import annotations
 
@@ -10,17 +12,19 @@ from typing import Any
 
 import essay_judge
 import pytest
+from example_session import session_at
 from rich.console import Console
-from support.api_server import ApiServer, api_server
+from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import ConstrainedEngine
 from support.logit_runner import logit_runner
 from support.server.http_clients import only_asyncio
 
-import agentflow as af
+from agentflow.errors import RequestRefused, RunFailed
 
 pytestmark = pytest.mark.anyio
 anyio_backend = pytest.fixture(only_asyncio)
 
+ROUTES = ("v1", "openai", "anthropic")
 EXAMPLES: dict[str, dict[str, Any]] = {
     "agent_with_tools": {},
     "cascade": {},
@@ -39,6 +43,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "tree_of_thought": {},
     "triage": {},
 }
+CONTINUES = {"generative_agents", "self_consistency", "skeleton_of_thought", "tree_of_thought"}
+"""The examples with text before a gen in its turn: a model whose API continues no turn has to write it."""
+CANNOT = {*CONTINUES, "react", "describe_image"}
+"""Also without turns, and with an image for a model that reads none, of which only its server knows."""
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +56,44 @@ def server() -> Iterator[ApiServer]:
         running.assert_idle()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-async def test_an_example_runs(server: ApiServer, name: str) -> None:
-    printed = io.StringIO()
-    async with af.session(f"{server.url}/v1", seed=1) as flow:
-        await importlib.import_module(name).main(flow, Console(file=printed, width=160), **EXAMPLES[name])
+@pytest.fixture(autouse=True)
+def addresses(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The address of each route, whose server is in the variables of the vendors' clients."""
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", server.url)
+    for vendor in ("OPENAI", "ANTHROPIC"):
+        monkeypatch.setenv(f"{vendor}_API_KEY", "any")
+    return {"v1": f"{server.url}/v1", "openai": f"openai:{MODEL}", "anthropic": f"anthropic:{MODEL}"}
+
+
+async def printed(name: str, url: str) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    async with session_at(url, {"seed": 1}) as flow:
+        await importlib.import_module(name).main(flow, console, **EXAMPLES[name])
         assert (await flow.stats()).prompt_tokens or name == "describe_image"  # the model has no vision
-    assert printed.getvalue()
+    return console.file.getvalue()
 
 
+# The vendors' APIs do not enforce the length of a name, and this model writes without end.
+RUNS = [(name, route) for name in EXAMPLES for route in ROUTES if name != "extraction" or route == "v1"]
+
+
+@pytest.mark.parametrize(("name", "route"), RUNS)
+async def test_an_example_runs(addresses: dict[str, str], route: str, name: str) -> None:
+    if route == "v1" or name not in CANNOT:
+        assert await printed(name, addresses[route])
+        return
+    with pytest.raises((RequestRefused, RunFailed)) as caught:
+        await printed(name, addresses[route])
+    message = str(caught.value)
+    assert MODEL in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("route", ROUTES)
 async def test_the_judge_runs(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    addresses: dict[str, str], route: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["essay_judge.py", "--url", f"{server.url}/v1"])
+    monkeypatch.setattr(sys, "argv", ["essay_judge.py", "--url", addresses[route]])
     assert await essay_judge.main() == 0
     assert "hit rate" in capsys.readouterr().out

@@ -85,6 +85,11 @@ async def test_an_error_in_a_stream_is_its_last_event():
         assert "broken" in message
 
 
+async def test_errors_are_shown():
+    page = await shown(main, af.Scripted([af.errors.EngineFailed("[/] broken")] * 2))
+    assert page.count("[/] broken") == 2
+
+
 async def test_two_answers_are_shown():
     page = await shown(main, af.Scripted({"answer": " ".join(f"w{i}" for i in range(150))}))
     assert "w149" in page

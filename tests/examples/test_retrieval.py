@@ -40,7 +40,8 @@ async def test_the_query_finds_what_the_answer_is_made_of():
     assert "feathers" in owls
     assert (found.query, found.answer) == ("soft feathers", "Because it is so.")
     assert backend.prompts == [
-        "<user>Which words should I search for to find out: Why?</user><assistant>Search for:",
+        "<user>Why? Which words should I search for to find it out? Write only these words.</user>"
+        "<assistant>",
         f"<user>{owls}\n{other}\n\nWhy? Answer in one sentence.</user><assistant>",
     ]
 
