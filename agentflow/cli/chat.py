@@ -320,8 +320,8 @@ class _Terminal:
             self._say(f"agentflow: {error}", style="red")
             return
         self._attached[found.image.source] = found
-        positive_int = len(self._attached)
-        self._say(f"({positive_int} image{'s' * (positive_int != 1)} attached to the next message)")
+        count = len(self._attached)
+        self._say(f"({count} image{'s' * (count != 1)} attached to the next message)")
 
     def _system(self, text: str) -> None:
         if text:
