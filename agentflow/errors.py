@@ -558,10 +558,10 @@ MAX_REPR = 120
 
 def short_repr(item: object) -> str:
     """A repr of any object, shortened to ``MAX_REPR`` characters."""
-    shorten_message = reprlib.Repr()
-    shorten_message.maxstring = shorten_message.maxother = 60
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = 60
     try:
-        text = " ".join(shorten_message.repr(item).split())
+        text = " ".join(shortener.repr(item).split())
     except Exception:  # an error message must not fail because of the object it describes
         text = f"a {type(item).__name__} without a repr"
     return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 1]}…"

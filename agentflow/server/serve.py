@@ -218,14 +218,14 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65_535:  # getaddrinfo would take it modulo 65,536
         raise ServerError(f"cannot listen on port {port} of {host}: a port is from 0 to 65535")
     try:
-        family, kind, proto, _, listening_url = socket.getaddrinfo(
+        family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, proto)
         try:
             if os.name == "posix":  # elsewhere the option lets two programs share a port
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(listening_url)
+            listener.bind(address)
             # Now, not after the models load, so that a second server fails immediately.
             listener.listen(socket.SOMAXCONN)
         except BaseException:

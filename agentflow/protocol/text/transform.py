@@ -81,8 +81,8 @@ def compiled(pattern: str) -> regex.Pattern[str]:
     try:
         return client_pattern.compiled(pattern)
     except InvalidPattern as error:
-        shorten_text = f"{pattern!r:.60}"
-        raise BadArgument(f"{shorten_text} is not a regular expression: {error}", param="pattern") from None
+        shown = f"{pattern!r:.60}"
+        raise BadArgument(f"{shown} is not a regular expression: {error}", param="pattern") from None
 
 
 def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:

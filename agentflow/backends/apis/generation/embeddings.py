@@ -132,15 +132,15 @@ class ApiEmbedder:
         except msgspec.ValidationError as error:
             raise self._wrong(str(error)) from error
 
-    def _vectors(self, answer: _Answer, read_count: int, dimensions: int | None) -> list[bytes]:
+    def _vectors(self, answer: _Answer, count: int, dimensions: int | None) -> list[bytes]:
         rows = sorted(
             [
                 (number if one.index is None else one.index, one.embedding)
                 for number, one in enumerate(answer.data)
             ]
         )
-        if [index for index, _ in rows] != list(range(read_count)):
-            raise self._wrong(f"{len(rows)} embeddings for {read_count} texts")
+        if [index for index, _ in rows] != list(range(count)):
+            raise self._wrong(f"{len(rows)} embeddings for {count} texts")
         vectors = [self._packed(embedding) for _, embedding in rows]
         sizes = {len(vector) // 4 for vector in vectors}
         if dimensions is not None and sizes != {dimensions}:
