@@ -604,6 +604,39 @@ def test_idle_tenants_are_forgotten():
     assert order_of(policy) == [0, 1]
 
 
+def test_tenants_stay_in_order_when_old_entries_are_dropped():
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
+    draw = random.Random(1)
+    running_requests = [request(1000 + number, 10, 0, str(number)) for number in range(200)]
+    waiting = [request(number, 10, 0, str(number)) for number in range(200)]
+    for number, made in enumerate(running_requests):
+        policy.add(made)
+        policy.admit(made)
+        policy.add(waiting[number])
+        policy.charge(made, draw.randrange(10_000))
+    assert next_of(policy, free) is not None  # which brings the charges in the heap up to date
+    for number in draw.sample(range(200), 150):
+        policy.remove(waiting[number])
+        policy.finish(running_requests[number])
+    policy.add(request(2000, 10, 0, "new"))
+    assert len(policy._by_charge) < 100
+    charges = {int(name): tenant.used for name, tenant in policy._tenants.items() if name != "new"}
+    order = [number for number in order_of(policy) if number < 2000]
+    assert order == sorted(charges, key=lambda number: charges[number])
+
+
+def test_a_new_tenant_begins_at_the_charge_of_one_that_could_not_use_the_step():
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
+    for number, tenant in enumerate("abb"):
+        policy.add(request(number, 10, 0, tenant))
+    chosen = next_of(policy, lambda made, match: made.tenant == "a")
+    assert chosen is not None
+    policy.admit(chosen)
+    policy.charge(chosen, 50)
+    policy.add(request(3, 10, 0, "c"))
+    assert next_of(policy, lambda made, match: made.tenant == "a").tenant == "c"
+
+
 tenant_steps = st.lists(
     st.tuples(
         st.lists(st.tuples(st.integers(0, 7), st.integers(1, 40)), max_size=3),  # arrivals: tenant and size

@@ -13,7 +13,7 @@ from support.examples import examples
 
 from agentflow.engine.request import AWAITED_GROUPS, PATIENT_GROUPS, Request, Status
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling.policies import tenant_queue
+from agentflow.engine.scheduling.policies import fair_policy, tenant_queue
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
@@ -115,6 +115,14 @@ def test_a_program_keeps_its_place_in_its_tenant_only():
     queue.add(request(1, 50, tenant="b"))
     queue.add(request(2, program=1, tenant="b"))
     assert order_of(queue) == [1, 2]
+
+
+def test_the_programs_with_the_latest_requests_are_known(monkeypatch):
+    monkeypatch.setattr(fair_policy, "MAX_PROGRAMS", 2)
+    queue = policy()
+    for number, program in enumerate((1, 2, 1, 3)):
+        begin(queue, request(number, program=program))
+    assert [program for _, program in queue._programs] == [1, 3]
 
 
 def test_a_group_that_another_request_interrupts_goes_on():
