@@ -13,6 +13,7 @@ from support.engine.requests import request_of
 
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.policies.charges import AWAY_S, Absent, Charged
+from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
@@ -143,3 +144,20 @@ def test_charges_of_absent_tenants_follow_a_plain_list(data: st.DataObject) -> N
             case "least":
                 assert absent.least() == min(current.values(), default=math.inf)
         assert len(absent._by_charge) <= 2 * 5 + 8
+
+
+def test_a_tenant_that_ends_its_requests_keeps_its_charge_while_others_may_serve_it() -> None:
+    now_s = 0.0
+    policy = FairLongestPrefix(lambda identity, run: 0, BUDGET, clock=lambda: now_s)
+    policy.charged = Charged()
+    requests = [request_of(number, np.arange(SIZE), 1, tenant="busy") for number in range(3)]
+    policy.add(request_of(9, np.arange(SIZE), 1, tenant="other"))
+    policy.add(requests[0])
+    policy.admit(requests[0])
+    policy.charge(requests[0], 400)
+    policy.finish(requests[0])
+    for made, away_s, used in ((requests[1], AWAY_S, 400), (requests[2], 1.1 * AWAY_S, 0)):
+        now_s += away_s
+        policy.add(made)
+        assert policy._tenants["busy"].used == used
+        policy.remove(made)

@@ -46,11 +46,11 @@ than x / 3 + c. So P < x + x / 3 + c in each step, or x > 3 (P - c) / 4, and all
 With n tenants that all use their weights, P is on average the tenant's part of the tokens, by the bound of
 ``fair_policy``.
 
-**Overtaking.** The *work* w(r) of a request is its number of uncached tokens on arrival (at least 1), nodes
-of a select's tree included. When r arrives, A(r) is the work that waits before it in its tenant's line, and r
-gets the limit M(r) = B + OVERTAKEN_FRACTION * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let O(r) be
-the work of later arrivals of its tenant that were admitted (or left) while r waited, and W the largest w of
-any request. Then, not counting time in which a running request computes the tokens that r needs next::
+**Overtaking.** The *work* w(r) of a request is its number of uncached tokens on arrival, nodes of a select's
+tree included. When r arrives, A(r) is the work that waits before it in its tenant's line, and r gets the limit
+M(r) = B + OVERTAKEN_FRACTION * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let O(r) be the work of later
+arrivals of its tenant that were admitted (or left) while r waited, and W the largest w of any request. Then,
+not counting time in which a running request computes the tokens that r needs next::
 
     O(r) < M(r) + W
 
@@ -161,7 +161,7 @@ class TenantQueue:
 
     def add(self, request: Request, run: TokenRun, match: int, program: TenantProgram | None) -> None:
         """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
-        self.arrivals.add(request, max(1, request.num_tokens + request.num_nodes - match))
+        self.arrivals.add(request, request.num_tokens + request.num_nodes - match)
         if request.deadline < math.inf:
             self._deadlines.add(request.deadline, request)
         if request.patience_end < math.inf:
@@ -617,10 +617,9 @@ class TimeHeaps:
         self._waiting = waiting
 
     def add(self, at: float, request: Request) -> None:
-        """Adds a request; ignored for an infinite time."""
-        if at < math.inf:
-            heap = self.heaps.setdefault(request.origin.priority, [])
-            heapq.heappush(heap, (at, request.id, request))
+        """Adds a request."""
+        heap = self.heaps.setdefault(request.origin.priority, [])
+        heapq.heappush(heap, (at, request.id, request))
 
     def gone(self, request: Request) -> None:
         """The request, with a time or without, no longer waits. Drops old entries once they may be the
