@@ -47,10 +47,10 @@ With n tenants that all use their weights, P is on average the tenant's part of 
 ``fair_policy``.
 
 **Overtaking.** The *work* w(r) of a request is its number of uncached tokens on arrival, nodes of a select's
-tree included. When r arrives, A(r) is the work that waits before it in its tenant's line, and r gets the limit
-M(r) = B + OVERTAKEN_FRACTION * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let O(r) be the work of later
-arrivals of its tenant that were admitted (or left) while r waited, and W the largest w of any request. Then,
-not counting time in which a running request computes the tokens that r needs next::
+tree included. When r arrives, A(r) is the work that waits before it in its tenant's line, and r gets the
+limit M(r) = B + OVERTAKEN_FRACTION * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let O(r) be the work
+of later arrivals of its tenant that were admitted (or left) while r waited, and W the largest w of any
+request. Then, not counting time in which a running request computes the tokens that r needs next::
 
     O(r) < M(r) + W
 
