@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -95,6 +96,18 @@ def test_dependent_requests_of_many_programs_follow_the_arrivals_of_the_programs
     assert order_of(queue) == [5, 6, 4]
 
 
+def test_a_request_that_leaves_takes_no_other_from_its_place():
+    queue = policy()
+    early, first = request(0, program=2), request(1, program=1)
+    for made in (early, first):
+        queue.add(made)
+    queue.admit(first)
+    queue.add(request(2, program=1))
+    queue.add(request(3, 90))
+    queue.remove(early)  # in front of request 2, but it did not continue its program
+    assert order_of(queue) == [2, 3]
+
+
 def test_a_program_that_had_much_goes_after_others():
     queue = policy()
     early, late = request(0, program=1), request(1, program=2)
@@ -135,6 +148,17 @@ def test_a_group_that_another_request_interrupts_goes_on():
     queue.add(urgent)
     queue.add(request(4, 90))
     assert order_of(queue) == [3, 1, 2, 4]
+
+
+@pytest.mark.parametrize(("other_group", "order"), [(0, [0, 3, 1, 2]), (6, [0, 3, 2, 1])])
+def test_the_groups_opened_last_go_on(other_group, order, monkeypatch):
+    monkeypatch.setattr(tenant_queue, "MAX_PASSED_BY", 1)
+    queue = policy()
+    for number, cached, group in ((0, 90, 5), (1, 0, 5), (2, 80, 0)):
+        queue.add(request(number, cached, task_group=group))
+    assert admit_next(queue).id == 0
+    queue.add(request(3, task_group=other_group, deadline=1.0))
+    assert [0, *order_of(queue)] == order
 
 
 def test_a_group_whose_consumer_is_patient_goes_on_after_latency_work():
