@@ -22,9 +22,12 @@ from agentflow.errors import (
     ProtocolError,
     RunFailed,
 )
+from agentflow.protocol.events import ErrorInfo, Reached, StateFailed
+from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.runtime.generator import StateHint
 from agentflow.runtime.interpreter import state_tree
 from agentflow.runtime.interpreter.state_tree import (
+    GraphExecution,
     StateRecord,
     StateTree,
     derived_error,
@@ -233,6 +236,47 @@ async def test_an_error_takes_memory_and_ends_the_op_that_runs(at):
     at.tree.remove_one()
     assert at.freed == ["context 1"]
     assert not at.tree.remove_one()
+
+
+def test_each_event_is_sent_once_and_again_if_it_was_lost(at):
+    state = at.root(1)
+    events = [Reached(1, 3), StateFailed(1, ErrorInfo.of(EngineFailed("broken")))]
+    state.reach(3)
+    assert at.cursor.drain() == events[:1]
+    at.tree.stop(state, EngineFailed("broken"))
+    assert at.cursor.drain() == events[1:]
+    for ticket, again in ((3, events[1:]), (0, events)):
+        state.mark()
+        assert at.cursor.drain() == []
+        state.rewind(ticket)
+        assert at.cursor.drain() == again
+
+
+@pytest.mark.parametrize(
+    ("errors", "event"),
+    [
+        ({}, Reached(1, GRAPH_TICKET)),
+        ({2: Cancelled("left")}, Reached(1, GRAPH_TICKET)),
+        ({2: Cancelled("left"), 3: EngineFailed("broken")}, "broken"),
+        ({2: EngineFailed("first"), 3: EngineFailed("second")}, "first"),
+        ({1: EngineFailed("root"), 2: EngineFailed("first")}, "root"),
+    ],
+)
+def test_a_graph_ends_with_its_last_state(errors, event, at):
+    root = at.root(1)
+    graph = GraphExecution(root)
+    states = [root, *at.fork(root, 2, 3)]
+    for state in states:
+        graph.add(state)
+    for state in states:
+        if 1 not in errors:
+            assert at.cursor.drain() == []
+        if state.id in errors:
+            at.tree.stop(state, errors[state.id])
+        graph.state_ended()
+    [sent] = at.cursor.drain()
+    assert (sent.error.message if isinstance(sent, StateFailed) else sent) == event
+    assert sent.state == 1
 
 
 def test_a_number_that_is_used_again_is_another_state(at):
