@@ -379,6 +379,14 @@ def test_latency_goes_before_throughput_and_siblings_follow_each_other():
     assert order_of(policy) == [3, 1, 4, 2, 0]
 
 
+def test_the_objective_counts_before_the_length():
+    policy = FairLongestPrefix(Cache().peek, token_budget=16)
+    policy.add(request(0, 10, objective="throughput"))
+    policy.add(request(1, 100))
+    policy.add(request(2, 100, 10, objective="throughput"))
+    assert order_of(policy) == [1, 0, 2]
+
+
 def test_the_first_deadline_goes_first():
     policy = FairLongestPrefix(Cache().peek, token_budget=256)
     policy.add(request(0, 30, 20))

@@ -400,9 +400,15 @@ def test_the_oldest_sealed_contexts_are_dropped(monkeypatch, at):
     assert states[3].sealed == "context 4"
 
 
+def caused(error: BaseException) -> BaseException:
+    error.__cause__ = ValueError("inner")
+    return error
+
+
 @pytest.mark.parametrize(
     ("cause", "own", "of_other"),
     [
+        (caused(EngineFailed("broken")), RunFailed, RunFailed),  # the root is an error of agentflow
         (EngineFailed("broken"), RunFailed, RunFailed),
         (Cancelled("left"), Cancelled, Cancelled),
         (PromptTooLong("long"), PromptTooLong, RunFailed),
