@@ -479,8 +479,9 @@ def root_cause(error: AgentflowError) -> BaseException:
     """The root cause of ``error``. Derived errors name it directly, because a chain through many wired
     variables would grow without bound."""
     derived = RunFailed | Cancelled | LimitExceeded | PromptTooLong
-    is_derived = isinstance(error, derived) and error.__cause__ is not None
-    return (error.__cause__ or error) if is_derived else error
+    if isinstance(error, derived) and error.__cause__ is not None:
+        return error.__cause__
+    return error
 
 
 def with_place(error: AgentflowError, state: StateRecord[ContextT], number: int | None) -> AgentflowError:

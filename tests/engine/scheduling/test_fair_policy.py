@@ -387,6 +387,16 @@ def test_the_objective_counts_before_the_length():
     assert order_of(policy) == [1, 0, 2]
 
 
+@pytest.mark.parametrize(("cached", "order"), [(86, [0, 1]), (95, [1, 0])])
+def test_a_prompt_that_the_cache_has_made_short_is_short(cached, order):
+    policy = FairLongestPrefix(Cache().peek, token_budget=16)
+    made = request(0, 100)
+    policy.add(made)
+    policy.add(request(1, 100, cached))
+    policy.tokens_cached(made.cache_key, made.run(90))
+    assert order_of(policy) == order
+
+
 def test_the_first_deadline_goes_first():
     policy = FairLongestPrefix(Cache().peek, token_budget=256)
     policy.add(request(0, 30, 20))
