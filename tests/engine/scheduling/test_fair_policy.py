@@ -552,6 +552,16 @@ def test_cached_tokens_make_a_request_short():
     assert policy.next(prompts, free).id == 2
 
 
+def test_a_request_with_one_full_batch_to_compute_is_short():
+    policy = FairLongestPrefix(Cache().peek, token_budget=16)
+    policy.add(request(0, 16))
+    policy.add(request(1, 100, 20))
+    assert order_of(policy) == [0, 1]
+    prompts = running(policy, request(2, 100), request(3, 16))
+    policy.start_step()
+    assert policy.next(prompts, None).id == 3
+
+
 def test_the_nodes_of_a_select_make_it_long():
     policy = FairLongestPrefix(Cache().peek, token_budget=16)
     policy.add(request(0, 20, 12, choices=[[*range(40)], [*range(1, 40)]]))
