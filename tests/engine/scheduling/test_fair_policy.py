@@ -569,11 +569,12 @@ def test_the_nodes_of_a_select_make_it_long():
     assert order_of(policy) == [1, 0]
 
 
-@pytest.mark.parametrize(("num_shared", "first"), [(0, 1), (95, 0)])
-def test_a_long_prompt_is_long_until_it_is_computed(num_shared, first):
+@pytest.mark.parametrize(("num_shared", "num_generated", "first"), [(0, 0, 1), (95, 0, 0), (0, 1, 0)])
+def test_a_long_prompt_is_long_until_it_is_computed(num_shared, num_generated, first):
     policy = FairLongestPrefix(Cache().peek, token_budget=16)
     [prompt] = running(policy, request(0, 100))
     prompt.num_computed, prompt.num_shared = 95, num_shared
+    prompt.num_prompt -= num_generated  # it was preempted
     policy.add(request(1, 10))
     policy.start_step()
     assert policy.next([prompt], free).id == first

@@ -222,6 +222,8 @@ def test_a_request_that_often_gets_another_place_takes_no_more_memory():
     for number in range(1000):
         queue.place(made, origins[number % 2])
     assert sys.getrefcount(made) <= before + 20
+    assert len(queue._tenants[""]._of_program) == 1
+    assert made.patience_end == 60.0
     queue.add(request(2, 90))
     assert order_of(queue) == [1, 2]
 
