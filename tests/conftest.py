@@ -311,7 +311,7 @@ def model_url(model_folder: Path) -> Iterator[str]:
     computes in float32: other batches, and an embedded engine, then give the same tokens."""
     from support.commands import served
 
-    with served("--dtype", "float32", "--kv-tokens", "6000", "--threads", "2") as (url, _):
+    with served("--dtype", "float32", "--kv-tokens", "6000", "--threads", "1") as (url, _):
         yield url
 
 

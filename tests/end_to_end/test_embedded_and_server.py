@@ -65,7 +65,7 @@ async def run_on(*programs, **kwargs) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def embedded_results(model_folder):
-    backend = af.Embedded(dtype="float32", kv_tokens=6000, threads=2)
+    backend = af.Embedded(dtype="float32", kv_tokens=6000, threads=1)
     return anyio.run(lambda: run_on(*PROGRAMS, backend=backend))
 
 

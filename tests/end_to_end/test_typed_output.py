@@ -57,7 +57,7 @@ async def _hear(variable: Any, found: dict[str, Outcome]) -> None:
 
 
 def embedded(**options: Any) -> Any:
-    return af.session(backend=af.Embedded(dtype="float32", kv_tokens=6000, threads=2), **options)
+    return af.session(backend=af.Embedded(dtype="float32", kv_tokens=6000, threads=1), **options)
 
 
 async def outcomes(flow: Any, **options: Any) -> dict[str, Outcome]:
