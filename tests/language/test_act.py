@@ -47,8 +47,6 @@ async def answered(tools: list[Any], *calls: af.ToolCall, **options: Any) -> lis
 
 # The model of the loop: one call after another, and the conversation that follows.
 
-SILENT = {"ok": 0, "slow": 1}
-
 
 def ok(number: int) -> int:
     return number * 2

@@ -7,7 +7,6 @@ import math
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cached_property
 from typing import Any
 
 import anyio
@@ -36,12 +35,9 @@ _prepare = GrammarCache.prepare
 @functools.lru_cache(2)
 def _prepared(vocab_size: int) -> dict[str, Any]:
     made = GrammarCache(TOKENIZER, vocab_size)
+    before = {*vars(made)}
     _prepare(made)
-    return {
-        name: value
-        for name, value in vars(made).items()
-        if isinstance(vars(GrammarCache).get(name), cached_property)
-    }
+    return {name: value for name, value in vars(made).items() if name not in before}
 
 
 def _share(self: GrammarCache) -> None:

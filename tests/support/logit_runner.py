@@ -39,7 +39,7 @@ def _logits_after(token: int) -> NDArray[np.float32]:
     logits[PLAIN_IDS] = FAVOURITES + chance.normal(0.0, 0.5, len(PLAIN_IDS))
     # In most places the end is no choice, in some it is the first.
     logits[END_ID] = 9.0 if zlib.crc32(b"%d" % token) % 5 == 0 else -20.0
-    logits.flags.writeable = False
+    logits.setflags(write=False)
     return logits
 
 

@@ -26,7 +26,6 @@ from agentflow.protocol.chat import CalledTool, Message, ReasoningPiece, ReplyPi
 OPEN = ReasoningFormat("<think>", "</think>", is_open=True)
 CLOSED = ReasoningFormat("<think>", "</think>", is_open=False)
 PARTS = ["<think>", "</think>", "\n", " ", "<", "</", "think>", "</thi", "yes", "no.", "\u2003"]
-OUTPUTS = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
 
 
 def whole(output: str, thinking: ReasoningFormat) -> tuple[str, str]:

@@ -27,9 +27,6 @@ from agentflow.runtime.interpreter.interpreter import Interpreter
 
 pytestmark = pytest.mark.anyio
 
-LAUGHS = "a: &a [x]\n" + "".join(
-    [f"{name}: &{name} [{f'*{before},' * 9}]\n" for before, name in zip("abcdef", "bcdefg", strict=True)]
-)
 RESULTS = [
     ("items", "numbered", "Sure:\n1. a\n 2. b c\nand\n10. d", "a\nb c\nd"),
     ("items", "numbered.-1", "1. a\n2. b", "b"),

@@ -111,10 +111,7 @@ OLLAMA_OPTIONS: list[Row] = [
     ({"num_predict": 7, "stop": "z"}, {"max_tokens": 7, "stop": ("z",)}),
     ({"num_predict": -2, "stop": ["y", "z"], "num_ctx": 16}, {"max_tokens": MAX_CONTEXT, "stop": ("y", "z")}),
     ({"min_p": 0.1, "repeat_penalty": 1.1}, {"min_p": 0.1, "repetition_penalty": 1.1}),
-    (
-        {"presence_penalty": 0.5, "frequency_penalty": -0.5},
-        {"presence_penalty": 0.5, "frequency_penalty": -0.5},
-    ),
+    (PENALTIES, PENALTIES),
     ({"repeat_penalty": 1.1, "repeat_last_n": 0}, {}),
     (NEUTRAL, {}),
     ({"num_ctx": 8192.0, "num_predict": 7.0, "mirostat": 0.0, "warmth": 9}, {"max_tokens": 7}),
@@ -126,10 +123,7 @@ SGLANG_PARAMS: list[Row] = [
     ({"temperature": 0}, {"temperature": 0.0}),
     ({"top_p": 0.5, "top_k": 5, "min_p": 0.1}, {"top_p": 0.5, "top_k": 5, "min_p": 0.1}),
     ({"top_k": -1, "top_p": 0}, {"top_k": 1}),
-    (
-        {"frequency_penalty": 0.5, "presence_penalty": -0.5},
-        {"frequency_penalty": 0.5, "presence_penalty": -0.5},
-    ),
+    (PENALTIES, PENALTIES),
     ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
     ({"stop": "z"}, {"stop": ("z",)}),
     ({"stop": ["y", "z"], "stop_token_ids": [9]}, {"stop": ("y", "z"), "stop_token_ids": (9,)}),

@@ -31,11 +31,6 @@ ANSWER_COST = (9 * 2.0 + 3 * 10.0) / 2 / 1e6
 """The vendors report 9 tokens of input and 3 of output for each answer, at half of the prices below."""
 
 
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentflow.language.batch.retries.FIRST_PAUSE_S", 0.0)
-
-
 def sizes(vendor: FakeVendor) -> list[int]:
     """The numbers of requests in the batches that were sent: all of them were paid, unless they expired."""
     return [len(batch) for batch in vendor.sent]

@@ -180,18 +180,13 @@ async def failed_and_sent_again(vendor: FakeVendor, path: str, program: Any) -> 
     vendor.override = lambda request: None
 
 
-async def test_a_retry_that_runs_when_the_map_ends_is_found_again(
-    vendor: FakeVendor, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentflow.language.batch.retries.FIRST_PAUSE_S", 0.0)
+async def test_a_retry_that_runs_when_the_map_ends_is_found_again(vendor: FakeVendor, path: str) -> None:
     await failed_and_sent_again(vendor, path, ask)
     assert await map_all(vendor, ask, path) == await plain(type(vendor)(), ask)
     assert [len(batch) for batch in vendor.sent] == [3, 3]
 
 
-async def test_equal_requests_that_failed_find_their_retries(
-    vendor: FakeVendor, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_equal_requests_that_failed_find_their_retries(vendor: FakeVendor, path: str) -> None:
     @af.program
     async def ask_alike(s: af.State, question: str) -> list[str]:
         s += af.user(question)
@@ -200,7 +195,6 @@ async def test_equal_requests_that_failed_find_their_retries(
             branch += af.assistant(af.gen("answer", max_tokens=8))
         return [await branch["answer"] for branch in branches]
 
-    monkeypatch.setattr("agentflow.language.batch.retries.FIRST_PAUSE_S", 0.0)
     await failed_and_sent_again(vendor, path, ask_alike)
     assert await map_all(vendor, ask_alike, path) == await plain(type(vendor)(), ask_alike)
     assert [len(batch) for batch in vendor.sent] == [6, 6]
