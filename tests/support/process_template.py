@@ -318,7 +318,9 @@ def _run(command: list[str]) -> None:
         sys.modules.pop(what, None)  # the template has imported it
         runpy.run_module(what, run_name="__main__", alter_sys=True)
         return
-    child_process._popen = _Templates(_OF_COMMANDS, {0: ProcessTemplate.with_these_imports()}).popen
+    # Scripts start engines rarely, and can start a template then.
+    started = {0: ProcessTemplate.with_these_imports()} if option == "-m" else {}
+    child_process._popen = _Templates(_OF_COMMANDS, started).popen
     if option == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     elif option == "-c":
