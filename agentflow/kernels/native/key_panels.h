@@ -17,18 +17,22 @@ struct KvLayer {
     const S* value(int32_t slot, int64_t head) const { return key(slot, num_kv_heads + head); }
 };
 
-// Transposes 16 x 16 words. Row i is read from from[i] (null: zeros); column i is written to `to + i * stride`.
-ALWAYS_INLINE void transpose_words(const uint32_t* const (&from)[16], uint32_t* to, int64_t stride) {
+// Transposes 16 rows of 16 words. Row i has its first `num` words at from[i] (null: none), then zeros. The first `num_columns`
+// columns are written; column i to `to + i * stride`.
+ALWAYS_INLINE void transpose_words(const uint32_t* const (&from)[16], int num, uint32_t* to, int64_t stride, int num_columns = 16) {
 #if defined(__AVX512F__)
+    const __mmask16 present = __mmask16((1u << num) - 1);
     __m512i r[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) r[i] = from[i] ? _mm512_loadu_si512(from[i]) : _mm512_setzero_si512();
+    for (int i = 0; i < 16; i++) r[i] = from[i] ? _mm512_maskz_loadu_epi32(present, from[i]) : _mm512_setzero_si512();
     turn(r);
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * stride, r[i]);
+    for (int i = 0; i < 16; i++) {
+        if (i < num_columns) _mm512_storeu_si512(to + i * stride, r[i]);
+    }
 #else
     for (int i = 0; i < 16; i++) {
-        for (int j = 0; j < 16; j++) to[j * stride + i] = from[i] ? from[i][j] : 0;
+        for (int j = 0; j < num_columns; j++) to[j * stride + i] = from[i] && j < num ? from[i][j] : 0;
     }
 #endif
 }
@@ -48,25 +52,34 @@ void pack_keys(const KvLayer<S>& kv, const int32_t* slots, int begin, int num, i
         }
         int64_t word = 0;
         for (; word + LANES <= whole; word += LANES) {
-            transpose_words(from, to + word * PANEL, PANEL);
+            transpose_words(from, LANES, to + word * PANEL, PANEL);
             for (int i = 0; i < LANES; i++) from[i] = from[i] ? from[i] + LANES : nullptr;
         }
-        for (int i = 0; i < LANES; i++) {
-            for (int64_t w = word; w < words; w++) {
-                uint32_t bits = 0;
-                const int64_t left = std::clamp<int64_t>(kv.head_dim - w * PAIR, 0, PAIR);
-                if (from[i] && left) std::memcpy(&bits, from[i] + (w - word), left * sizeof(S));
-                to[w * PANEL + i] = bits;
-            }
+        if (word == words) continue;
+        const int num_left = int(whole - word);
+        transpose_words(from, num_left, to + word * PANEL, PANEL, int(words - word));
+        if (whole * PAIR == kv.head_dim) continue;
+        for (int i = 0; i < LANES; i++) {  // the last value is half of a word
+            if (from[i]) std::memcpy(to + whole * PANEL + i, from[i] + num_left, sizeof(S));
         }
     }
 }
 
-// Interleaves two rows of 32 bfloat16 value by value. b may be null, for zeros.
-ALWAYS_INLINE void interleave(const bf16* a, const bf16* b, bf16* to) {
+// The first `num` of 16 values, then zeros.
+ALWAYS_INLINE __m256i first_values(const bf16* from, int num) {
+    if (num >= LANES) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    if (num <= 0) return _mm256_setzero_si256();
+    alignas(32) bf16 values[LANES] = {};
+    std::memcpy(values, from, num * sizeof(bf16));
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(values));
+}
+
+// Interleaves two rows of 32 bfloat16 value by value: the first `num` values of each, then zeros. b may be null, for zeros.
+ALWAYS_INLINE void interleave(const bf16* a, const bf16* b, int num, bf16* to) {
     for (int part = 0; part < 2; part++) {
-        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + part * 16));
-        const __m256i y = b ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + part * 16)) : _mm256_setzero_si256();
+        const int left = num - part * LANES;
+        const __m256i x = first_values(a + part * LANES, left);
+        const __m256i y = b ? first_values(b + part * LANES, left) : _mm256_setzero_si256();
         const __m256i low = _mm256_unpacklo_epi16(x, y), high = _mm256_unpackhi_epi16(x, y);
         __m256i* out = reinterpret_cast<__m256i*>(to + part * 32);
         _mm256_storeu_si256(out, _mm256_permute2x128_si256(low, high, 0x20));
@@ -92,13 +105,8 @@ void pack_values(const KvLayer<S>& kv, const int32_t* slots, int begin, int num,
             if constexpr (PAIR == 1) {
                 std::memset(panel, 0, PANEL * sizeof(S));
                 std::memcpy(panel, a, width * sizeof(S));
-            } else if (width == PANEL) {
-                interleave(a, b, panel);
             } else {
-                for (int i = 0; i < PANEL; i++) {
-                    panel[2 * i] = i < width ? a[i] : S{};
-                    panel[2 * i + 1] = i < width && b ? b[i] : S{};
-                }
+                interleave(a, b, width, panel);
             }
         }
     }

@@ -177,7 +177,7 @@ def test_dense_attention_of_gpus_equals_float64(batch: Batch, seed: int) -> None
 @DTYPES
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
-    [(9, 3, 64), (4, 4, 16), (12, 1, 32), (6, 2, 80), (2, 1, 128), (8, 2, 128), (3, 3, 6)],
+    [(9, 3, 64), (4, 4, 16), (12, 1, 32), (6, 2, 80), (2, 1, 128), (8, 2, 128), (3, 3, 6), (2, 2, 7)],
 )
 def test_all_shapes_of_heads(
     kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
