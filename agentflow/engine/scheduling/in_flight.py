@@ -14,7 +14,9 @@ from agentflow.errors import BadArgument, EngineFailed, RequestRefused
 from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
 
 COMMIT_RUN = 64
-"""Generated tokens enter the cache in runs of at least this many; the rest when their request ends."""
+"""Tokens enter the cache in runs of at least this many. The rest of a prompt does when it is computed, and
+the rest of generated tokens when their request ends. Those of a prompt that another request waits for do
+after each step."""
 
 
 @dataclass(slots=True)
@@ -93,7 +95,7 @@ class InFlight:
         if launched.scored:
             store_scores(launched.scored, output)
         self.launched.popleft()
-        has_prefills = bool(self._prefills.requests)
+        has_prefills, awaited = bool(self._prefills.requests), self._prefills.awaited
         has_tokens_only = logprobs is None and output.embeddings is None and output.ranks is None
         rows: list[Row] = []
         next_output = num_computed = num_generated = 0
@@ -112,8 +114,10 @@ class InFlight:
                     self._check(request, token_ids[first:next_output])
                 assert request.committed is not None
                 is_prompt = row.start < request.num_prompt or row.num_tokens > 1
-                if is_prompt or row.end - request.committed.num_tokens >= COMMIT_RUN:
+                is_long = row.end - request.committed.num_tokens >= COMMIT_RUN
+                if is_long or (is_prompt and self._is_needed(row)):
                     self._memory.commit(request, row.end)
+                    awaited.discard(request.id)
                 if has_prefills:
                     self._prefills.advanced(request, row.end, row.first_node)
                 if row.targets is SAMPLED_ONCE and has_tokens_only and not request.params.top_logprobs:
@@ -142,6 +146,12 @@ class InFlight:
             except Exception as error:
                 row.error = error
         return rows
+
+    def _is_needed(self, row: Row) -> bool:
+        """Whether a few tokens of a prompt enter the cache now: its last ones, or if others wait for them."""
+        request = row.request
+        is_last = row.end >= request.num_prompt - 1
+        return is_last or request.tree is not None or request.id in self._prefills.awaited
 
     def _check(self, request: Request, token_ids: list[int]) -> None:
         """Raises the error of a request if one of its rows has no token."""
@@ -233,13 +243,16 @@ class InProgressPrefixes:
 
     Waiting requests need not compute the prefixes of these requests too. A prefix in progress is found by its
     next token that is not cached. A waiting request that needs the same token next has the same prefix
-    cached, because running requests commit their prompts to the cache step by step.
+    cached, because running requests commit their prompts to the cache step by step while others wait for
+    them.
 
-    ``requests``: the requests by id. Other modules read it.
+    ``requests``: the requests by id. ``awaited``: the ids of those that others wait for since their last
+    tokens entered the cache. Other modules read them.
     """
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
+        self.awaited: set[int] = set()
         self._places: dict[int, _Place] = {}  # of requests that others wait for
         self._at: dict[_Place, list[Request]] = {}
 
@@ -254,7 +267,11 @@ class InProgressPrefixes:
             return False
         run = request.run(match)
         is_ahead = request.origin.is_ahead
-        return any((is_ahead or not other.origin.is_ahead) and other.run(match) == run for other in here)
+        for other in here:
+            if (is_ahead or not other.origin.is_ahead) and other.run(match) == run:
+                self.awaited.add(other.id)
+                return True
+        return False
 
     def add(self, request: Request) -> None:
         """The request was just admitted."""
@@ -281,10 +298,12 @@ class InProgressPrefixes:
             self.add(request)  # keeps its place in the order
         else:
             del self.requests[request.id]
+            self.awaited.discard(request.id)
 
     def discard(self, request: Request) -> None:
         """The request no longer runs. Unknown requests are ignored."""
         if self.requests.pop(request.id, None) is not None:
+            self.awaited.discard(request.id)
             self._leave(request)
 
     def _leave(self, request: Request) -> None:
