@@ -468,6 +468,8 @@ def test_times_stay_in_order_when_old_entries_are_dropped():
         heaps.add(float(number), waiting[number])
     for number in random.Random(2).sample(range(400), 300):
         heaps.gone(waiting.pop(number))
+    for number in range(400, 500):
+        heaps.gone(request(number, 10, priority=1))  # of a priority that never had a time
     found = []
     while (made := heaps.first(0, math.inf)) is not None:
         found.append(made.id)
