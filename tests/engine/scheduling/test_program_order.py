@@ -126,7 +126,7 @@ def test_a_program_rises_by_a_level_with_each_multiple_of_its_tokens():
     queue = tenant_queue.TenantQueue("", 1, TOKEN_BUDGET, float, 0.0)
     for level in range(tenant_queue.MAX_LEVEL + 2):
         limit = LEVEL_TOKENS * tenant_queue.LEVEL_FACTOR**level
-        found = [queue._level(tenant_queue.Program(0, num_tokens)) for num_tokens in (limit - 1, limit)]
+        found = [queue._level(tenant_queue.TenantProgram(0, num_tokens)) for num_tokens in (limit - 1, limit)]
         assert found == [min(level, tenant_queue.MAX_LEVEL), min(level + 1, tenant_queue.MAX_LEVEL)]
 
 
