@@ -6,8 +6,10 @@ The cost of a request of n tokens, of which a replica holds h, and of an expecte
   steps with requests that decode (``share``), then o steps of the replica's present length. If the batch or
   the memory is full, also the time until there is room.
 - *the time of others*: each request that decodes there waits for the n - h tokens, and its steps take longer
-  by one row and the KV that this row reads. A request of the objective ``throughput`` counts THROUGHPUT of
-  one whose reader waits.
+  by one row and the KV that this row reads. While it waits for the tokens, other prompts come and take a part
+  p of the time, as in the last PROMPTS_S, so it waits 1 / (1 - p) times as long. Without this factor, long
+  prompts gather on few replicas: those where few requests decode, slowly, between other long prompts. A
+  request of the objective ``throughput`` counts THROUGHPUT of one whose reader waits.
 - *capacity*: computing takes the time of all requests that come later, which wait longer the busier the
   replicas are: COMPUTED times the n - h tokens, for each request that runs on the average replica. A prefix
   that other requests in progress share does not count, because its next copy will be used again.
@@ -57,6 +59,8 @@ REUSE = 0.5
 COMPUTED = 2.0
 MIXED = 2.0
 MIN_STRETCH = 1.1  # as in ``engine.scheduling.pace``
+PROMPTS_S = 2.0
+"""The part of a replica's time that prompts take is a mean over about this time."""
 FULL = 0.95
 """Part of a pool that is in use when the next request has to wait."""
 _NOBODY = (0, 0.0)
@@ -140,6 +144,8 @@ class _Load:
     num_latency: int = 0  # of both
     queue_s: float = 0.0  # to compute the prompts of those that wait
     since: float = 0.0  # the first of them began at this time at the latest
+    prompts: float = 0.0  # the part of its time that prompts took, at ``prompts_at``
+    prompts_at: float = 0.0
     read_tokens: float = 0.0  # KV that a step reads
     used_tokens: float = 0.0  # slots that only these requests need
     throughput_tokens: float = 0.0
@@ -154,6 +160,12 @@ class _Load:
     def num_requests(self) -> int:
         """The requests that wait or run."""
         return self.num_waiting + self.num_running
+
+    def add_prompt(self, seconds: float, now_s: float) -> None:
+        """A prompt comes that takes this long. Earlier ones count less."""
+        self.prompts *= math.exp((self.prompts_at - now_s) / PROMPTS_S)
+        self.prompts += seconds / PROMPTS_S
+        self.prompts_at = now_s
 
 
 class _Work:
@@ -431,6 +443,7 @@ class Loads:
         call.replica, call.placed_s, call.num_hit, call.load = replica, now_s, num_hit, load
         call.expected_tokens, call.has_started = self.expected_output(call), False
         call.prompt_s = cost.row_s * missing + cost.pair_s * missing * (num_hit + missing / 2)
+        load.add_prompt(call.prompt_s, now_s)
         if not load.num_waiting:
             load.since = now_s
         load.num_waiting += 1
@@ -455,6 +468,7 @@ class Loads:
         load = call.load
         assert load is not None
         call.has_started = True
+        load.add_prompt(0.0, now_s)
         self._left_queue(load, call, now_s)
         load.num_running += 1
         load.read_tokens += call.num_tokens + call.expected_tokens / 2
@@ -465,6 +479,7 @@ class Loads:
         itself, and nothing is learned."""
         load = call.load
         assert load is not None
+        load.add_prompt(0.0, now_s)
         if call.has_started:
             load.num_running -= 1
             load.read_tokens -= call.num_tokens + call.expected_tokens / 2
@@ -517,13 +532,16 @@ class Loads:
         load, shape, cost = self._loads[replica], self._shape, self._shape.cost
         running = load.num_running
         step_s = cost.base_s + (cost.row_s + cost.logits_s) * running + cost.read_s * load.read_tokens
-        share = _share(step_s, shape.tpot_s) if running else 1.0
+        share = bounded = _share(step_s, shape.tpot_s)
         if shape.keeps_tpot:
             free = PROMPT_STEP_S / (step_s + PROMPT_STEP_S)
             if running and not load.num_latency:
                 share = free
-            lost = 1 - _share(step_s, shape.tpot_s) / free
+            lost = 1 - bounded / free
             self._mixed[replica] = MIXED * shape.tpot_s * lost / (1 + load.num_latency)
+        left = 1 - min(load.prompts, share)  # of its time, by prompts
+        if not running:
+            share = 1.0
         queue_s = load.queue_s / share
         head_s = queue_s / load.num_waiting if load.num_waiting else 0.0
         room_s = 0.0
@@ -542,7 +560,7 @@ class Loads:
         self._others[replica] = load.others = others
         fill = min(1.0, max(load.cached_tokens, load.used_tokens) / shape.kv_tokens)
         delayed = THROUGHPUT * running if shape.keeps_tpot else others
-        self._others_token_s[replica] = cost.row_s * (delayed + REUSE * fill)
+        self._others_token_s[replica] = cost.row_s * (delayed / left + REUSE * fill)
         is_over = step_s + cost.row_s > shape.tpot_s
         if is_over:
             self._over.add(replica)

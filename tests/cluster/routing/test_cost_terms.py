@@ -36,6 +36,8 @@ class Reference:
     waiting: list[RoutedRequest] = field(default_factory=list)
     running: list[RoutedRequest] = field(default_factory=list)
     since: float = 0.0
+    prompts: list[tuple[float, float]] = field(default_factory=list)  # that were placed: when, how long
+    changed_s: float = 0.0
     mean_output: float = load.FIRST_OUTPUT  # of all replicas, when this one changed last
     cached: float = 0.0
     until_s: float = 0.0
@@ -88,7 +90,9 @@ class Cluster:
         self.loads.placed(call, number, held, self.now_s)
         replica.since = replica.since if replica.waiting else self.now_s
         replica.waiting.append(call)
+        replica.prompts.append((self.now_s, call.prompt_s))
         replica.mean_output = self.mean_output
+        replica.changed_s = self.now_s
         if call.objective == "throughput":
             self.throughput_at = self.now_s
 
@@ -96,7 +100,7 @@ class Cluster:
         replica = self.replicas[number]
         if replica.waiting:
             replica.running.append(replica.waiting.pop(0))
-            replica.since = self.now_s
+            replica.since = replica.changed_s = self.now_s
             replica.mean_output = self.mean_output
             self.loads.started(replica.running[-1], self.now_s)
 
@@ -109,6 +113,7 @@ class Cluster:
             replica.since = self.now_s
         else:
             return
+        replica.changed_s = self.now_s
         self.loads.ended(call, num_output, self.now_s)
         if num_output:
             self.mean_output += load.LEARNED_PART * (num_output - self.mean_output)
@@ -124,6 +129,11 @@ class Cluster:
         is_free = shape.keeps_tpot and running and not one.num_readers
         most = free if is_free else one.prompt_part(shape.tpot_s)
         share = most if running else 1.0
+        ages = [(one.changed_s - placed_s, prompt_s) for placed_s, prompt_s in one.prompts]
+        prompts = (
+            sum(prompt_s * math.exp(-age_s / load.PROMPTS_S) for age_s, prompt_s in ages) / load.PROMPTS_S
+        )
+        stretch = 1 / (1 - min(prompts, most))
         # The queue, and the time until there is room.
         queue_s = sum(call.prompt_s for call in one.waiting) / share
         used = one.used / (load.FULL * shape.kv_tokens)
@@ -150,7 +160,7 @@ class Cluster:
         mean = sum(replica.weight() for replica in self.replicas) / NUM_REPLICAS
         fill = min(1.0, max(one.cached, one.used) / shape.kv_tokens)
         delayed = load.THROUGHPUT * running if shape.keeps_tpot else weight
-        others = total * COST.row_s * (delayed + load.REUSE * fill)
+        others = total * COST.row_s * (delayed * stretch + load.REUSE * fill)
         others += total_lasting * COST.row_s * (1 + mean) * load.COMPUTED + rows_s * weight
         if step_s + COST.row_s > shape.tpot_s:
             others += output * (weight + 1) * step_s

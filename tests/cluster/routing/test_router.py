@@ -84,6 +84,19 @@ def test_forks_leave_a_full_replica_when_computing_the_prefix_again_is_cheaper()
     assert place(router, call(2, long + tokens(2, 20))) == [0]
 
 
+def test_a_prompt_avoids_a_replica_whose_requests_waited_for_many_prompts_lately() -> None:
+    router = router_of(2, EngineShape(COST, max_running=64, kv_tokens=200_000))
+    run_on(router, 1, 4)
+    earlier = run_on(router, 0, 30)
+    for one in earlier[4:]:
+        router.ended(one, 0, 0.0)
+    probe = call(9, tokens(9, 1000))
+    own, others = router.loads.terms(probe, {}, 0.0)
+    assert own[0] == pytest.approx(own[1])
+    assert others[0] > others[1]
+    assert place(router, probe) == [1]
+
+
 def test_an_ended_request_no_longer_counts() -> None:
     router = router_of(2)
     one = call(1, tokens(1, 500))
