@@ -256,6 +256,7 @@ def test_requests_of_a_paused_program_wait_aside_and_then_go_first():
     assert {request.id for request in policy} == set(range(5))
     assert admit_next(policy) == 1
     policy.resume("", 1)
+    assert sorted(request.id for request in policy) == [0, 2, 3, 4]
     assert [admit_next(policy) for _ in range(5)] == [0, 2, 3, 4, None]
     assert not len(policy)
 
@@ -280,14 +281,27 @@ def test_the_work_of_a_pause_grows_with_the_requests_not_with_their_square():
     assert work_of_a_pause(1_000) < 3 * work_of_a_pause(500)
 
 
-def test_a_request_that_is_preempted_while_its_program_is_paused_waits_aside():
+def test_a_program_of_a_tenant_without_requests_is_paused():
+    policy = FairLongestPrefix(lambda identity, run: 0, 64)
+    policy.pause("", 1)
+    policy.add(queued(0, program=1))
+    assert admit_next(policy) is None
+    policy.resume("", 1)
+    policy.resume("other", 1)
+    assert admit_next(policy) == 0
+
+
+@pytest.mark.parametrize("is_paused_first", [True, False])
+def test_a_request_that_is_preempted_while_its_program_is_paused_waits_aside(is_paused_first):
     policy = FairLongestPrefix(lambda identity, run: 0, 64)
     running, other = queued(0, program=1), queued(1, program=2)
     for made in (running, other):
         policy.add(made)
     policy.admit(running)
-    policy.pause("", 1)
+    if is_paused_first:
+        policy.pause("", 1)
     policy.restore(running)
+    policy.pause("", 1)
     assert running in policy
     assert [admit_next(policy), admit_next(policy)] == [1, None]
     policy.remove(running)
