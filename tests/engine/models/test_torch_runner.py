@@ -37,8 +37,7 @@ PROMPTS = (
     "<html>\n<head>\n<title>",
     "import numpy as np\n\ndef softmax(x):",
     "x" * 40,
-    "It was a dark and stormy night. The rain fell in torrents, and the old house on the hill stood "
-    "silent, as it had for many years. Inside, by a dying fire, an old man",
+    "It was a dark and stormy night. The rain fell in torrents, and the old house",
 )
 ARTICLE = (
     "Bees are flying insects closely related to wasps and ants, known for their role in pollination and, in "
@@ -166,7 +165,7 @@ def long_text(
 ) -> tuple[list[int], torch.Tensor]:
     """301 tokens, and transformers' log-probabilities after each but the last: more rows than logits are kept
     in memory."""
-    tokens = (prompts[-1] * 8)[:301]
+    tokens = (prompts[-1] * 20)[:301]
     with torch.inference_mode():
         return tokens, transformers_model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.commands import run_python
 from support.engine.family_models import saved_model
 from support.engine.gguf_models import write_gguf
 
@@ -37,7 +36,7 @@ for file in sys.argv[1:]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of which nearly all is the embedding."""
     made = tmp_path_factory.mktemp("large")
-    sizes = {"vocab_size": 160_000, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    sizes = {"vocab_size": 40_000, "hidden_size": 1024, "intermediate_size": 256, "num_hidden_layers": 1}
     saved_model("llama_tied", made, **sizes, num_attention_heads=4)
     return made
 
@@ -57,8 +56,8 @@ def test_f42m_a_large_embedding_takes_little_more_than_its_panels(folder: Path, 
     files = [tmp_path / f"{kind}.gguf" for kind in MOST_OF_WEIGHTS]
     for file in files:
         write_gguf(folder, file, file.stem)
-    command = [sys.executable, "-c", MEASURED, *map(str, files)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
+    done = run_python("-c", MEASURED, *files)
+    assert done.returncode == 0, done.stderr
     for line, most in zip(done.stdout.splitlines(), MOST_OF_WEIGHTS.values(), strict=True):
         peak, after, weights = json.loads(line)
         assert weights > 40e6
