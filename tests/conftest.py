@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 if TYPE_CHECKING:
     from support.wire_server import ThreadServer
@@ -59,6 +60,10 @@ settings.register_profile("full", deadline=None, derandomize=True, max_examples=
 settings.register_profile("few", deadline=None, derandomize=True, max_examples=5)  # for slow emulators
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "agentflow"))
+if settings.default.derandomize:
+    # Some values would be drawn from the constants of all imported modules, so that examples depend on the
+    # tests that ran before; and to look through these after each import takes longer than most tests.
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 ASYNCIO_FIRST = tuple(

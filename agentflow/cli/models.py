@@ -246,10 +246,10 @@ COMMAND = Command(
 Lists the models with short names and those in the cache of the Hugging Face
 hub, or the given ones, with the memory that they need with --dtype auto
 (weights, the KV of one whole context, and the work; as --quantize and
---kv-dtype say), whether that is free here
-(or for how many tokens), and whether they have a chat template and support
-tools. The size of a model that is not here is the size of its files. With --url:
-the models of a server. Without a terminal, tabs separate the columns.""",
+--kv-dtype say), whether that is free here (or for how many tokens), and
+whether they have a chat template and support tools. The size of a model that
+is not here is the size of its files. With --url: the models of a server.
+Without a terminal, tabs separate the columns.""",
     examples="""\
 agentflow models
 agentflow models ./my-llama tiny-Q4_K_M.gguf

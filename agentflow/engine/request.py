@@ -442,6 +442,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
     it and will be computed again, as after a preemption. ``max_total_tokens``: limit of prompt and output.
     ``BadArgument`` for a parameter out of range."""
     params = message.params or GREEDY
+    check_task(message.embeds, info)
     if not message.token_ids:
         raise EngineFailed("a request needs at least one token")
     token_ids = np.array(message.token_ids, dtype=np.int32)

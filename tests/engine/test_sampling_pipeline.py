@@ -215,7 +215,7 @@ def check_tops(job: Job, end: Finished) -> None:
     assert len(end.top_logprobs) == (len(end.token_ids) if job.params.top_logprobs else 0)
     for index, top in enumerate(end.top_logprobs):
         logits = logits_after([*job.prompt, *end.token_ids[:index]])
-        exact = torch.log_softmax(torch.from_numpy(logits).double(), -1).numpy()
+        exact = torch.log_softmax(torch.tensor(logits, dtype=torch.float64), -1).numpy()
         assert [token for token, _ in top] == np.argsort(-exact, kind="stable")[:4].tolist()
         np.testing.assert_allclose([value for _, value in top], np.sort(exact)[::-1][:4], rtol=1e-4)
         token = end.token_ids[index]

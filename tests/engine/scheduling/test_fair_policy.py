@@ -393,7 +393,7 @@ def test_a_prompt_that_the_cache_has_made_short_is_short(cached, order):
     made = request(0, 100)
     policy.add(made)
     policy.tokens_cached(made.cache_key, made.run(50))
-    assert policy._tenants[""].match_of(made) == 50
+    assert policy._tenants[""].count_match(made) == 50
     policy.add(request(1, 100, cached))
     policy.tokens_cached(made.cache_key, made.run(90))
     assert order_of(policy) == order

@@ -257,7 +257,7 @@ async def test_a_cancelled_exchange_loses_no_part_of_a_limit(end: str) -> None:
         await store.changed.wait()
         group.cancel_scope.cancel()
         store.answers.set()
-    await gate._exchange("ann", gate._account_of(tenant), {}, is_last=True)
+    await gate._exchange("ann", gate._find_account(tenant), {}, is_last=True)
     other, used = SharedGate(store, clock), 0 if end == "request" else 1
     assert [await is_admitted(other, tenant) for _ in range(6)] == [True] * (5 - used) + [False] * (1 + used)
 
@@ -274,7 +274,7 @@ async def test_an_account_is_not_forgotten_while_it_takes_a_lease() -> None:
         for number in range(2 * MIN_SWEPT):
             gate.check(Tenant(f"tenant {number}", requests_per_minute=1))
         store.answers.set()
-    assert dict(gate._account_of(tenant).leases())["cost"].credit
+    assert dict(gate._find_account(tenant).leases())["cost"].credit
 
 
 limits = st.none() | st.integers(1, 5) | st.just(60)

@@ -99,7 +99,7 @@ def prose_of(pieces: Sequence[ReplyPiece]) -> str:
 def check(calls: Sequence[CalledTool], tools: Sequence[ToolSpec] = ANY) -> None:
     known = {tool.name: tool for tool in tools}
     for call in calls:
-        jsonschema.validate(json.loads(call.arguments), known[call.name].parameters)
+        jsonschema.Draft202012Validator(known[call.name].parameters).validate(json.loads(call.arguments))
 
 
 CHOICES = {
