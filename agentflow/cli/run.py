@@ -340,7 +340,7 @@ error, 130 after Ctrl-C.""",
 agentflow run judge.py:judge essays.jsonl -o grades.jsonl
 agentflow run judge.py:judge essays.jsonl -o grades.jsonl --resume
 agentflow run judge.py essays.csv --url ws://127.0.0.1:8410 --concurrency 256
-agentflow run judge.py essays.jsonl --url openai:gpt-4.1-mini --batch --max-cost 2
+agentflow run judge.py in.jsonl --url openai:gpt-4.1-mini --batch --max-cost 2
 echo '"On plants."' | agentflow run judge.py -
 """,
     add_options=_add_options,

@@ -105,7 +105,8 @@ COMMAND = Command(
 Divides requests over servers with OpenAI's API, such as vLLM, SGLang,
 llama.cpp, Ollama, and agentflow. A request goes where its prefix is probably
 cached, unless waiting there would take longer than computing it again. Clients
-use the gateway's address like the address of one server, with the same paths and keys.""",
+use the gateway's address like the address of one server, with the same paths
+and keys.""",
     examples="""\
 agentflow route --to http://127.0.0.1:8000 --to http://127.0.0.1:8001
 agentflow route --to http://a:8000/v1 --to http://b:8000/v1 --port 9000
