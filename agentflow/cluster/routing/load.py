@@ -249,13 +249,13 @@ class Loads:
     def _stack(self, factors: SecondsArray) -> None:
         """Puts the times from which a decision subtracts the present into one array. ``factors``: as of
         ``_Work``."""
-        untils = [until for until, _ in self._others_on_devices]
+        ends = [until for until, _ in self._others_on_devices]
         weights = [weight for _, weight in self._others_on_devices]
-        self._work = work = _Work(np.stack((self._ready, self._until, *untils)), factors)
+        self._work = work = _Work(np.stack((self._ready, self._until, *ends)), factors)
         work.least[0] = self._floor
         self._floor = work.least[0]
-        self._ready, self._until, *untils = work.times
-        self._others_on_devices = [*zip(untils, weights, strict=True)]
+        self._ready, self._until, *ends = work.times
+        self._others_on_devices = [*zip(ends, weights, strict=True)]
 
     @property
     def replicas(self) -> list[ReplicaNumber]:
