@@ -4,7 +4,7 @@
 
 # PYTHON       the interpreter that .venv is made with (python3)
 # ARGS         options passed on to the command, such as ARGS="-k radix" for make test
-# JOBS         processes that run the tests (2, for make gpu-test 8; 0: this one)
+# JOBS         processes that run the tests (3, for make gpu-test 8; 0: this one)
 # TORCH        the torch to install (torch==2.13.0); a matching one in .venv is kept
 # TORCH_INDEX  an additional package index for torch, such as PyTorch's own for the CPU or a version of CUDA
 # CUDA         1 installs a CUDA build of torch without an NVIDIA GPU; 0 refuses one with a GPU
@@ -21,7 +21,7 @@ TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 CUDA        ?=
 ARGS        ?=
-JOBS        ?= 2
+JOBS        ?= 3
 FUZZ_FRAMES ?= 100000
 FUZZ_SEED   ?= 1
 UPGRADE     ?=
