@@ -20,6 +20,18 @@ from agentflow.protocol.schema_walk import subschemas
 MEMBER = "value"
 """The member that holds a value which is not an object."""
 
+_ENFORCED = (
+    "pattern",
+    "format",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "minItems",
+    "maxItems",
+)
+"""The bounds of values that the subset has."""
 _KEPT = {
     "type",
     "properties",
@@ -34,15 +46,7 @@ _KEPT = {
     "definitions",
     "title",
     "description",
-    "pattern",
-    "format",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "multipleOf",
-    "minItems",
-    "maxItems",
+    *_ENFORCED,
 }
 _ANNOTATIONS = {
     "default",
@@ -57,18 +61,7 @@ _ANNOTATIONS = {
     "$comment",
 }
 _LENGTHS = ("minLength", "maxLength", "minProperties", "maxProperties", "uniqueItems")
-_BOUNDS = (
-    *_LENGTHS,
-    "pattern",
-    "format",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "multipleOf",
-    "minItems",
-    "maxItems",
-)
+_BOUNDS = (*_LENGTHS, *_ENFORCED)
 _BEFORE_VALUE = re.compile(r"\s*\{\s*\"" + MEMBER + r"\"\s*:\s*")
 _AFTER_VALUE = re.compile(r"\s*\}\s*\Z")
 
