@@ -113,6 +113,8 @@ class Embedded:
         token_budget: The maximum number of prompt tokens per step.
         max_running: The maximum number of requests per batch.
         threads: The number of CPU threads.
+        tensor_parallel: The number of processes over which the model is divided: each has a GPU, from
+            ``device`` on, or on a CPU a part of ``threads``.
         cache: False turns the prefix cache off.
         loras: Adapters (LoRA) as ``NAME=PATH``.
         adapter: The name of the adapter that the session uses.
@@ -136,6 +138,7 @@ class Embedded:
         token_budget: int | None = None,
         max_running: int = 64,
         threads: int | None = None,
+        tensor_parallel: int = 1,
         cache: bool = True,
         loras: Sequence[str] = (),
         adapter: str = "",
@@ -151,6 +154,7 @@ class Embedded:
             "token_budget": token_budget,
             "max_running": max_running,
             "threads": threads,
+            "tensor_parallel": tensor_parallel,
             "cache": cache,
             "max_unfinished": None,
             "loras": tuple(loras),
@@ -171,7 +175,7 @@ class Embedded:
         except ImportError as error:
             raise ModelError(
                 f"the embedded engine needs the package {error.name!r}: pip install 'agentflow-lm[engine]' "
-                "(`agentflow doctor` names the build of torch that fits), or give the url of a server"
+                "(`agentflow doctor` shows the build of torch that fits), or give the url of a server"
             ) from error
         async with AsyncExitStack() as stack:
             # The engine's memory first: this takes only the rest.

@@ -51,6 +51,7 @@ class SessionOptions(TypedDict, total=False):
         models: Several models for the session, by the names that ``flow.state(model=…)`` and
             ``s.fork(…, model=…)`` use; the first is the default. Each is a model for this process as for
             ``model``, an address as for ``url``, or a backend.
+        fallback: Models behind APIs, as addresses or backends, that answer if the first one fails.
         embed_model: The model for ``flow.embed``. On a server or at a vendor, the name of one of its
             embedding models; default: the first of an agentflow server. In this process, it is loaded in
             addition to ``model``.
