@@ -2,8 +2,8 @@
 
 Reading order: ``open_session`` is ``af.session``, which chooses a backend. ``local`` interprets ops in this
 process with an embedded engine. ``remote`` sends them to a server over a ``websocket``: ``op_queue`` keeps
-those that the server has not acknowledged, ``cursors`` the position in its events. ``scripted``
-interprets them with the answers of a script, which ``scripted_answers`` cuts to the gen's parameters.
-``replay`` answers from a recording. ``apis`` has the models behind HTTP APIs. ``several`` makes several
-backends the models of one session.
+the ops that the server has not acknowledged, ``cursors`` the position in its events. ``scripted`` interprets
+ops with the answers of a script, which ``scripted_answers`` fits to the parameters of each gen. ``replay``
+answers from a recording. ``apis`` has the models behind HTTP APIs. ``several`` makes several backends the
+models of one session.
 """

@@ -52,7 +52,7 @@ class Cursors:
     could not repeat the events of a closed state."""
 
     def __init__(self) -> None:
-        # Tickets of ops.GetStats and ops.GetGraph, with the op's number; those of ops.GetGraph with the op.
+        # Tickets of ops.GetStats and ops.GetGraph, with the op's number; of ops.GetGraph also with the op.
         self.unanswered: dict[int, int] = {}
         self.asked_graphs: dict[int, ops.GetGraph] = {}
         self.watched: int | None = None  # the ticket of the session's watch

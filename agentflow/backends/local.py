@@ -93,7 +93,8 @@ def _ignore_loss(error: Exception, *, is_final: bool = True) -> None:
 
 
 class Embedded:
-    """An engine in this process, the default of ``af.session()``. Defaults are those of ``agentflow serve``.
+    """An engine in this process, the default of ``af.session()``. The defaults are the same as in
+    ``agentflow serve``.
 
     Args:
         model: A short name (``agentflow models`` lists them), ``OWNER/NAME`` on the Hugging Face hub, a model

@@ -273,8 +273,8 @@ _open = session  # for the functions with a parameter of the same name
 
 async def open_session(url: str | None = None, **options: Unpack[SessionOptions]) -> OpenSession:
     """Opens a session that stays open until ``await flow.close()``, for notebooks: one cell opens it, others
-    use it. The parameters are those of ``af.session``. In programs, prefer ``async with af.session(...)``,
-    which cannot be left open by accident.
+    use it. The parameters are the same as in ``af.session``. In programs, prefer
+    ``async with af.session(...)``, which cannot be left open by accident.
 
     >>> flow = await af.open_session()
     >>> await flow.run(judge, essay)

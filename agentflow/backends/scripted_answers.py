@@ -34,7 +34,7 @@ def make_reply(answer: ScriptedAnswer) -> Reply:
 
 
 def _calls_in(answer: ScriptedAnswer) -> tuple[ToolCall, ...]:
-    """The tool calls of which the answer consists, if any."""
+    """The tool calls, if the answer consists of tool calls."""
     calls = answer if isinstance(answer, list | tuple) else (answer,)
     return tuple(calls) if all(isinstance(call, ToolCall) for call in calls) else ()
 

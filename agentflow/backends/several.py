@@ -67,7 +67,7 @@ class Several:
         self._backends = dict(backends)
 
     def with_costs(self, costs: Any) -> Several:
-        """The backends, of which those behind a paid API have the same cap."""
+        """The backends, with one cap for all that are behind a paid API."""
         found: dict[str, Any] = dict(self._backends)
         for name, backend in found.items():
             if hasattr(backend, "with_costs"):

@@ -1,6 +1,6 @@
-"""Several engines, or servers, that serve one model: which of them runs a request.
+"""Several engines, or servers, that serve one model, and the choice among them.
 
-``routing`` places requests by their cost on each replica. ``simulated`` runs it on many engines without a
-model, with the rules of other routers. ``ray`` starts engines on several machines, and ``replicas`` joins
-the engines of a model to one.
+``routing`` places requests by their cost on each replica. ``simulated`` runs this router on many engines
+without a model, and the rules of other routers for comparison. ``ray`` starts engines on several machines,
+and ``replicas`` puts the engines of a model behind one client.
 """

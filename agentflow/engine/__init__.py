@@ -1,10 +1,10 @@
-"""One model, served: from a ``Submit`` to the tokens that it gets.
+"""The engine of one model: from a ``Submit`` to its tokens.
 
-``docs/internals/plain-engine.md`` is the same engine in 300 lines, without all that makes it fast. To learn
-how this one works, read ``messages`` (to and from an engine), ``request`` with ``token_tree`` (the choices of
-a select) and ``media_run`` (images in a prompt), ``batch``, ``runner`` (the interface to a model), ``cache``
-from ``cache/radix_cache`` on, ``scheduling`` from ``scheduling/scheduler`` on, ``outputs`` (from tokens to
-messages), and ``engine``, in this order.
+``docs/internals/plain-engine.md`` is the same engine in 300 lines, without the parts that make it fast. To
+learn how this one works, read ``messages`` (to and from an engine), ``request`` with ``token_tree`` (the
+choices of a select) and ``media_run`` (images in a prompt), ``batch``, ``runner`` (the interface to a model),
+``cache`` from ``cache/radix_cache`` on, ``scheduling`` from ``scheduling/scheduler`` on, ``outputs`` (from
+tokens to messages), and ``engine``, in this order.
 
 Below this core: ``machine`` (processors, free memory, and processes that may fail), ``store`` (model files),
 ``media`` (decodes images, prepares them for a model, and finds them in prompts), ``grammar`` (constraints and

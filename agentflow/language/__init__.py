@@ -1,5 +1,5 @@
-"""The language of programs: states, variables, forks and generations. It knows no backend: ops leave through
-a link, and events come back through it.
+"""The language of programs: states, variables, forks and generations. It depends on no backend: ops leave
+through a link, and events come back through it.
 
 Reading order: ``expressions`` has the items that a program appends, ``gen`` the items that generate or choose
 text, and ``media`` makes images and videos. ``markers`` carries references through f-strings, and ``typed``

@@ -197,7 +197,7 @@ class Link:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Cancels the tasks, closes the connection, and fails unfinished states and variables. The arguments
-        are those of ``__aexit__``."""
+        are as in ``__aexit__``."""
         assert self._tasks is not None
         # An error of the block must propagate as it is raised, not inside the task groups' exception groups;
         # the task groups handle a cancellation themselves.
@@ -398,7 +398,8 @@ class Link:
         return reply.stats
 
     async def graphs(self, *, of_tenant: bool) -> list[LiveGraph]:
-        """The live graph of the session, and with ``of_tenant`` those of the tenant's others."""
+        """The live graph of the session, and with ``of_tenant`` the graphs of the tenant's other sessions and
+        programs."""
         reply = await self._ask(ops.GetGraph(self.next_id(), of_tenant))
         if not isinstance(reply, GraphReply) or reply.graph is None:
             raise EngineFailed("no graph came") if reply.error is None else reply.error.to_exception()

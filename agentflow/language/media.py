@@ -144,7 +144,7 @@ def _file(source: Any, kind: MediumKind, wanted: str) -> Image:
 
 
 def _read(path: str | os.PathLike[str], kind: MediumKind) -> bytes:
-    """The bytes of a file, of which one more than allowed is enough."""
+    """The bytes of a file, at most one more than allowed, so that a longer file can be detected."""
     try:
         with open(Path(path), "rb") as file:
             return file.read(max_file_bytes(kind) + 1)

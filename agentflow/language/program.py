@@ -108,7 +108,7 @@ class Program(Generic[P, ResultT]):
         and stand-ins for the texts, images (``af.Image``) and videos (``af.Video``) that are not given.
         ``flow.submit`` runs the graph.
 
-        ``DataDependent`` names the line at which the program's course depends on a generated value.
+        ``DataDependent`` has the line at which the program's control flow depends on a generated value.
 
         >>> graph = judge.trace(dimensions=["clarity", "evidence"])
         >>> print(graph.draw())

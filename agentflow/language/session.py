@@ -372,8 +372,8 @@ class Session(AsyncOnly):
         self._link.limit(deadline_s, output_tokens)
 
     async def stats(self) -> Stats:
-        """The counters of the backend since its start, with those of batches. Of a session with several
-        backends in ``models=``, they are the sums over all of them. Raises the error that ended the session;
+        """The counters of the backend since its start, including batches. In a session with several
+        ``models=``, they are the sums over all backends. Raises the error that ended the session;
         ``EngineFailed`` while an engine restarts (the session then continues).
 
         >>> before = await flow.stats()

@@ -1,7 +1,7 @@
 """The table of the models behind HTTP APIs: which parameters and features each of them accepts.
 
 The facts are in ``models.toml``, with their sources. ``model_facts`` looks a model up, ``capabilities`` makes
-the part of them that the session protocol knows, and ``facts_as_markdown`` writes the table of the docs.
+the part of them that the session protocol has, and ``facts_as_markdown`` writes the table of the docs.
 
 >>> model_facts("anthropic", "claude-opus-4-5-20251101").continuation
 True
@@ -62,7 +62,7 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def reasons_by_default(self) -> bool:
-        """Whether the model reasons if a request says nothing about it."""
+        """Whether the model reasons if a request does not set reasoning."""
         return self.reasoning in ("by default", "always")
 
     @property
@@ -106,7 +106,7 @@ def embedding_facts(vendor: str, model: str) -> EmbeddingFacts | None:
 
 
 def model_facts(vendor: str, model: str, *, is_vendors_own: bool = True) -> ModelFacts:
-    """The facts of a model. A model that the table does not know has those of the vendor's newest family.
+    """The facts of a model. A model that is not in the table has the facts of the vendor's newest family.
 
     Args:
         vendor: ``openai``, ``anthropic``, or the flavour of a compatible server.

@@ -21,11 +21,11 @@ class OpenAICompatible(ApiBackend):
         url: The address of the API, which usually ends in ``/v1``.
         model: The model's name; None for the only one of the server.
         flavour: The kind of server, which decides on the features beyond OpenAI's API: ``vllm``, ``sglang``,
-            ``llamacpp``, ``ollama``, or ``generic`` for the features that all have. None: as the list of the
-            server's models says. With a model and a flavour, the server is asked nothing, also not for the
+            ``llamacpp``, ``ollama``, or ``generic`` for the features that all have. None: it is found by the
+            server's list of models. With a model and a flavour, the server is asked nothing, also not for the
             length of the model's context.
         embed_model: The model for ``flow.embed``. It may be the only model of the server.
-        images: Whether the model accepts images, if the list of models does not say so.
+        images: Whether the model accepts images, if the list of models does not have that.
         videos: Whether it accepts videos, in the form of vLLM and SGLang. The server chooses their frames.
         api_key: The API key, if the server needs one. It is shown nowhere.
         on_unsupported: As for ``af.OpenAI``.

@@ -238,8 +238,8 @@ class FallbackGenerator:
             chosen = next(one for one in untried if one.circuit.is_ready)
 
     def _begin(self, context: ApiContext, passed: dict[ApiGenerator, AgentflowError]) -> ApiGenerator:
-        """The first candidate of a call: the one whose earlier call has the text already, else the first one
-        whose circuit is closed. If all are open, the one that is tried again first."""
+        """The first candidate of a call: the candidate whose earlier call has the text already, else the
+        first whose circuit is closed; if all circuits are open, the candidate that is tried again first."""
         if context.ahead is not None:
             return next(one for one in self._candidates if one is context.ahead.model)
         for one in self._candidates:
@@ -253,7 +253,7 @@ class FallbackGenerator:
     def _failure(self, passed: dict[ApiGenerator, AgentflowError], last: AgentflowError) -> AgentflowError:
         """The error of a call that several candidates did not answer."""
         said = "; ".join(f"{self._names[one]}: {error}" for one, error in passed.items())
-        # One that another attempt may cure, so that a map tries again.
+        # An error that another attempt may cure has precedence, so that a map tries again.
         kind = type(next((error for error in passed.values() if is_transient(error)), last))
         error = kind(f"no model answered: {said}")
         if isinstance(error, Overloaded):

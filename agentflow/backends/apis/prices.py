@@ -40,7 +40,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     input: float  # tokens of the prompt
-    output: float  # tokens of the output, with those of reasoning
+    output: float  # tokens of the output, including reasoning
     cached: float | None = None  # tokens of the prompt that were read from the cache; None: as ``input``
     written: float | None = None  # tokens of the prompt that were written to the cache; None: as ``input``
     # Prices of calls whose prompt has more tokens than a number, for all their tokens. In ascending order.
@@ -335,8 +335,8 @@ class Costs(NamedTuple):
         *,
         embeds: bool = False,
     ) -> Billing:
-        """The billing of one model; the arguments are those of ``find_price`` and ``Billing``.
-        ``NotSupported`` if the session has a cap and the price is unknown."""
+        """The billing of one model; the arguments are as in ``find_price`` and ``Billing``. ``NotSupported``
+        if the session has a cap and the price is unknown."""
         find = find_price if self.spending.max_cost is None else require_price
         price = find(vendor, model, self.prices, base_url, embeds=embeds)
         return Billing(price, self.spending, longest_output or LONGEST_OUTPUT)

@@ -50,7 +50,7 @@ class Bundle:
 
     @property
     def resources(self) -> dict[str, float]:
-        """The resources by Ray's names, without those of which it needs none."""
+        """The resources that it needs, by Ray's names."""
         named = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory_bytes)}
         return {name: value for name, value in named.items() if value}
 

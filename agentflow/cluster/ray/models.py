@@ -124,7 +124,7 @@ def _kv_tokens(
     for name, options in models.items():
         is_on_gpu = options.device == "cuda"
         need = engine_need(name, options, Path(options.model), on_gpu=is_on_gpu)
-        if not is_on_gpu and (parts := ranks[name]) > 1:  # else it is that of one rank already
+        if not is_on_gpu and (parts := ranks[name]) > 1:  # else it is the need of one rank already
             need = dataclasses.replace(
                 need,
                 weight_bytes=need.weight_bytes // parts,

@@ -53,8 +53,8 @@ def inspect_node(model: str, files: Sequence[str], device: str) -> NodeReport:
 
 
 def fingerprint(model: Path) -> str:
-    """A digest of a model's configuration and of the names and sizes of its weights, which takes no time to
-    compute; empty if there is no such model."""
+    """A digest of a model's configuration and of the names and sizes of its weights, which takes hardly any
+    time; empty if there is no such model."""
     if not model.exists():
         return ""
     files = [model] if model.is_file() else [model / name for name in weight_files(model)]

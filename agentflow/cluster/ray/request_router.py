@@ -12,10 +12,10 @@ replica, the memory, and the replica of the program's latest request. A replica'
 the prompts that it was sent, with eviction (``sent_cache``). Prompts are token ids, or runs of UTF-8 bytes
 (``text_router``).
 
-Ray tells a router when a request ends, and not when its answer begins. So a request is taken for started when
-the prompts before it and its own are computed, at the configured speed. Each process with a handle of the
-deployment has a router, which knows the requests that this handle sends; of the others it knows the number,
-from the lengths of queues that Ray collects.
+Ray tells a router when a request ends, and not when its answer begins. So a request counts as started when
+the prompts before it and its own would be computed at the configured speed. Each process with a handle of the
+deployment has a router, which knows the requests that this handle sends; it knows the number of the other
+requests from the lengths of queues that Ray collects.
 """
 
 from __future__ import annotations

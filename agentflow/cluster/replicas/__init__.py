@@ -4,5 +4,5 @@
 router sees it), ``placing_turn`` (requests of all models are placed together), ``replica_queries`` and
 ``merged_answers`` (one answer from all replicas), ``charge_exchange`` (tenants that use several) and
 ``measured_cost`` (the cost of this machine). ``shares`` divides a machine among them, ``shared_devices``
-tells on which GPUs an engine is, and ``open_replicas`` starts the engines.
+finds the GPUs of an engine, and ``open_replicas`` starts the engines.
 """

@@ -73,7 +73,7 @@ class ReplicaQueries:
         return number in self._refreshing
 
     def lost(self, number: int) -> None:
-        """A replica has lost its process, whose stats say nothing about the next one."""
+        """A replica has lost its process: the stats of that process do not apply to the next one."""
         self.stats.pop(number, None)
 
     def send(self, query: Query) -> None:

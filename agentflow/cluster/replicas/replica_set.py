@@ -268,8 +268,8 @@ class ReplicaSet:
         return bool(self._waiting) and any(replica.is_in_router for replica in self._replicas)
 
     def _end_left(self) -> None:
-        """Tells the router of requests that left their replica with its process, as many as one turn of the
-        event loop may end."""
+        """Reports requests whose replica lost its process to the router, at most ``MAX_LEFT`` in a turn of
+        the event loop."""
         now_s = anyio.current_time()
         for _ in range(min(len(self._left), MAX_LEFT)):
             try:

@@ -11,7 +11,7 @@ from agentflow.engine.request import CacheKey, Submit, with_leads
 
 
 def router_call(submit: Submit) -> RoutedRequest:
-    """Returns the router's record of a request, or of the rest of one that another engine has begun."""
+    """Returns the router's record of a request, or of the rest of a request that another engine has begun."""
     origin = submit.origin
     is_generation = submit.params is not None and not submit.score_from
     return RoutedRequest(

@@ -1,11 +1,11 @@
 """Devices that engines of several models share.
 
 Each model has a router, which knows the requests of its model only: two models may have different tokenizers
-and KV layouts, so none of their costs but time is comparable, and the output of one reaches the other as
-text. But engines on one device take turns on it. ``SharedDevices`` tells the router of each model how long
-the other engines on the devices of its replicas have work, and for how many requests (``load``). So a request
-avoids devices on which others work for longer than its prefix takes, and devices on which more requests would
-wait for it than on others.
+and KV layouts, so only their times can be compared, and the output of one reaches the other as text. But
+engines on one device take turns on it. ``SharedDevices`` tells the router of each model how long the other
+engines on the devices of its replicas have work, and for how many requests (``load``). So a request avoids
+devices on which others work for longer than its prefix takes, and devices on which more requests would wait
+for it than on others.
 
 Engines on the processors of one machine share all of them, which makes no difference between replicas.
 """

@@ -172,7 +172,8 @@ class _Work:
     """The arrays in which a decision computes.
 
     An operation takes as long for several rows as for one, and longer for an array and a number than for two
-    arrays. So the numbers of a request are first written into rows, and then added to those of the replicas.
+    arrays. So the numbers of a request are first written into rows, and then added to the rows of the
+    replicas.
 
     Args:
         times: Rows of times for each replica. The first two are of ``_ready`` and ``_until``.
@@ -237,7 +238,7 @@ class Loads:
         [self._stall] = grown(0.0, "_stall")  # the same for a reader next to work for throughput
         [self._mixed] = grown(0.0, "_mixed")  # the time that a reader takes from throughput, for each token
         [self._closed_s] = grown(0.0, "_closed_s")  # how long a request for throughput waits for readers
-        [self._slowness] = grown(1.0, "_slowness")  # its times, by those of the shape
+        [self._slowness] = grown(1.0, "_slowness")  # its times, divided by the times of the shape
         room = 0, size - old
         self._others_on_devices = [
             (np.pad(until, room), np.pad(weight, room)) for until, weight in self._others_on_devices
@@ -576,8 +577,8 @@ class Loads:
 
 
 def _to_compute(n: int, held: int, num_popular: int, count: int, num_common: int) -> tuple[int, int]:
-    """How many tokens ``count`` requests of ``n`` tokens compute where ``held`` are held, and how many of
-    them others do not share. The other arguments are those of ``Loads.terms``."""
+    """The tokens that ``count`` requests of ``n`` tokens compute if ``held`` are held, and the number of
+    these that no other request shares. The other arguments are as in ``Loads.terms``."""
     missing = n - held
     lasting = min(missing, n - num_popular)
     if count > 1:

@@ -3,7 +3,7 @@
 As in Algorithm 1 of "Parrot" (``router``): in topological order over all models, a task group as a whole. The
 members of a group that run on different models are one group for each model, as a replica has one model. Each
 is placed by the router of its model. The routers know each other's work on the devices that they share
-(``devices``), so a request sees those that were placed before it, whichever their model is.
+(``devices``), so the cost of a request includes the requests that were placed before it, of any model.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class SimulatedCluster:
         self._epochs: Counter[ReplicaNumber] = Counter()
         # The outputs of counted requests are known, and they do not move.
         self._counts = new_runner is None and not losses
-        self._engines_with: dict[int, set[ReplicaNumber]] = {}  # by state: those that may know it
+        self._engines_with: dict[int, set[ReplicaNumber]] = {}  # by state: the engines that may have it
         self._engines: dict[ReplicaNumber, SimulatedEngine] = {}
         for number in range(num_engines):
             self._engines[number] = self._new_engine(number)

@@ -1,7 +1,7 @@
 """The KV cache: which token sequences are cached.
 
 Read ``radix_cache`` (the trees, and eviction), ``nodes`` (their nodes, and which are evicted first),
-``token_run`` (token ids as bytes), ``blocks`` (the reports by which
-other processes see the cache), ``evicted_blocks`` (which tokens were evicted), ``prefix_readers`` (which
-prefixes running requests share) and ``prefix_marks`` (which prefixes clients asked to keep).
+``token_run`` (token ids as bytes), ``blocks`` (the reports by which other processes see the cache),
+``evicted_blocks`` (which tokens were evicted), ``prefix_readers`` (which prefixes running requests share) and
+``prefix_marks`` (which prefixes clients asked to keep).
 """

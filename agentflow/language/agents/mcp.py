@@ -66,7 +66,7 @@ def mcp(
 
     Raises:
         NotSupported: The package ``mcp`` is missing.
-        ServerUnreachable: On entering; its cause says why.
+        ServerUnreachable: On entering, with the reason as its cause.
 
     ::
 

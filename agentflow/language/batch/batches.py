@@ -55,7 +55,7 @@ def batched_run(
         args: The arguments by position.
         kwargs: The arguments by name.
         index: The number of the run.
-        label: Tells the requests of the input from those of other inputs.
+        label: Equal for all requests of the input, and for no others.
 
     Raises:
         DataDependent: The program's course depends on a generated value.

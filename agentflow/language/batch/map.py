@@ -384,7 +384,7 @@ class _MapWork(Generic[ResultT]):
         return run, partial(execute, run, self._program, args, kwargs)
 
     def _label(self, index: int) -> InputKey:
-        """Tells the requests of an input from those of other inputs."""
+        """Returns a label for the requests of an input, which no other input has."""
         return self._keys[index] if self._keys else index
 
     def _keep(self, index: int, item: Any, result: ResultT, used: Usage) -> None:

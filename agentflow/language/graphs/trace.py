@@ -190,7 +190,7 @@ def _bound(
         elif (
             kind := _medium_kind(parameter.annotation)
         ) is not None and parameter.default is parameter.empty:
-            # Its digest is that of no file, because none begins like this.
+            # No file has this digest, because no file begins like this.
             source = file_source(f"argument {parameter.name}".encode())
             media[parameter.name] = MediumArgument(kind, source)
             file = Image(source)

@@ -60,8 +60,8 @@ class BlockingDetector:
     """Finds the frame that has blocked the loop for ``threshold_s``, in samples of one step of the loop.
 
     That frame is in every sample. The thread has computed for ``threshold_s``, or slept for ``threshold_s``
-    without waking. A thread that waits for the interpreter's lock wakes every 5 ms, one that waits for a
-    processor is not asleep, and samples that come late show a busy machine."""
+    without waking. A thread that waits for the interpreter's lock wakes every 5 ms, a thread that waits for a
+    processor is not asleep, and late samples show a busy machine."""
 
     def __init__(self, threshold_s: float) -> None:
         self._threshold_s = threshold_s

@@ -55,8 +55,8 @@ class Contest:
         return (await self._next())[0] if self._waiting else None
 
     async def best(self, rank: RankBranch, count: int) -> list[int]:
-        """The ``count`` branches with the greatest ranks, the first ones of equals, the greatest first. Fewer
-        if fewer have a value. Cancels the others. Raises if none has a value."""
+        """The ``count`` branches with the greatest ranks, the greatest first; of equal ranks the first
+        branches. Fewer if fewer have a value. Cancels the others. Raises if none has a value."""
         if not is_whole(count, 1, math.inf):
             raise BadArgument(f"best: n={count!r}: say how many branches, 1 or more", param="n")
         values: dict[int, Any] = {}

@@ -346,7 +346,7 @@ class Recorder:
         self.put(self._traced(gen, node, num_entries))
 
     def _generate_valid(self, item: GenExpression[Any]) -> None:
-        """Records a gen of which only a valid text is appended; see ``validation``."""
+        """Records a gen that appends only a valid text; see ``validation``."""
         state = self._state
         on_invalid = "reask" if item.asks_again else "retry"
         state.link.needs_values(f"gen({item.name!r}, on_invalid={on_invalid!r}) is validated by the program")

@@ -18,8 +18,8 @@ from agentflow.protocol.events import ErrorInfo
 
 
 def located(error: ErrorInfo, states: Mapping[int, StateEvents]) -> AgentflowError:
-    """The exception, with a note that names the program's line whose op failed. If a function of the program
-    raised an error, that error is the end of the chain of causes."""
+    """The exception, with a note that has the line of the program whose op failed. If a function of the
+    program raised an error, that error ends the chain of causes."""
     exception = error.to_exception()
     if error.place is None or (state := states.get(error.place[0])) is None:
         return exception

@@ -589,7 +589,7 @@ class VariableNode:
         return self.text
 
     def follow(self) -> None:
-        """Tells the backend that somebody reads the text while it grows."""
+        """Tells the backend that the text is read while it grows."""
         self._want("stream")
 
     def _want(self, how: Literal["value", "stream"]) -> None:

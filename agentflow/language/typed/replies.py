@@ -116,7 +116,7 @@ def make_message(sent: chat.Message) -> Message:
 
 
 def sent_message(message: Message) -> chat.Message:
-    """The message as it is sent. ``BadArgument`` for invalid tool calls."""
+    """The message in the form that is sent. ``BadArgument`` for invalid tool calls."""
     for call in message.tool_calls:
         if not isinstance(call, ToolCall):
             raise BadArgument(
@@ -192,7 +192,7 @@ class _OpenAIMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_message(message: Message | Mapping[str, Any]) -> chat.Message:
-    """The message as it is sent, of a ``Message`` or a dict as in OpenAI's API. ``BadArgument``."""
+    """A ``Message``, or a dict as in OpenAI's API, in the form that is sent. ``BadArgument``."""
     if isinstance(message, Message):
         return sent_message(message)
     # Clients dump all fields of an answer; fields that are null or empty have no meaning.

@@ -34,10 +34,10 @@ Tool: TypeAlias = "Callable[..., Any] | Mapping[str, Any] | FunctionTool"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall(JsonRecord):
-    """A call that the model requests. ``id`` names it in the turn with its result. ``text``: the arguments as
-    the model wrote them, a JSON object. ``function``: the tool, where it is known. ``fault``: why the call
-    cannot run, because its arguments are truncated or invalid; then ``arguments`` has only the certain ones,
-    and calling it raises ``InvalidValue``.
+    """A call that the model requests. ``id`` identifies it in the turn with its result. ``text``: the
+    arguments as the model wrote them, a JSON object. ``function``: the tool, where it is known. ``fault``:
+    why the call cannot run, because its arguments are truncated or invalid; then ``arguments`` has only the
+    certain ones, and calling it raises ``InvalidValue``.
 
     >>> answer = af.reply("answer", tools=[weather], choice="required")
     >>> s += af.user("What is the weather in Oslo?") + answer
@@ -284,7 +284,7 @@ def _incompleteness(text: str) -> str:
 
 def _require_kept(schema: dict[str, Any], text: str) -> None:
     """``ValueError`` if arguments violate a schema that the backend should enforce: a server may ignore it.
-    What cannot be checked in a bounded time, or without the package for it, is accepted."""
+    Arguments that cannot be checked in a bounded time, or without the package for it, are accepted."""
     try:
         from agentflow.protocol.bounds.schema_check import SchemaCheck
     except ImportError:

@@ -59,7 +59,7 @@ def value_type(
     type: type | None = None,
     grammar: str | None = None,
 ) -> ValueType:
-    """The type that one of these arguments names. ``BadArgument`` if it is invalid, or if several are
+    """The type that one of these arguments gives. ``BadArgument`` if it is invalid, or if several are
     given."""
     given = {"regex": regex, "schema": schema, "type": type, "grammar": grammar}
     refuse_several(given)

@@ -1,7 +1,7 @@
 """A server at an ``http(s)://`` address, which is asked for its kind.
 
-An address that ends in ``/v1`` is an API of OpenAI's kind. Any other may be one of our own servers, whose
-sessions are better: they keep states, cache and schedule whole programs.
+An address that ends in ``/v1`` is an API of OpenAI's kind. Any other may be an agentflow server, whose
+sessions are preferred: they keep states, cache and schedule whole programs.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def environment_key(address: str, first: str | None = None) -> str | None:
 
 
 def is_same_server(address: str, other: str) -> bool:
-    """Whether a key for the server of one address may go to that of the other. A key for a server with TLS
-    goes to no other port and over no plain connection, and no host is a vendor.
+    """Whether two addresses belong to one server, so that its key may be sent to both. A key for a server
+    with TLS is sent to no other port and over no plain connection, and no host is a vendor.
 
     >>> is_same_server("https://host/v1", "wss://HOST:443"), is_same_server("https://host", "http://host")
     (True, False)

@@ -89,12 +89,12 @@ class AnswerCollector:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the program asked for log-probabilities. Those of others are not read."""
+        """Whether the program asked for log-probabilities. Otherwise they are not read."""
         return self._params.wants_logprobs
 
     def was_stopped_by(self, stop: object) -> bool:
         """Whether a stop of the program ended the text, by the report of a server: the text or the id of the
-        stop, None if it was none, or anything else if the server does not say."""
+        stop, None if no stop ended it, or anything else if it is not reported."""
         match stop:
             case str():
                 return True
@@ -187,8 +187,8 @@ class AnswerCollector:
         self._tokens = []
 
     def deliver(self) -> Generated:
-        """The complete answer. One that was held becomes visible. ``NotSupported`` if log-probabilities are
-        missing."""
+        """The complete answer. If it was held back, it becomes visible. ``NotSupported`` if log-probabilities
+        are missing."""
         if self._is_held:
             self._end_call()
             self._is_held = False

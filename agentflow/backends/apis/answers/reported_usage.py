@@ -1,7 +1,7 @@
 """The numbers of tokens that servers report with an answer.
 
 The answer does not depend on them: a number in a form that no API documents counts as missing, and missing
-ones are estimated. The names are those of OpenAI's APIs and of the providers that imitate them.
+numbers are estimated. The fields have the names in OpenAI's APIs and in the APIs that imitate them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def exact_scores(tokens: Sequence[TokenInfo], choices: Sequence[str]) -> tuple[f
     """The scores of choices that are single tokens; None if one of them is not among the likeliest.
 
     Args:
-        tokens: The tokens of an answer, of which the first counts.
+        tokens: The tokens of an answer; only the first counts.
         choices: The choices.
     """
     if not tokens:
@@ -45,5 +45,5 @@ def exact_scores(tokens: Sequence[TokenInfo], choices: Sequence[str]) -> tuple[f
 
 
 def written_scores(written: str, choices: Sequence[str]) -> tuple[float, ...]:
-    """The scores of choices of which the model wrote one."""
+    """The scores of the choices if the model wrote ``written``."""
     return tuple([0.0 if choice == written else UNKNOWN_SCORE for choice in choices])

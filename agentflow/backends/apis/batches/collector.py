@@ -173,7 +173,7 @@ class Collector:
         return is_new
 
     def note_text(self, label: str, path: str, text: str) -> None:
-        """The program gets this text as the answer to a request; the arguments are those of ``answer``."""
+        """The program gets this text as the answer to a request; the arguments are as in ``answer``."""
         owner = self._inputs.get(label)
         call = None if owner is None else owner.calls.get(path.partition("#")[2])
         if call is not None:

@@ -28,7 +28,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class TextCompletions:
-    """The ``ApiFormat`` of ``/completions``. The arguments are those of ``ChatCompletions``."""
+    """The ``ApiFormat`` of ``/completions``. The arguments are as in ``ChatCompletions``."""
 
     path = "completions"
     min_tokens = 1

@@ -78,10 +78,11 @@ class Flavour:
     counts_always: bool = False
     seed_bits: int = 31
     may_decide: bool = False
-    # Servers of one's own charge nothing for a prompt, and their schedulers know more: vLLM enters blocks
-    # into its cache when it schedules a request, so that others of the same step share them, and cache-aware
-    # policies of SGLang hold requests back that share a prefix with one that begins. A slot of llama.cpp,
-    # and so of Ollama, lends its prefix to no other one while it generates. Others may have no cache.
+    # Self-hosted servers charge nothing for a prompt, and their schedulers share prefixes by themselves: vLLM
+    # enters blocks into its cache when it schedules a request, so that others of the same step share them,
+    # and cache-aware policies of SGLang hold requests back that share a prefix with one that begins. A slot
+    # of llama.cpp, and so of Ollama, lends its prefix to no other one while it generates. Others may have no
+    # cache.
     awaits_cache: bool = False
     least_logprobs: int = 0
     has_logprobs_with_tools: bool = True
@@ -188,14 +189,14 @@ def _row(found: Any, model: str) -> dict[str, Any]:
 
 
 def lists_embedder(found: Any, model: str) -> bool:
-    """Whether a server's answer to ``GET /models`` says that a model makes embeddings and generates no text,
-    as our own servers do."""
+    """Whether a server's answer to ``GET /models`` lists a model as one for embeddings, as agentflow servers
+    do."""
     return is_whole(_row(found, model).get("embedding_size"), 1, MAX_CONTEXT)
 
 
 def listed_media(found: Any, model: str) -> list[MediumKind]:
-    """The media that a model accepts by a server's answer to ``GET /models``: in ``input_modalities``, as our
-    own servers say it, or in ``architecture``, as OpenRouter does.
+    """The media that a model accepts by a server's answer to ``GET /models``: in ``input_modalities``, as of
+    agentflow servers, or in ``architecture``, as of OpenRouter.
 
     >>> listed_media({"data": [{"id": "m", "input_modalities": ["text", "image"]}]}, "m")
     ['image']

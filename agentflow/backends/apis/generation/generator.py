@@ -385,7 +385,7 @@ class ApiGenerator:
         self.leave_ahead(context)
 
     async def stats(self) -> Stats:
-        """The counters of this session; those of the server are not known."""
+        """The counters of this session; the counters of the server are not known."""
         total = self._calls.total
         return Stats(
             self.capabilities.model,

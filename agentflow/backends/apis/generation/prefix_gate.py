@@ -35,8 +35,8 @@ class PrefixGate:
         self._of_models: dict[object, PrefixGate] = {}
 
     def of(self, model: object) -> PrefixGate:
-        """The gate of one of several models that answer in the place of one another: each has a separate
-        cache, and one that is silent must not hold up the others."""
+        """The gate of one of several interchangeable models: each has a separate cache, and a silent model
+        must not hold up the others."""
         return self._of_models.setdefault(model, PrefixGate())
 
     @asynccontextmanager

@@ -7,8 +7,7 @@ The text after them is kept (``Ahead``). The program's fixed text is compared wi
 later gens take theirs from it, for as long as the two agree.
 
 The first value has the distribution that it has without speculation. A later value is the model's
-continuation of its own text, so at temperature 0 it is the same as well, if the model is a function of its
-prompt."""
+continuation of its own text, so at temperature 0 it is the same as well, if the model is deterministic."""
 
 from __future__ import annotations
 
@@ -189,7 +188,7 @@ def _of_tokens(params: GenParams) -> GenParams:
 
 
 def sampled_otherwise(model: str) -> NotSupported:
-    """The error of a gen whose parameters differ from those of the first gen in its turn."""
+    """The error of a gen whose parameters differ from the first gen's in its turn."""
     return NotSupported(
         f"{model} cannot continue a turn that it has begun, so the gens of one turn have the same sampling "
         "parameters: put this gen into a separate af.assistant(…)"

@@ -1,8 +1,8 @@
 """Recognizes the texts of a grammar (Earley, "An efficient context-free parsing algorithm", 1970, on networks
 of states instead of dotted rules, as in Woods, "Transition network grammars", 1970).
 
-A text of a regular expression is read in linear time, one of an unambiguous grammar mostly so. Each step
-counts, and a text that needs too many is given up.
+A text is read in linear time for a regular expression, and mostly for an unambiguous grammar. Steps are
+counted, and a text that needs too many is abandoned.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The errors of agentflow for an API's errors: one sentence with the model, the parameter and the
 remedy.
 
-``ErrorMapping`` reads the bodies of OpenAI's API and of the servers that imitate it. ``is_transient`` says
-which errors another attempt may cure, ``is_endpoint_fault`` which ones another endpoint may.
+``ErrorMapping`` reads the bodies of OpenAI's API and of the servers that imitate it. ``is_transient``
+recognises errors that another attempt may cure, ``is_endpoint_fault`` errors that another endpoint may cure.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ErrorMapping:
         return error
 
     def of_event(self, detail: Any) -> AgentflowError:
-        """The error for one that is reported within a stream, as the value of ``error``."""
+        """The exception for an error that is reported within a stream, as the value of ``error``."""
         found = _read_detail(detail)
         return self._of(found.status or _STATUS_OF_TYPE.get(found.kind, 500), found)
 

@@ -414,7 +414,7 @@ class ApiTransport:
     async def _exchange(
         self, exchange: _Exchange, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
     ) -> None:
-        """Sends a request and reads the response. Raises the error of one that is not complete."""
+        """Sends a request and reads the response. Raises an error if the response is not complete."""
         exchange.scope.deadline = anyio.current_time() + self._timeout_s
         with exchange.scope, _http_errors(self.errors):
             response = await self._response(method, path, body, headers)

@@ -287,7 +287,7 @@ class AnthropicMessages:
         return _Constrained(_format(schema), unwrap)
 
     def _tools(self, tools: tuple[ToolSpec, ...]) -> list[PromptPart]:
-        """The tools, each encoded once: most calls have those of the call before."""
+        """The tools, each encoded once: most calls have the same tools as the call before."""
         if tools is not self._last_tools:
             parts = [PromptPart(_encode(fields), b"}", is_head=True) for fields in self._described(tools)]
             self._last_tools, self._last_parts = tools, parts

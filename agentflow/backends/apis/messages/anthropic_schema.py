@@ -76,7 +76,7 @@ def output_schema(schema: Any, max_unions: int = MAX_UNIONS) -> StrictSchema:
 
 
 def num_unions(schema: dict[str, Any]) -> int:
-    """The number of members with several types, as the API counts them: without those of definitions.
+    """The number of members with several types, as the API counts them: without members of definitions.
 
     >>> num_unions({"properties": {"a": {"type": ["string", "null"]}, "b": {"type": "string"}}})
     1

@@ -362,13 +362,13 @@ def _item_event(kind: str, index: int, **fields: Any) -> ServerEvent:
 
 
 def _decoded(item: msgspec.Raw) -> _Item:
-    """An item; of one of an unknown type, whose fields may have any form, the type alone."""
+    """An item. Of an item of an unknown type, whose fields may have any form, only the type."""
     kind = (_heads.decode(item) or _Head()).type
     return _known_items.decode(item) if kind in _KINDS.values() else _Item(kind)
 
 
 def _detail(fields: _EventFields) -> Any:
-    """The error of an event that is one itself."""
+    """The error in an event of the type ``error``."""
     return _typed({"code": fields.code, "message": fields.message, "param": fields.param})
 
 
