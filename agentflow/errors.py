@@ -204,7 +204,7 @@ class NotSupported(RequestRefused):
 
 
 class PromptTooLong(RequestRefused):
-    """Prompt and output together exceed the model's context length or the KV pool."""
+    """The prompt leaves no room for output in the model's context or the KV pool."""
 
     code = "prompt_too_long"
 

@@ -52,7 +52,7 @@ export class NotSupported extends RequestRefused {
   static override readonly code: string = "not_supported";
 }
 
-/** Prompt and output together exceed the model's context length or the KV pool. */
+/** The prompt leaves no room for output in the model's context or the KV pool. */
 export class PromptTooLong extends RequestRefused {
   static override readonly code: string = "prompt_too_long";
 }
