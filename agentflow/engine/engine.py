@@ -150,17 +150,17 @@ class Engine:
         self._outputs = Outputs(self.scheduler, tokenizer, self._grammars, info.end_token_ids, self._outbox)
         self._builder = GrammarBuilder(self._grammars.make, self._inbox.put)
         self._unready: dict[str, dict[int, Submit]] = {}  # by the keys of the grammars that are being built
-        self._ready: deque[tuple[int, Submit]] = deque()  # whose grammars are built
-        self._awaited: dict[int, str] = {}  # the keys of the grammars of both
+        self._ready: deque[tuple[int, Submit]] = deque()  # the submits whose grammars are built
+        self._awaited: dict[int, str] = {}  # the keys of the grammars in ``_unready`` and ``_ready``
         self._started: set[int] = set()
         self._delivery_error: Exception | None = None
         self._in_flight: deque[_InFlight] = deque()  # oldest first
         self._num_ahead = 1 if info.launches_ahead else 0
-        self._collected = 0.0  # when the last batch was, on the clock ``perf_counter``
+        self._collected = 0.0  # when the last batch was collected, on the clock ``perf_counter``
         self._took_s = 0.0  # the time of that batch
         self._num_failures = 0  # forward passes in a row
         self._num_halved = 0  # batches since the start
-        self._has_stop = False  # ``Stop`` was sent, to which all messages are read
+        self._has_stop = False  # ``Stop`` was sent: all messages up to it are read
         self._is_stopping = False
         self._charges_at = 0.0  # the next report of charges, on the clock ``monotonic``
 

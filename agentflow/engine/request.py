@@ -53,9 +53,10 @@ MAX_PRIORITY = 10
 
 
 AWAITED_GROUPS = 2**61
-"""Task groups from this number on, below ``PATIENT_GROUPS``, have a consumer that counts by its latency."""
+"""Task groups with numbers from this one to ``PATIENT_GROUPS`` have a consumer with the objective
+``latency``."""
 PATIENT_GROUPS = 2**62
-"""Task groups from this number on have a consumer that counts by its throughput."""
+"""Task groups with numbers from this one on have a consumer with the objective ``throughput``."""
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -101,7 +102,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def gates_latency(self) -> bool:
-        """Whether a request that counts by its latency waits for the last one of the task group."""
+        """Whether a request with the objective ``latency`` waits for the whole task group."""
         return AWAITED_GROUPS <= self.task_group < PATIENT_GROUPS
 
     def check(self) -> None:
@@ -118,11 +119,11 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Runs a request over ``token_ids``. Generates up to ``params.max_tokens``. Without ``params``, computes
-    the tokens only, scores the tokens from ``score_from`` on, scores each of ``choices`` as a continuation
-    (with ``heads``: of one of these, which follow the prompt), or makes an embedding.
+    the tokens only, scores the tokens from ``score_from`` on, scores each of ``choices`` as a continuation of
+    the prompt (with ``heads``: of the prompt and its head), or makes an embedding.
 
     A request that continues after its engine died has the output that the engine had sent as ``Progress`` in
-    the fields ``generated_…``. The text is not sent again, even if the ids now end before it."""
+    the fields ``generated_…``. Text that was sent is not sent again, even if these ids end before it."""
 
     request_id: int
     token_ids: list[int]

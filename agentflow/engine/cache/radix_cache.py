@@ -235,10 +235,10 @@ class RadixCache:
             node = node.parent
 
     def keep(self, match: PrefixMatch, returns: float = 0.0) -> None:
-        """An open state ends here: evicts this after tokens that no state needs, even if parts of the match
-        have been evicted since. Not a lock. Counted. ``returns``: when the state is expected to continue; of
-        kept leaves, the last goes first. Where several states end, the earliest time counts until none is
-        left."""
+        """An open state ends here: the prefix is evicted after tokens that no open state needs. Not a lock.
+        Calls are counted, and parts of the match may have been evicted since. ``returns``: when the state is
+        expected to continue; of kept leaves, the one that continues last is evicted first. If several states
+        end at a node, the earliest time counts until none of them is left."""
         node = match.node.present
         _keep(node, 1, returns)
         self._requeue(node)
@@ -270,8 +270,8 @@ class RadixCache:
         return node
 
     def supersede(self, match: PrefixMatch) -> None:
-        """The matched prefix will not be used again: its end, as far as nothing else ends there or below, is
-        evicted before all other tokens of its owner. It is ordinary cache again once it is used."""
+        """The matched prefix will not be used again: the part of its end that no other prefix needs is
+        evicted before all other tokens of its owner. It becomes ordinary cache again when it is used."""
         node = match.node.present
         num_children = 0
         while node.parent is not None and not node.locks and not node.needs and not node.marked_until:
@@ -291,9 +291,9 @@ class RadixCache:
             self._holdings.update(account)
 
     def room_for(self, owner: Hashable) -> int:
-        """Returns how many tokens eviction would give the owner before it takes one that an open state of the
-        owner needs. Counts the owner's tokens, and the tokens that the owner with the most for its weight has
-        above it."""
+        """Returns the number of tokens that eviction would give the owner before it takes tokens that an open
+        state of the owner needs. Counts the owner's tokens, and the tokens that the owner with the most for
+        its weight has above it."""
         account = self._accounts.get(owner)
         unneeded = 0 if account is None else account.num_cached - account.num_held
         return unneeded + self._holdings.excess_over(account)

@@ -248,7 +248,7 @@ class Scheduler:
                 self._planned = None
                 draft = self._decode()
                 self._prefill(draft)
-                self._admission = None  # it has requests that may end
+                self._admission = None  # it refers to requests that may end
                 if draft.num_tokens:
                     return draft
                 if (
