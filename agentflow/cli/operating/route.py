@@ -102,7 +102,7 @@ COMMAND = Command(
     usage="agentflow route --to URL --to URL [--port N] ...",
     summary="run a gateway before several servers",
     description="""\
-Divides requests over servers with OpenAI's API, such as vLLM, SGLang,
+Distributes requests among servers with OpenAI's API, such as vLLM, SGLang,
 llama.cpp, Ollama, and agentflow. A request goes where its prefix is probably
 cached, unless waiting there would take longer than computing it again. Clients
 use the gateway's address like the address of one server, with the same paths

@@ -1,4 +1,4 @@
-"""``agentflow up``: pulls the model where it is missing, runs the server, and opens its page in a browser."""
+"""``agentflow up``: pulls the model if it is missing, runs the server, and opens its page in a browser."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ COMMAND = Command(
     usage="agentflow up [--no-browser] [the options of `agentflow serve`]",
     summary="run the server and open its page in the browser",
     description="""\
-Pulls the model where it is missing, runs the server, prints its addresses and
+Pulls the model if it is missing, runs the server, prints its addresses and
 opens its page in the browser. Ctrl-C ends it. It takes the options of
 `agentflow serve` and logs only warnings unless --log-level is given.""",
     examples="""\

@@ -1,4 +1,4 @@
-"""A request router for Ray Serve: agentflow's router for servers of other makes.
+"""A request router for Ray Serve: agentflow's router, for any servers.
 
 Deployments of ``ray.serve.llm`` (vLLM, SGLang) and others whose requests have a prompt can use it::
 

@@ -5,7 +5,7 @@ cost of a request on each replica), ``request_families`` (the work of requests t
 ``router`` (places requests by this cost), ``devices`` (that engines of several models share), and
 ``placement`` (requests of several models, together).
 
-For servers of other makes, which report nothing: ``sent_cache`` (an estimate of a server's cache from the
-prompts that it was sent), ``learned_cost`` (how long its requests take), and ``text_router`` (the router on
-both, over text instead of tokens).
+For other servers, which report nothing: ``sent_cache`` (an estimate of a server's cache from the prompts that
+it was sent), ``learned_cost`` (how long its requests take), and ``text_router`` (the router on both, over
+text instead of tokens).
 """

@@ -1,4 +1,4 @@
-"""Places requests on servers of other makes, by their text.
+"""Places requests on servers that send no reports, by the text of prompts.
 
 The router has no tokenizer of theirs. It takes four bytes of UTF-8 for a token, which is about the length of
 one in English, so that tree, cost and task groups (``router``) work on text unchanged: a run of tokens is a

@@ -1,4 +1,4 @@
-"""A gateway before servers of any make that have OpenAI's API: ``agentflow route``.
+"""A gateway in front of any servers with OpenAI's API: ``agentflow route``.
 
 In the order of imports: ``defaults`` has the settings, ``request_facts`` reads from a request the facts that
 decide its target, ``cache_size`` reads metrics of servers, ``target`` is one server with its health,
