@@ -420,16 +420,21 @@ def select(
 ) -> SelectExpression:
     """The most likely of ``choices``, as variable ``name``.
 
-    ``method``: the score of a choice. ``token_length_normalized``: the mean log-probability of its tokens.
-    ``greedy_token_selection``: the number of its tokens that agree with greedy decoding.
-    ``unconditional_likelihood_normalized``: the mean log-probability, minus the same without the prompt, so
-    that a common text does not win for being common. ``likelihood``: the log-probability of the whole choice;
-    of one with which another begins, also that the turn ends there. ``s["verdict"].choices`` has the score of
-    each choice; the highest is selected.
+    Each choice is encoded together with the text before it, and scored from the first token in which the
+    choices differ. So it does not matter whether a space or a common beginning is at the end of the prompt or
+    in the choices. ``s["verdict"].choices`` has the scores; the choice with the highest is selected.
 
-    Each choice is encoded together with the text before it, and its tokens count from the first one in which
-    the choices differ. So it does not matter whether a space or a common beginning is at the end of the
-    prompt or in the choices.
+    Args:
+        name: The name of the variable.
+        choices: The texts to choose from.
+        method: The score of a choice. ``"token_length_normalized"``: the mean log-probability of its tokens.
+            ``"likelihood"``: the log-probability of the whole choice; if another choice begins with it,
+            including the end of the turn. ``"greedy_token_selection"``: the number of its tokens that agree
+            with greedy decoding. ``"unconditional_likelihood_normalized"``: the mean log-probability, minus
+            the same without the prompt, so that a common text has no advantage.
+
+    Raises:
+        BadArgument: The choices or the method are invalid.
 
     >>> s += af.user("Is it about science?")
     >>> s += af.assistant(af.select("verdict", ["yes", "no"]))

@@ -23,9 +23,9 @@ from agentflow.runtime.task_group import loop_caller
 
 
 class OpenSession(Session):
-    """Made by ``await af.open_session(...)``: a session that stays open until ``close``, across the cells of
-    a notebook. A session that is dropped without ``close`` is ended, with a ``ResourceWarning``. It can also
-    be entered with ``async with``, which closes it at the end of the block.
+    """A session that stays open until ``close``, across the cells of a notebook. Made by
+    ``await af.open_session(...)``. A session that is dropped without ``close`` is ended, with a
+    ``ResourceWarning``. It can also be entered with ``async with``, which closes it at the end of the block.
 
     >>> flow = await af.open_session()
     >>> await flow.run(judge, essay)

@@ -43,9 +43,9 @@ ResultT = TypeVar("ResultT")
 
 
 class Session(AsyncOnly):
-    """Made by ``af.session``. Everything that it starts ends with its block. A session on a server connects
-    again when the server is back: unfinished ops fail with ``ServerLost``, and later ops run on the new
-    connection.
+    """Runs programs on a backend. Made by ``af.session``; everything that it starts ends with its block. A
+    session on a server connects again when the server is back: unfinished ops fail with ``ServerLost``, and
+    later ops run on the new connection.
 
     >>> async with af.session() as flow:
     ...     print(flow.capabilities.model, flow.is_alive)
@@ -228,10 +228,10 @@ class Session(AsyncOnly):
                 10,000 inputs wait at the same time.
 
         Raises:
-            DataDependent: With ``batch``, the course of the program depends on a generated value.
-            NotSupported: With ``batch``, the model has no batches.
-            BadArgument: ``resume`` is the file of another program, or another map writes to it, or values of
-                the return type cannot be read back from their JSON.
+            DataDependent: With ``batch``, the control flow of the program depends on a generated value.
+            NotSupported: With ``batch``, the model has no batches. BadArgument: ``resume`` is the file of
+            another program, or another map writes to it, or values of the return type cannot be read back
+            from their JSON.
 
         >>> grades = await flow.map(judge, essays, progress=True)
         >>> async for grade in flow.map(judge, essays):

@@ -46,8 +46,8 @@ def mcp(
     headers: Mapping[str, str] | None = None,
     timeout_s: float | None = CONNECT_TIMEOUT_S,
 ) -> McpServer:
-    """An MCP server, whose ``tools`` ``af.act`` takes. Enter it with ``async with``, and leave it in the same
-    task.
+    """An MCP server, whose ``tools`` are for ``af.act``. Enter it with ``async with``, and leave it in the
+    same task.
 
     If the connection is lost, or the server ends, the calls that wait for it fail, and ``af.act`` reports
     this to the model. The next call connects again, or starts the command again.

@@ -50,7 +50,7 @@ VariableName: TypeAlias = "str | GenExpression[Any] | SelectExpression"
 
 
 class State:
-    """Made by a session, which passes the root to a program, or by ``fork``.
+    """A prompt that grows. A session makes the root state of each program, and ``fork`` makes branches.
 
     ``s += x`` appends text, a variable, ``gen``, ``select`` or a role, and never waits. ``s["x"]`` is the
     latest variable of that name. ``await s`` waits until everything appended is done. ``async for event in
@@ -84,7 +84,7 @@ class State:
 
     @property
     def id(self) -> int:
-        """Its number in the session, as recordings have it.
+        """The number of the state in its session, as in recordings.
 
         >>> branches[0].id > s.id
         True
@@ -93,7 +93,8 @@ class State:
 
     @property
     def path(self) -> StatePath:
-        """Its place in the fork tree: () is the root, (2,) its third branch, (2, 0) the first branch of (2,).
+        """The place of the state in the fork tree: () is the root, (2,) its third branch, (2, 0) the first
+        branch of (2,).
 
         >>> s.path, branches[1].path
         ((), (1,))
@@ -203,8 +204,8 @@ class State:
         self, questions: Mapping[str, TypedQuestion | Answers], *, name: str = "decisions"
     ) -> Variable[dict[str, Decision]]:
         """Answers questions about the content at this point, with the probability of each possible answer.
-        Each question is answered by itself, and nothing is appended to the state. The engine answers all of
-        them in one pass.
+        Each question is answered independently, and nothing is appended to the state. The engine answers all
+        of them in one pass.
 
         Args:
             questions: By name: a question of ``af.question``, or only its possible answers, as ``bool``,
@@ -273,12 +274,11 @@ class State:
             objective: ``"latency"`` if a user waits for the next generations, ``"throughput"`` if only the
                 total matters.
             output_tokens: The expected number of tokens of each generation.
-            forks: The number of forks that come next; from 2 on, OpenAI and Anthropic are sent a long prefix
-                ahead.
+            forks: The number of forks that come next; from 2 on, a long prefix is sent to OpenAI and
+                Anthropic before the forks need it.
             deadline_s: The seconds in which the next generations should be done; earlier deadlines are
                 scheduled first.
-            speculate: Whether the call of a gen to an API goes on for the later gens of its turn
-                (``af.OpenAI``).
+            speculate: Whether one call to an API serves several gens of a turn (``af.OpenAI``).
 
         >>> s.hint(objective="throughput", output_tokens=64)
         """
@@ -462,7 +462,7 @@ class State:
 
 
 def state_node(state: State) -> StateNode:
-    """The inner side of a state."""
+    """The ``StateNode`` behind a state."""
     return state._node
 
 
@@ -647,8 +647,8 @@ class Branches(AsyncOnly, list[State]):
         key: Callable[[Any], Any] | None = None,
         branch_key: Callable[[State], Any] | None = None,
     ) -> State | list[State]:
-        """The branch whose variable ``name`` is the greatest. Waits for all values, then cancels the other
-        branches. Failures are as in ``first``.
+        """The branch with the greatest value of variable ``name``. Waits for all values, then cancels the
+        other branches. Failures are as in ``first``.
 
         Args:
             name: The variable, as in ``s[name]``.
@@ -657,7 +657,7 @@ class Branches(AsyncOnly, list[State]):
             branch_key: A function of the branch, whose results are compared.
 
         Returns:
-            The first one of equals; with ``n``, a list.
+            The branch, the first of equal ones; with ``n``, a list.
 
         Raises:
             BadArgument: ``key`` and ``branch_key`` are both given, or ``n`` is below 1.
@@ -698,8 +698,8 @@ class Branches(AsyncOnly, list[State]):
         """The most frequent ``key(value)`` of variable ``name`` (by default the value itself). Returns as
         soon as no other answer can win, and cancels the branches that have not voted by then.
 
-        Of equally frequent answers, the one that reached its number of votes first wins. ``n``: the number of
-        votes that is enough for one answer. None, and a branch without a value, abstain; the result is None
+        Of equally frequent answers, the first to reach its number of votes wins. ``n``: a number of votes
+        with which an answer wins immediately. None, and a branch without a value, abstain; the result is None
         if all values do. Failures are otherwise as in ``first``.
 
         >>> await branches.vote("judgment")
@@ -718,7 +718,7 @@ class Branches(AsyncOnly, list[State]):
 
 
 class Completed:
-    """The branches of a fork in the order in which a variable of theirs ended."""
+    """The branches of a fork in the order in which their variables ended."""
 
     def __init__(self, branches: Branches, contest: Contest) -> None:
         self._branches = branches

@@ -51,10 +51,10 @@ class Reference(Expression, Generic[ValueT_co]):
 
     @abstractmethod
     def __await__(self) -> Generator[object, None, ValueT_co]:
-        """Its value; raises its failure."""
+        """Returns the value, or raises the failure."""
 
     def strip(self) -> Transformed:
-        """Without white space at both ends.
+        """The text without white space at both ends.
 
         >>> await s.set("x", "  yes ").strip()
         'yes'
@@ -62,7 +62,7 @@ class Reference(Expression, Generic[ValueT_co]):
         return self._then("strip")
 
     def lower(self) -> Transformed:
-        """In lower case.
+        """The text in lower case.
 
         >>> await s.set("x", "Yes").lower()
         'yes'
@@ -70,7 +70,7 @@ class Reference(Expression, Generic[ValueT_co]):
         return self._then("lower")
 
     def upper(self) -> Transformed:
-        """In upper case.
+        """The text in upper case.
 
         >>> await s.set("x", "yes").upper()
         'YES'
@@ -294,7 +294,7 @@ class ReferencedVariable(NamedTuple):
 
 
 def find_target(reference: Reference[Any]) -> ReferencedVariable:
-    """The inner side of a reference."""
+    """The variable behind a reference, as its run has it."""
     return ReferencedVariable(reference._node, reference._transforms, reference._label)
 
 
@@ -369,7 +369,7 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def name(self) -> str:
-        """The name under which its state finds it.
+        """The name of the variable in its state.
 
         >>> s["answer"].name
         'answer'
@@ -378,7 +378,7 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def id(self) -> int:
-        """Its number in the session, as recordings have it.
+        """The number of the variable in its session, as in recordings.
 
         >>> s["answer"].id > s.id
         True
@@ -387,7 +387,7 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def path(self) -> StatePath:
-        """The path of its state in the fork tree.
+        """The path of the variable's state in the fork tree.
 
         >>> branches[1]["judgment"].path
         (1,)
@@ -429,7 +429,8 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def usage(self) -> Usage:
-        """Its tokens: prompt, cached part of the prompt, and output. Await the variable first.
+        """The tokens of the generation: prompt, cached part of the prompt, and output. Await the variable
+        first.
 
         >>> await s["answer"]
         'Plants turn light into sugar.'
@@ -440,7 +441,8 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def model(self) -> str:
-        """The model that wrote it: with ``af.Fallback`` the one that answered. Await the variable first.
+        """The model that wrote the value; with ``af.Fallback``, the candidate that answered. Await the
+        variable first.
 
         >>> await s["answer"]
         'Plants turn light into sugar.'
@@ -452,8 +454,8 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def passed_over(self) -> tuple[PassedOver, ...]:
-        """With ``af.Fallback``, the models before the one that answered: each with the ``error`` for which it
-        did not. Await the variable first.
+        """With ``af.Fallback``, the candidates that failed before, each with its ``error``. Await the
+        variable first.
 
         >>> await s["answer"]
         'Plants turn light into sugar.'
@@ -526,8 +528,8 @@ class Variable(Reference[ValueT_co]):
     @property
     def choices(self) -> dict[str, float]:
         """The score of each choice of a ``select``, under its method. The selected choice has the highest
-        score, the first one of equals. Await the variable first. ``BadArgument`` if it is not the value of a
-        select.
+        score; of equal scores, it is the first choice. Await the variable first. ``BadArgument`` if it is not
+        the value of a select.
 
         >>> s += af.user("Is it about science?") + af.assistant(af.select("related", ["yes", "no"]))
         >>> await s["related"]
@@ -544,7 +546,7 @@ class Variable(Reference[ValueT_co]):
     def decided_by(self) -> DecidedBy | None:
         """How the value of a select or a decide was found: ``logprobs``, by the log-probabilities of all
         choices; ``endpoint``, by the provider's endpoint for decisions; ``text``, by the text that the model
-        wrote under a constraint, which says nothing about the other choices. None for other variables.
+        wrote under a constraint, without scores of the other choices. None for other variables.
 
         >>> answers = await s.decide({"related": bool})
         >>> s["decisions"].decided_by
@@ -572,13 +574,13 @@ class Variable(Reference[ValueT_co]):
         ttft_s: float | None = None,
         tpot_s: float | None = None,
     ) -> ValueT_co:
-        """Its value, as ``await`` gives it, with advice to the scheduler about the request that generates it.
-        The requests before it follow from that. Changes no result.
+        """The value, as ``await`` returns it, with advice to the scheduler about the request that generates
+        it, and so about the requests before it. Changes no result.
 
         Args:
             objective: ``"latency"`` or ``"throughput"``, as in ``s.hint``.
-            ttft_s: The wanted time until the first token, in seconds. The request goes before the tenant's
-                others of its priority when it must start to meet this.
+            ttft_s: The wanted time until the first token, in seconds. When the request must start to meet it,
+                it goes before the tenant's other requests of its priority.
             tpot_s: The wanted time of each further token, in seconds.
 
         >>> await s["answer"].get(objective="throughput")
