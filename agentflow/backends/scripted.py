@@ -560,16 +560,17 @@ class _ScriptedConnection:
 class Scripted:
     """A backend to test programs without a model: it answers from a script.
 
-    ``script``: answers by the name of the variable; or a list of answers in the order in which the program
-    appends its gens and selects; or a function of the ``ScriptedCall``. Of a variable, a list has its
-    answers in order, a function is called, and any other answer is given every time. ``strict``: a session
-    that ends without an exception raises ``ScriptMismatch`` if an answer is left.
-
     An answer is a text; or a value (a dataclass, a pydantic model, a dict, a number), which is written as
     JSON; or for ``af.reply`` an ``af.Reply``, an ``af.ToolCall`` or a tuple of these; or an exception, which
     is raised. (For a variable, a value that is a list stands in another list.) The answer to a decide is a
     mapping of its questions to their answers, or to a mapping of all answers to their probabilities. An
     answer that violates the constraint or the choices of its op raises ``ScriptMismatch``.
+
+    Args:
+        script: Answers by the name of the variable; or a list of answers in the order in which the program
+            appends its gens and selects; or a function of the ``ScriptedCall``. For a variable, a list has
+            its answers in order, a function is called, and any other answer is given every time.
+        strict: A session that ends without an exception raises ``ScriptMismatch`` if an answer is left.
 
     >>> backend = af.Scripted({"judgment": ["It is clear.", "It has no sources."], "grade": "B"})
     >>> async with af.session(backend=backend) as flow:
