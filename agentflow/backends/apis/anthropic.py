@@ -40,8 +40,8 @@ class Anthropic(ApiBackend):
         api_key: The API key. It is sent in the Authorization header, and shown nowhere.
         like: A model of Anthropic with the same features, for a model of others on a server that implements
             this API. Default: a model that is not known has the features of the newest family; at another
-            address than Anthropic's, it takes all parameters, as far as the server does.
-        reasoning: Whether the model reasons; None: as it does by default.
+            address than Anthropic's, it accepts all parameters that the server accepts.
+        reasoning: Whether the model reasons; None: the model's default.
         effort: How much it reasons and writes: ``low`` to ``max``, as far as the model has it.
         on_unsupported: ``error``: a constraint that the API cannot enforce is refused. ``retry``: answers are
             checked, and asked for again with the fault, at most three times.

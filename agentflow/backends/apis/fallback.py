@@ -60,7 +60,7 @@ class _PaidBackend(Backend, Protocol):
 
 
 class Fallback:
-    """Models behind APIs that answer in the place of one another: the first one that can.
+    """Several models behind APIs, of which the first that can answers each call.
 
     Args:
         backends: The models in the order in which they are asked: addresses as for ``af.session``

@@ -49,16 +49,16 @@ class OpenAI(ApiBackend):
         organization: The organization that the usage counts for.
         project: The project that the usage counts for.
         api: ``chat``: chat completions. ``responses``: the responses API. None: ``chat``, unless only the
-            other one serves the model.
+            responses API serves the model.
         like: A model of OpenAI with the same features, for a model with another name. Default: a model that
-            is not known has the features of the newest family; at another address than OpenAI's, it takes
-            all parameters, as far as the server does.
+            is not known has the features of the newest family; at another address than OpenAI's, it accepts
+            all parameters that the server accepts.
         embed_model: The model for ``flow.embed``, such as ``text-embedding-3-small``; ``model`` may be
             such a model too.
         on_unsupported: ``error``: a constraint that the API cannot enforce is refused. ``retry``: answers are
             checked, and asked for again with the fault, at most three times.
-        speculate: Whether the call of a gen goes on for the later gens of its turn; None: where the API
-            cannot continue a turn. ``s.hint(speculate=False)`` decides for one state.
+        speculate: Whether one call serves several gens of a turn; None: if the API cannot continue a turn.
+            ``s.hint(speculate=False)`` decides for one state.
         max_retries: The most further attempts of a request that failed before anything of its answer was
             visible.
         timeout_s: The time limit until an answer begins, in seconds.

@@ -29,7 +29,7 @@ class ChargeExchange:
             programs[tenant, program] += num_tokens
 
     def take(self, replicas: Iterable[int]) -> dict[int, Charges]:
-        """Returns the messages for these replicas, and begins again at zero."""
+        """Returns the messages for these replicas, and resets the counts."""
         messages: dict[int, Charges] = {}
         for replica in replicas:
             tenants: Counter[str] = Counter()

@@ -37,14 +37,14 @@ class PlacedSet(Protocol):
         """Whether requests wait, and a replica may have them."""
 
     def take(self, max_requests: int, max_tokens: int) -> Sequence[tuple[Unfinished, RoutedRequest]]:
-        """Returns the requests that wait for the longest, which wait no more."""
+        """Removes and returns the requests that have waited longest."""
 
     def send_placed(self, calls: Sequence[tuple[Unfinished, RoutedRequest]]) -> None:
         """Sends requests to the replicas on which they were placed."""
 
 
 class PlacingTurn:
-    """The replicas of all models. ``devices``: that their engines share."""
+    """The replicas of all models. ``devices``: the devices that their engines share."""
 
     def __init__(self) -> None:
         self.devices = SharedDevices()

@@ -162,7 +162,7 @@ class _Load:
         return self.num_waiting + self.num_running
 
     def add_prompt(self, seconds: float, now_s: float) -> None:
-        """A prompt comes that takes this long. Earlier ones count less."""
+        """Adds a prompt that takes this long. Earlier prompts count less."""
         self.prompts *= math.exp((self.prompts_at - now_s) / PROMPTS_S)
         self.prompts += seconds / PROMPTS_S
         self.prompts_at = now_s
@@ -288,7 +288,7 @@ class Loads:
         self._ready[replica], self._others[replica], self._loads[replica].others = math.inf, 0.0, 0.0
 
     def set_adapter_s(self, adapter: str, replica: ReplicaNumber, seconds: float) -> None:
-        """How long the replica would load an adapter; 0: it is loaded."""
+        """Sets the time to load an adapter on the replica; 0: it is loaded."""
         if adapter not in self._missing:
             self._missing[adapter] = np.zeros(len(self._loads))
         self._missing[adapter][replica] = seconds
@@ -300,7 +300,7 @@ class Loads:
             self._refresh(replica)
 
     def set_slowness(self, replica: ReplicaNumber, factor: float) -> None:
-        """How long the replica takes, by the time of an engine of the shape. It may join later."""
+        """Sets the replica's time relative to an engine of the shape. The replica may join later."""
         if replica >= len(self._loads):
             self._resize(max(replica + 1, 2 * len(self._loads)))
         self._slowness[replica] = factor

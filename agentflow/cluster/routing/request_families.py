@@ -116,7 +116,7 @@ class RequestFamilies:
         self._work_s.add(work_s)
 
     def _reduce(self, now_s: float) -> None:
-        """Expects less of families that have brought nothing for long."""
+        """Expects less of families that have had no request for long."""
         passed_s = now_s - self._expected_at
         if passed_s > 0:
             self._expected_at = now_s

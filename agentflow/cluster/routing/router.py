@@ -34,8 +34,8 @@ MAX_REMEMBERED = 65_536
 
 
 class RoutingPolicy(Protocol):
-    """Chooses replicas. Told of every request that it placed: ``started`` with its first token, ``ended``
-    when it left its replica."""
+    """Chooses replicas. The caller reports each placed request: its first token (``started``), and when it
+    left its replica (``ended``)."""
 
     reads_feed: bool
     """Whether it reads the reports of the replicas' caches."""
@@ -169,7 +169,7 @@ class Router:
             self.families.continued(match.family, now_s)
 
     def _place_group(self, members: Sequence[RoutedRequest], now_s: float) -> None:
-        """Places a task group on as many replicas, 1, 2, 4 and so on, as it ends on with the least cost."""
+        """Places a task group on 1, 2, 4, … replicas: the number with the least cost."""
         first, count = members[0], len(members)
         matches = [self.tree.match(call.key, call.run) for call in members]
         hits = [match.hits for match in matches]

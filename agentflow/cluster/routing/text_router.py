@@ -55,8 +55,8 @@ class TextRouter:
     """Places the requests for one model on numbered servers.
 
     Args:
-        cache_tokens: The servers' numbers, each with the size of its cache. A call bars those that do not
-            answer.
+        cache_tokens: The size of each server's cache, by the server's number. Calls bar the servers that do
+            not answer.
     """
 
     def __init__(self, cache_tokens: Mapping[ReplicaNumber, int]) -> None:
@@ -78,8 +78,8 @@ class TextRouter:
             self._caches[server] = self._new_cache(server)
 
     def place(self, calls: Sequence[RoutedRequest], now_s: float) -> None:
-        """Sets the ``replica`` and ``num_hit`` of requests that came together. None may bar all servers, and
-        the members of a task group bar the same."""
+        """Sets the ``replica`` and ``num_hit`` of requests that came together. No request may bar all
+        servers, and the members of a task group bar the same servers."""
         self.router.place(calls, now_s)
         for call in calls:
             missing = call.num_tokens - call.num_hit
@@ -133,7 +133,7 @@ class TextRouter:
             self.router.receive(update)
 
     def _learn(self, now_s: float) -> None:
-        """Tells the router the times of the servers."""
+        """Reports the times of the servers to the router."""
         known = {
             server: self._costs[server].costs()
             for server, count in self._num_answers.items()
