@@ -64,9 +64,9 @@ class Placement:
 
     Args:
         group: Ray's placement group.
-        bundle: one of its bundles.
-        count: the replicas.
-        ranks: the bundles of each replica: its processes, if they are on different nodes.
+        bundle: The room of one replica.
+        count: The number of replicas.
+        ranks: The number of bundles of each replica: its processes, if they are on different nodes.
     """
 
     def __init__(self, group: Any, bundle: Bundle, count: int, ranks: int = 1) -> None:
@@ -80,13 +80,13 @@ class Placement:
         """Looks at the node of each bundle: the ranks of a replica follow each other.
 
         Args:
-            model: the model's folder or file.
-            files: other paths that the engine reads.
+            model: The model's folder or file.
+            files: Other paths that the engine reads.
             device: ``cpu`` or ``cuda``.
 
         Raises:
-            BadArgument: a node has another version of agentflow, or none.
-            BadModelFolder: a node does not have these files, or another model at this path.
+            BadArgument: A node has another version of agentflow, or none.
+            BadModelFolder: A node does not have these files, or has another model at this path.
         """
         reports = await _in_thread(partial(self._inspect, str(model), list(files), device))
         expected = await _in_thread(partial(fingerprint, model))
@@ -107,7 +107,7 @@ class Placement:
         return reports
 
     async def start_child(self, first: Start) -> RayChild:
-        """Starts an engine in the room of a replica that has none. A ``StartChild``."""
+        """Starts an engine in the free room of a replica. A ``StartChild``."""
         if not self._free:
             raise OSError("all of its room in the Ray cluster is in use")
         number = self._free.pop(0)
@@ -161,11 +161,11 @@ async def connected_to_ray(address: str | None) -> AsyncIterator[None]:
     """Connects this process to a Ray cluster within the scope, unless it is connected.
 
     Args:
-        address: of the head node, ``HOST:PORT``; None: the cluster that this machine belongs to.
+        address: The address of the head node, ``HOST:PORT``; None: the cluster that this machine belongs to.
 
     Raises:
         BadArgument: Ray is not installed, has another version than the cluster, or the address is wrong.
-        ServerUnreachable: there is no cluster.
+        ServerUnreachable: There is no cluster.
     """
     is_ours = await _in_thread(partial(_connect, address))
     try:
@@ -251,14 +251,14 @@ async def placed(
     node, the ranks of all have separate bundles.
 
     Args:
-        name: of the model, for messages.
-        count: the replicas.
-        bundle: the room of each.
-        wait_s: how long to wait for room, on one node and then on several.
-        ranks: the processes of each.
+        name: The name of the model, for messages.
+        count: The number of replicas.
+        bundle: The room of each replica.
+        wait_s: The time to wait for room, on one node and then on several, in seconds.
+        ranks: The number of processes of each replica.
 
     Raises:
-        BadArgument: there is not enough room.
+        BadArgument: There is not enough room.
     """
     found = None
     if ranks == 1 or await _in_thread(partial(_fits_a_node, bundle)):

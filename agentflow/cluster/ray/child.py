@@ -49,11 +49,11 @@ class RayChild:
     """An engine process on a node, from ``start_in_actor`` to ``end``.
 
     Args:
-        host: its actor.
-        engine: the connection to the process.
-        watch: the connection to the actor.
-        pid: of the process.
-        ranks: the actors of the other ranks of its model, with the connections to them.
+        host: The actor of the process.
+        engine: The connection to the process.
+        watch: The connection to the actor.
+        pid: The process id.
+        ranks: The actors of the model's other ranks, with the connections to them.
     """
 
     def __init__(
@@ -226,8 +226,8 @@ async def start_in_actor(start: Start, options: Sequence[ReadOptions]) -> RayChi
     is cancelled, no process is left.
 
     Args:
-        start: how to load the engine.
-        options: where the actor of each rank of the model runs.
+        start: How to load the engine.
+        options: Where the actor of each rank of the model runs.
     """
     from ray.exceptions import GetTimeoutError, RayError
 

@@ -35,12 +35,12 @@ def load_divided_engine(
     """Loads an engine, as ``local_engine.load_engine`` does on one machine.
 
     Args:
-        engine: the fields of ``EngineOptions``.
-        host: the address of this node for the others.
-        peers: the other ranks, from rank 1 on, as ``Peer``.
+        engine: The fields of ``EngineOptions``.
+        host: The address of this node for the others.
+        peers: The other ranks, from rank 1 on, as ``Peer``.
 
     Raises:
-        EngineFailed: a rank does not answer.
+        EngineFailed: A rank does not answer.
     """
     limit_spinning()
     with contextlib.ExitStack() as opened:

@@ -56,8 +56,8 @@ class EngineHost:
     """Runs one process.
 
     Args:
-        token: of the server, and of rank 0, that may connect.
-        module: the main module of the process.
+        token: The token with which the server and rank 0 may connect.
+        module: The main module of the process.
     """
 
     def __init__(self, token: bytes, module: str = ENGINE_MODULE) -> None:

@@ -39,15 +39,15 @@ async def placed_models(
     """Reserves room for all models within the scope, and looks at its nodes. No engine is started.
 
     Args:
-        options: how to place them.
-        models: the options of each model, by its name.
-        folders: the folder or file of each.
-        memory_share: the part of the free memory of each node that its engines may use.
+        options: How to place them.
+        models: The options of each model, by its name.
+        folders: The folder or file of each model.
+        memory_share: The part of the free memory of each node that its engines may use.
 
     Raises:
-        BadArgument: no room, a wrong device, other versions on a node, or too little memory there.
-        BadModelFolder: a node does not have a model.
-        ServerUnreachable: no cluster.
+        BadArgument: There is no room, the device is wrong, or a node has other versions or too little memory.
+        BadModelFolder: A node does not have a model.
+        ServerUnreachable: There is no cluster.
     """
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(connected_to_ray(options.address))
@@ -114,10 +114,10 @@ def _kv_tokens(
     the least memory for it. Engines on one node, or one GPU, divide its memory.
 
     Args:
-        models: the options of each model, by its name.
-        ranks: the bundles of each replica.
-        reports: the nodes of the bundles.
-        memory_share: as of ``placed_models``.
+        models: The options of each model, by its name.
+        ranks: The number of bundles of each replica.
+        reports: The nodes of the bundles.
+        memory_share: As in ``placed_models``.
     """
     on_device: dict[tuple[str, ...], list[MemoryNeed]] = {}
     free_bytes: dict[tuple[str, ...], int] = {}

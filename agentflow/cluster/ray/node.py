@@ -32,9 +32,9 @@ def inspect_node(model: str, files: Sequence[str], device: str) -> NodeReport:
     """Runs on the node.
 
     Args:
-        model: the model's folder or file.
-        files: other paths that the engine reads.
-        device: of the engine: ``cpu`` or ``cuda``.
+        model: The model's folder or file.
+        files: Other paths that the engine reads.
+        device: The engine's device: ``cpu`` or ``cuda``.
     """
     import ray
     import ray.util

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """How the engines of a server are placed. ``address``: of the head node; None: this machine's cluster."""
+    """How the engines of a server are placed. ``address``: the address of the head node; None: this machine's
+    cluster."""
 
     address: str | None = None
     cpus: float | None = None  # of each replica; None: its threads, or 1

@@ -53,7 +53,7 @@ _PROMPTS = ("messages", "prompt", "prompt_token_ids", "input_ids", "text", "inpu
 
 
 class PrefixTreeRouter(RequestRouter):
-    """Sends requests to the replica where they cost the least time, their own and others'."""
+    """Sends requests to the replica where they cost the least time, for themselves and for other requests."""
 
     def initialize_state(  # type: ignore[override]
         self,
@@ -68,12 +68,13 @@ class PrefixTreeRouter(RequestRouter):
         """Called by Ray Serve with ``request_router_kwargs``.
 
         Args:
-            prompt_tokens_per_s: how fast a replica computes prompts.
-            step_s: a step that decodes, in seconds.
-            max_running: the requests in one batch.
-            cache_tokens: the size of a replica's prefix cache.
-            adapter_load_s: the time to load a multiplexed model on a replica that does not have it.
-            clock: the time in seconds.
+            prompt_tokens_per_s: The rate at which a replica computes prompts.
+            step_s: The time of a step that decodes, in seconds.
+            max_running: The number of requests in one batch.
+            cache_tokens: The size of a replica's prefix cache.
+            adapter_load_s: The time to load a multiplexed model on a replica that does not have it, in
+                seconds.
+            clock: Returns the time in seconds.
         """
         cost = CostModel(base_s=step_s, row_s=1 / prompt_tokens_per_s, logits_s=0.0, read_s=0.0, pair_s=0.0)
         self._places = Router(EngineShape(cost, max_running, cache_tokens))
@@ -132,7 +133,7 @@ class PrefixTreeRouter(RequestRouter):
         del self._ids[number], self._caches[number], self._prompts_end_at[number]
 
     def _place_adapters(self) -> None:
-        """Tells the cost which replicas have which multiplexed models."""
+        """Adds the multiplexed models that replicas do not have to their cost."""
         self._adapters = {name for one in self._replicas.values() for name in one.multiplexed_model_ids}
         for replica_id, replica in self._replicas.items():
             for adapter in self._adapters:
@@ -220,8 +221,8 @@ class PrefixTreeRouter(RequestRouter):
         self._places.place([call], now_s)
 
     def _weigh_others(self, replicas: Iterable[RunningReplica]) -> None:
-        """A replica takes longer for each request as it has requests that this router did not send. Ray's
-        lengths of queues are late by a request."""
+        """Requests that this router did not send make a replica slower for each request. Ray's lengths of
+        queues are late by a request."""
         for one in replicas:
             number = self._numbers[one.replica_id]
             own = self._num_sent[number]
@@ -317,7 +318,7 @@ def _collect(value: object, text: bytearray, depth: int) -> None:
 
 
 def output_limit(arguments: Sequence[object]) -> int:
-    """The most tokens that the request may generate; 0: it does not say."""
+    """The most tokens that the request may generate; 0: it has no limit."""
     for argument in arguments:
         for name in ("max_completion_tokens", "max_tokens", "max_new_tokens"):
             value = _field(argument, name)
@@ -327,7 +328,7 @@ def output_limit(arguments: Sequence[object]) -> int:
 
 
 def find_program(arguments: Sequence[object]) -> str:
-    """The program that a header among the arguments names; empty: none does."""
+    """The program in a header among the arguments; empty: there is none."""
     for argument in arguments:
         headers = _field(argument, "headers")
         if isinstance(headers, Mapping):

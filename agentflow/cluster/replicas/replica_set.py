@@ -278,8 +278,8 @@ class ReplicaSet:
                 logger.exception("the router cannot end a request")
 
     def take(self, max_requests: int, max_tokens: int) -> list[tuple[Unfinished, RoutedRequest]]:
-        """Returns the requests that wait for the longest, which wait no more: at least one, and at most so
-        many. One that cannot be read fails alone."""
+        """Removes and returns the requests that have waited longest: at least one, and at most so many as fit
+        the limits. A request that cannot be read fails alone."""
         taken: list[Unfinished] = []
         num_tokens = 0
         for request in self._waiting.values():

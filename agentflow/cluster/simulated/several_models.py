@@ -54,7 +54,7 @@ class _Device:
 
 
 class SimulatedModels(SimulatedCluster):
-    """One replay on several models. The requests of the workload name theirs.
+    """One replay on several models. The requests of the workload have the names of their models.
 
     Args:
         workload: The requests.
