@@ -243,7 +243,7 @@ async def connected(
         accepts: "image" and "video" if the model does, whatever the table and the server report.
 
     Raises:
-        UnknownModel: no model was given, and the server has none, or several.
+        UnknownModel: No model was given, and the server has none, or several.
     """
     model, embed_model = settings.model, settings.embed_model
     context, found = None, None

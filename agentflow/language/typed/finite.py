@@ -36,7 +36,7 @@ def finite_texts(constraint: Constraint | None) -> tuple[str, ...]:
     ('1', '2', '3', 'none')
 
     Raises:
-        BadArgument: there are more, the empty text is one of them, or they cannot be listed.
+        BadArgument: There are more, the empty text is one of them, or they cannot be listed.
     """
     if constraint is None:
         raise _refused("free text has no end of possible texts: give a schema, for example")

@@ -114,7 +114,7 @@ def gbnf_of_pattern(pattern: str) -> str:
     'root ::= [a-c]+ | "x"{2,2}'
 
     Raises:
-        NotSupported: the notation cannot express it.
+        NotSupported: The notation cannot express it.
     """
     return f"root ::= {written_part(read_pattern(pattern))}"
 

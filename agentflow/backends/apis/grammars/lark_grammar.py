@@ -66,7 +66,7 @@ def gbnf_of_grammar(source: str) -> str:
     rule1 ::= [0-9]+
 
     Raises:
-        NotSupported: there is none, or the grammar has parts that are not translated.
+        NotSupported: There is none, or the grammar has parts that are not translated.
     """
     if _GBNF_RULE.search(source):
         return source
