@@ -28,6 +28,8 @@ from agentflow.errors import BadArgument, BadModelFolder
 
 WANTED_KV_TOKENS = 65_536
 MIN_KV_TOKENS = 1_024
+MAX_SHOWN = 8
+"""Models, or replicas, in the message that they do not fit."""
 # The largest fraction of the free memory for the KV pool of a single model.
 MAX_KV_FRACTION = 0.5
 # On a GPU, of the memory that the weights leave: the rest is for activations, and for graphs.
@@ -302,8 +304,10 @@ def _does_not_fit(needs: Sequence[MemoryNeed], budget_bytes: int) -> BadArgument
         f"{(need.kv_tokens or MIN_KV_TOKENS) * need.kv_bytes_per_token / 1e9:.2f} GB for "
         f"{need.kv_tokens or MIN_KV_TOKENS:,} tokens"
         + (f" and {need.feature_bytes / 1e9:.2f} GB for images" if need.feature_bytes else "")
-        for need in needs
+        for need in needs[:MAX_SHOWN]
     ]
+    if len(needs) > MAX_SHOWN:
+        lines.append(f"{len(needs) - MAX_SHOWN} more")
     models, fewer = ("models do", "fewer models") if len(needs) > 1 else ("model does", "a smaller model")
     work = sum(need.processes * work_bytes(need.vocabulary) for need in needs)
     return BadArgument(

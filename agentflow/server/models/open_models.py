@@ -3,6 +3,7 @@ and the generators of models behind an API."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -195,10 +196,14 @@ def _sized(
     replicas: dict[str, Sequence[EngineOptions]] = {}
     for name, model in models.items():
         is_on_gpu = free.is_on_gpu(model.device)
+        if not is_on_gpu and model.device not in (None, "cpu"):
+            raise BadArgument(
+                f"{name}: device is {model.device}, but torch finds no such CUDA device", param="device"
+            )
         replicas[name] = divide_machine(model, {0, *free.other_cuda_bytes} if is_on_gpu else None)
+        of_each = engine_need(name, model, folders[name], on_gpu=is_on_gpu)
         for number, options in enumerate(replicas[name]):
-            label = _replica_name(name, number, model.replicas)
-            need = engine_need(label, options, folders[name], on_gpu=is_on_gpu)
+            need = dataclasses.replace(of_each, name=_replica_name(name, number, model.replicas))
             if not is_on_gpu:
                 on_host.append(need)
                 continue

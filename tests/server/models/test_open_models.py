@@ -168,8 +168,27 @@ def test_models_on_the_gpu_share_its_memory_and_others_share_main_memory(folder:
     expected = shares("ad", free.host_bytes) | shares("bc", free.cuda_bytes or 0)
     assert {name: each.kv_tokens for name, [each] in sized.items()} == expected
     assert [each.own_process for [each] in sized.values()] == [True] * 4
+    del models["b"]
     nowhere = open_models_module._sized(models, folders, EngineConfig().memory_share, FreeMemory(10**11))
-    assert [nowhere[name][0].kv_tokens for name in "abcd"] == [*[WANTED_KV_TOKENS] * 3, 7000]
+    assert [nowhere[name][0].kv_tokens for name in "acd"] == [*[WANTED_KV_TOKENS] * 2, 7000]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpu_that_is_missing_is_refused_before_anything_is_loaded(
+    folder: Path, device: str, replicas: int
+) -> None:
+    models = {"a": replace(options(folder, device), replicas=replicas)}
+    with pytest.raises(BadArgument, match=f"device is {device}") as caught:
+        open_models_module._sized(models, {"a": folder}, 0.8, FreeMemory(10**12))
+    assert caught.value.param == "device"
+
+
+def test_one_sentence_tells_that_many_replicas_do_not_fit(folder: Path) -> None:
+    models = {"a": replace(options(folder), replicas=300)}
+    with pytest.raises(BadArgument, match="292 more") as caught:
+        open_models_module._sized(models, {"a": folder}, 0.8, FreeMemory(10**9))
+    assert len(str(caught.value)) < 2_000
 
 
 def test_each_gpu_is_divided_among_its_models(folder: Path) -> None:
