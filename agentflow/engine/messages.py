@@ -23,6 +23,7 @@ from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.events import StepRecord, Usage
+from agentflow.version import __version__
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -408,6 +409,7 @@ class Start(msgspec.Struct, frozen=True):
     options: dict[str, Any]  # its arguments, plain values only
     log_level: int = logging.WARNING  # lines below this level are not logged
     reports: bool = False  # send ``BlocksUpdate`` and ``Charges``, for a router
+    version: str = __version__  # of agentflow in the server
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

@@ -89,6 +89,8 @@ def server_parts(config: ServeConfig, shutdown: ShutdownBudget) -> ServerParts:
     tenants = Tenants(config.access.api_keys, config.access.keys_path)
     network = config.network
     _warn_of_open_keys(network, tenants.need_keys)
+    if unused := config.cluster.unused:
+        logger.warning("%s: without cluster ray, engines run on this machine", ", ".join(unused))
     shared = _shared_store(config.stores)
     gate = TenantGate(current=tenants.current)
     if shared is not None:

@@ -38,6 +38,7 @@ from agentflow.engine.messages import (
 )
 from agentflow.engine.process.medium_parts import MediumAssembly
 from agentflow.errors import AgentflowError, EngineFailed
+from agentflow.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,9 @@ class EngineProcess:
         return 0
 
     def _load(self, start: Start) -> tuple[Engine | None, Loaded | LoadFailed]:
+        if start.version != __version__:  # installed while the server runs, or on another node
+            why = f"its process has agentflow {__version__}, and the server {start.version}"
+            return None, LoadFailed(EngineFailed.code, f"{why}: restart the server")
         try:
             module, _, name = start.loader.partition(":")
             load: LoadEngine = getattr(importlib.import_module(module), name)

@@ -198,6 +198,12 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
         SecondsOrZero, doc("how long to wait for room in the Ray cluster, such as for its autoscaler")
     ] = 20.0
 
+    @property
+    def unused(self) -> list[str]:
+        """The given settings that only a Ray cluster uses, while engines run on this machine."""
+        names = ("ray_address", "replica_cpus", "replica_gpus", "replica_memory_gib")
+        return [name for name in names if self.cluster == "local" and getattr(self, name) is not None]
+
     def ray_options(self) -> RayOptions | None:
         """How engines are placed on a Ray cluster; None: they run on this machine."""
         if self.cluster == "local":

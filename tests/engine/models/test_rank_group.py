@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from agentflow.engine.models.tensor_parallel import rank_group
-from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE, RankGroup
+from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE, LoadPart, RankGroup
 from agentflow.errors import EngineFailed
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,6 +58,17 @@ def test_ranks_whose_thread_cannot_start_are_ended(monkeypatch: pytest.MonkeyPat
         RankGroup(2)
     assert started
     assert not any(process.is_running() for process in started)
+
+
+def test_a_rank_of_another_version_is_refused() -> None:
+    """As on another node of Ray."""
+    group = RankGroup(2)
+    try:
+        group.load([LoadPart({}, 1, 2, "gloo", "", 1.0, False, logging.WARNING, version="0.0.1")])
+        with pytest.raises(EngineFailed, match=r"rank 1 .*rank 0 0\.0\.1"):
+            group.wait_until_loaded()
+    finally:
+        group.close()
 
 
 CLOSED_BEFORE_ITS_GROUP = """

@@ -10,8 +10,10 @@ import signal
 import anyio
 import psutil
 import pytest
+from msgspec.structs import replace
 from support.commands import engines_of
 from support.engine_loaders import POISON, start
+from support.fake_engine import TOKENIZER
 from support.holds import Hold, until
 from support.process_engine import PLAIN, Ticks, generate, kill, process_engine, text_after
 from support.processes import has_ended, signal_child
@@ -19,7 +21,7 @@ from support.processes import has_ended, signal_child
 from agentflow.engine.messages import Placed
 from agentflow.engine.process.deadlines import Deadlines, StepPace
 from agentflow.engine.process.shutdown_budget import AFTER_DRAIN_S, DRAIN_S, ShutdownBudget
-from agentflow.engine.process.supervisor import EngineSupervisor, restart_delay_s
+from agentflow.engine.process.supervisor import EngineSupervisor, restart_delay_s, supervised_engine
 from agentflow.engine.request import Origin, Submit
 from agentflow.errors import EngineDown, EngineFailed
 
@@ -261,6 +263,14 @@ async def test_ids_are_not_resumed_on_another_model(tmp_path, caplog, what):
         await until(lambda: client.engine.is_ready)
     assert texts == [PLAIN.text]
     assert f"the {what} differs from the one" in caplog.text
+
+
+async def test_a_process_of_another_version_is_refused() -> None:
+    """As after an upgrade while the server runs, or on a node of Ray that has another version."""
+    starting = replace(start(), version="0.0.1")
+    with pytest.raises(EngineFailed, match=r"and the server 0\.0\.1"):
+        async with supervised_engine(starting, lambda: TOKENIZER):
+            pytest.fail("it runs")
 
 
 # Forward passes that fail

@@ -149,6 +149,12 @@ def test_the_first_source_that_has_models_decides(file):
     assert [(one.name, one.path) for one in found.config.models] == [("b", "b"), ("folder", "./folder/")]
 
 
+def test_settings_of_ray_without_it_are_known():
+    given = {"ray_address": "head:6379", "replica_cpus": "8"}
+    assert loaded(**given).config.cluster.unused == ["ray_address", "replica_cpus"]
+    assert loaded(**given, cluster="ray").config.cluster.unused == []
+
+
 def test_engine_options_are_those_of_the_model():
     model = loaded(max_running="3", cache=False, threads="2", models=("a=/b",)).config.models[0]
     assert model.engine_options() == EngineOptions("/b", max_running=3, cache=False, threads=2)

@@ -24,6 +24,7 @@ import msgspec
 
 from agentflow.engine.machine.child_process import import_path, received_frames, start_process, to_frame
 from agentflow.errors import EngineFailed
+from agentflow.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class LoadPart(msgspec.Struct, frozen=True):
     limit_s: float  # as of ``Ranks``
     keeps_order: bool
     log_level: int
+    version: str = __version__  # of agentflow in rank 0
 
 
 class PartLoaded(msgspec.Struct, frozen=True, tag=True):

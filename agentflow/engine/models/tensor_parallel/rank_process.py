@@ -21,6 +21,8 @@ import msgspec
 from agentflow.engine.machine.child_process import received_frames, to_frame
 from agentflow.engine.models.tensor_parallel.rank_group import LoadPart, PartFailed, PartLoaded, PartLogged
 from agentflow.engine.models.tensor_parallel.steps import StepReader
+from agentflow.errors import EngineFailed
+from agentflow.version import __version__
 
 _F_SETSIG = 10  # of Linux; the fcntl module has no name for it
 
@@ -63,6 +65,8 @@ def run_rank(connection: socket.socket, file: int | None) -> int:
             return 0
         part = msgspec.msgpack.decode(first, type=LoadPart)
         ours.setLevel(part.log_level)
+        if part.version != __version__:
+            raise EngineFailed(f"it has agentflow {__version__}, and rank 0 {part.version}")
         if part.keeps_order:
             keep_order()
         options = part.options | {"folder": Path(part.options["folder"])}
