@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from dataclasses import dataclass, field
 
 import anyio
@@ -444,6 +445,52 @@ async def test_an_adapter_is_loaded_by_replicas_that_are_restarting_too(two, tmp
     await until(lambda: all(identity in one.engine._runner.adapters for one in replicas.children.values()))
     client.unload_adapter("one")
     await until(lambda: not any(one.engine._runner.adapters for one in replicas.children.values()))
+
+
+async def test_each_replica_charges_a_tenant_for_its_use_of_the_others(monkeypatch) -> None:
+    for module in ("agentflow.engine.engine", "agentflow.cluster.replicas.replica_set"):
+        monkeypatch.setattr(f"{module}.CHARGES_EVERY_S", 0.0)
+    replicas = Replicas(3)
+    own: dict[int, Counter] = {number: Counter() for number in range(3)}
+    others: dict[int, Counter] = {number: Counter() for number in range(3)}
+
+    def watch(number: int) -> None:
+        """Counts what a replica charges for its own work, and for that of others."""
+        policy = replicas.children[number].engine.scheduler.waiting
+        charge, elsewhere, of_program = policy.charge, policy.charge_elsewhere, policy.program_elsewhere
+
+        def charged(request, num_tokens: int) -> None:
+            tenant, program = request.cache_key.tenant, request.origin.program
+            own[number][tenant] += num_tokens / request.origin.weight
+            own[number][tenant, program] += num_tokens
+            charge(request, num_tokens)
+
+        def charged_elsewhere(tenant: str, used: float) -> None:
+            others[number][tenant] += used
+            elsewhere(tenant, used)
+
+        def charged_program(tenant: str, program: int, num_tokens: int) -> None:
+            others[number][tenant, program] += num_tokens
+            of_program(tenant, program, num_tokens)
+
+        monkeypatch.setattr(policy, "charge", charged)
+        monkeypatch.setattr(policy, "charge_elsewhere", charged_elsewhere)
+        monkeypatch.setattr(policy, "program_elsewhere", charged_program)
+
+    async with replicas.open() as client:
+        await replicas.settle()
+        for number in range(3):
+            watch(number)
+        origins = [Origin(tenant=name, weight=weight, program=5) for name, weight in (("a", 1.0), ("b", 2.0))]
+        jobs = [Job([20 + n] * 40, origin=origins[n % 2]) for n in range(12)]
+        await run_all(client, *jobs)
+        assert all(own.values())
+
+        def expected(number: int) -> Counter:
+            return sum((own[other] for other in own if other != number), Counter())
+
+        await replicas.until(lambda: all(sum(others[n].values()) >= sum(expected(n).values()) for n in own))
+        assert others == {number: expected(number) for number in own}
 
 
 async def test_stats_add_up_and_each_replica_keeps_its_own(two) -> None:

@@ -52,7 +52,7 @@ def test_the_tree_becomes_right_whatever_happens_to_messages(data: st.DataObject
         number = data.draw(st.integers(0, 1))
         replica = replicas[number]
         match data.draw(
-            st.sampled_from(["compute", "evict", "send", "deliver", "lose", "repeat", "restart"])
+            st.sampled_from(["compute", "evict", "send", "deliver", "lose", "repeat", "restart", "forget"])
         ):
             case "compute":
                 stem, own = data.draw(STEMS), data.draw(st.integers(1, 3))
@@ -69,6 +69,9 @@ def test_the_tree_becomes_right_whatever_happens_to_messages(data: st.DataObject
                     network.append(replicas[update.replica].snapshot())
             case "restart":
                 replicas[number] = Replica(number, next(epochs))
+            case "forget":  # the router starts again, and the replicas go on
+                tree = PrefixTree("m")
+                followers = [Follower(tree, number) for number in range(2)]
             case _:
                 pass
         tree.check()
