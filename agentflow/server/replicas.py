@@ -9,7 +9,14 @@ import anyio
 import msgspec
 from msgspec import Meta
 
-from agentflow.cluster.replicas.replica_set import DRAIN_S, STATS_S, ReplicaSet, ReplicaState, ReplicaStatus
+from agentflow.cluster.replicas.replica_set import (
+    DRAIN_S,
+    STATS_S,
+    ReplicaSet,
+    ReplicaState,
+    ReplicaStatus,
+    shown_device,
+)
 from agentflow.engine.messages import EngineStats
 from agentflow.engine.process.supervisor import EngineSupervisor
 from agentflow.engine.tenant import ANONYMOUS
@@ -107,7 +114,7 @@ async def replica_cards(model: EngineModel) -> list[ReplicaCard]:
     status = ReplicaStatus(
         0,
         state,
-        "",
+        shown_device("", engine),
         engine.pid,
         engine.num_unfinished,
         engine.restarts,

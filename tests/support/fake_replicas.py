@@ -28,6 +28,8 @@ _LENGTH_BYTES = 4
 class FakeChild:
     """An engine process of a fake replica. ``poison``: the first token of prompts that kill it."""
 
+    node = ""
+
     def __init__(self, world: Replicas, number: int) -> None:
         self.number = number
         self.is_dead = self.hangs = False

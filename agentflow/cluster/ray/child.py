@@ -53,6 +53,7 @@ class RayChild:
         engine: The connection to the process.
         watch: The connection to the actor.
         pid: The process id.
+        node: The address of its node.
         ranks: The actors of the model's other ranks, with the connections to them.
     """
 
@@ -62,6 +63,7 @@ class RayChild:
         engine: socket.socket,
         watch: socket.socket,
         pid: int,
+        node: str,
         ranks: Sequence[tuple[Any, socket.socket]] = (),
     ) -> None:
         self._host = host
@@ -72,6 +74,7 @@ class RayChild:
         # An actor sends beats from the time on when rank 0 has connected to it.
         self._rank_watches = [Heartbeat(one, self._told_at + CONNECT_S) for _, one in ranks]
         self._pid = pid
+        self._node = node
         self.on_end: Callable[[], object] = lambda: None
         """Called when it has ended."""
 
@@ -79,6 +82,11 @@ class RayChild:
     def pid(self) -> int | None:
         """The process id on its node."""
         return self._pid
+
+    @property
+    def node(self) -> str:
+        """The address of its node."""
+        return self._node
 
     async def send(self, frame: bytes) -> None:
         """Sends a frame; waits while the socket is full. Raises ``OSError`` if the process has ended."""
@@ -171,8 +179,8 @@ class _Attempt:
         self._hosts: list[Any] = []
         self._is_given_up = False
 
-    def run(self) -> tuple[RayChild, str, Sequence[Peer]]:
-        """Returns the child, the address of its node, and where the other ranks listen."""
+    def run(self) -> tuple[RayChild, Sequence[Peer]]:
+        """Returns the child, and where the other ranks listen."""
         import ray
 
         tokens = [secrets.token_bytes(TOKEN_BYTES) for _ in self._options]
@@ -201,12 +209,12 @@ class _Attempt:
                     opened.pop_all()
             ranks = [*zip(self._hosts[1:], watches[1:], strict=True)]
             [pid] = PID.unpack(received)
-            child = RayChild(self._hosts[0], engine, watches[0], pid, ranks)
+            child = RayChild(self._hosts[0], engine, watches[0], pid, addresses[0][0], ranks)
             peers = [
                 Peer(*address, token + ENGINE)
                 for address, token in zip(addresses[1:], tokens[1:], strict=True)
             ]
-            return child, addresses[0][0], peers
+            return child, peers
         except BaseException:
             self.give_up()
             raise
@@ -221,19 +229,19 @@ class _Attempt:
                     ray.kill(host)
 
 
-async def start_in_actor(start: Start, options: Sequence[ReadOptions]) -> RayChild:
+async def start_in_actor(start: Start, places: Sequence[ReadOptions]) -> RayChild:
     """Starts a process in an actor, which begins to load its engine. Raises ``OSError`` if that fails. If it
     is cancelled, no process is left.
 
     Args:
         start: How to load the engine.
-        options: Where the actor of each rank of the model runs.
+        places: Where the actor of each rank of the model runs.
     """
     from ray.exceptions import GetTimeoutError, RayError
 
-    attempt = _Attempt(options)
+    attempt = _Attempt(places)
     try:
-        child, host, peers = await anyio.to_thread.run_sync(
+        child, peers = await anyio.to_thread.run_sync(
             attempt.run, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
         )
     except GetTimeoutError:
@@ -244,7 +252,8 @@ async def start_in_actor(start: Start, options: Sequence[ReadOptions]) -> RayChi
         attempt.give_up()
         raise
     if peers:
-        start = replace(start, loader=LOADER, options={"engine": start.options, "host": host, "peers": peers})
+        options = {"engine": start.options, "host": child.node, "peers": peers}
+        start = replace(start, loader=LOADER, options=options)
     try:
         await child.send(to_frame(start))
     except BaseException:

@@ -86,7 +86,7 @@ class ReplicaStatus:
 
     number: int
     state: ReplicaState
-    device: str
+    device: str  # with the address of its node, if it is on another one
     pid: int | None  # of its process; None: there is none, or it is unknown
     requests: int  # that it has not ended
     restarts: int  # how often its process was replaced
@@ -463,7 +463,7 @@ class ReplicaSet:
             ReplicaStatus(
                 replica.number,
                 replica.state,
-                replica.device,
+                shown_device(replica.device, replica.supervisor),
                 replica.supervisor.pid,
                 len(replica.requests),
                 replica.supervisor.restarts,
@@ -549,6 +549,11 @@ class ReplicaSet:
     def _hand_over(self, messages: Sequence[FromEngine]) -> None:
         assert self._client is not None
         self._client.receive(messages)
+
+
+def shown_device(device: str, supervisor: EngineSupervisor) -> str:
+    """Returns where an engine runs, for people: ``cpu at 10.0.0.2`` on another machine."""
+    return f"{device} at {supervisor.node}".strip() if supervisor.node else device
 
 
 class _Receiver:

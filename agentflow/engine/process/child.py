@@ -22,6 +22,10 @@ class Child(Protocol):
     def pid(self) -> int | None:
         """Its process id; None if it is unknown."""
 
+    @property
+    def node(self) -> str:
+        """The address of its machine; empty: it is this one."""
+
     async def send(self, frame: bytes) -> None:
         """Sends a frame. May wait while the process reads slowly. Raises ``OSError`` if the process is
         gone."""
@@ -42,6 +46,8 @@ no process is left."""
 
 class EngineChild(ChildProcess):
     """An engine process on this machine, from ``start`` to ``end``."""
+
+    node = ""
 
     @classmethod
     def start(cls, start: Start) -> EngineChild:

@@ -246,6 +246,11 @@ class EngineSupervisor:
         return None if self._child is None else self._child.pid
 
     @property
+    def node(self) -> str:
+        """The address of the process's machine; empty if it is this one, and between two processes."""
+        return "" if self._child is None else self._child.node
+
+    @property
     def is_ready(self) -> bool:
         """Whether a process runs requests."""
         return self._connection is not None

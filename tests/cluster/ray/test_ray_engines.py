@@ -48,11 +48,13 @@ anyio_backend = pytest.fixture(only_asyncio)
 
 @asynccontextmanager
 async def room(cluster, count: int = 2, *, wait_s: float = 20.0, **bundle) -> AsyncIterator[Placement]:
-    async with (
-        connected_to_ray(cluster.address),
-        placed("a model", count, Bundle(**bundle), wait_s=wait_s) as placement,
-    ):
-        yield placement
+    import ray
+
+    async with connected_to_ray(cluster.address):
+        # Ray releases the room of the test before after its end.
+        await until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
+        async with placed("a model", count, Bundle(**bundle), wait_s=wait_s) as placement:
+            yield placement
 
 
 async def test_a_stream_continues_whatever_is_killed_on_its_node(ray_nodes, tmp_path):
@@ -275,7 +277,9 @@ async def test_a_model_is_divided_over_nodes(ray_nodes, tmp_path):
             [rank] = [
                 process
                 for process in psutil.process_iter(["cmdline"])
-                if RANK_MODULE in (process.info["cmdline"] or ()) and not has_ended(process)
+                if RANK_MODULE in (process.info["cmdline"] or ())
+                and not has_ended(process)
+                and "ray::" in " ".join(process.parent().cmdline())
             ]
             return engine, rank
 
@@ -342,6 +346,7 @@ async def test_requests_move_to_other_replicas_when_a_node_is_lost(ray_nodes, tm
             for hold in holds:
                 await hold.reached()
             before = {one.pid for one in client.engine.replicas}
+            assert {one.device for one in client.engine.replicas} == {f"at {HEAD}", f"at {SECOND}"}
             cluster.remove_node(node, allow_graceful=False)
             await until(lambda: any(one.state != "serving" for one in client.engine.replicas))
             for hold in holds:
