@@ -8,7 +8,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import psutil
-from support.process_template import ENGINE, process_name, start_command, start_python
+from support.process_template import ENGINE, RANK, process_name, start_command, start_python
 
 from agentflow.cli.main import main
 
@@ -88,7 +88,16 @@ def engines_of(pid: int | None = None) -> list[psutil.Process]:
 
 def _is_engine(process: psutil.Process) -> bool:
     """And not the process that compiles constraints, nor the template of engine processes."""
+    return _runs(ENGINE, process)
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Whether it computes a part of a divided model, and is not the first rank."""
+    return _runs(RANK, process)
+
+
+def _runs(module: str, process: psutil.Process) -> bool:
     try:
-        return process.name() == process_name(ENGINE) or ENGINE in process.cmdline()
+        return process.name() == process_name(module) or module in process.cmdline()
     except psutil.Error:  # it has just ended
         return False

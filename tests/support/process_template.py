@@ -33,12 +33,16 @@ from agentflow.engine.machine import child_process
 
 ENGINE = "agentflow.engine.process.worker"
 COMMAND = "agentflow"
+RANK = "agentflow.engine.models.tensor_parallel.rank_process"
+FORK_RANKS = "AGENTFLOW_TESTS_FORK_RANKS"
+"""A variable with which engine processes fork their ranks, too: each has a template for them then."""
 _COMPILER, _READER = "support.compile_worker", "agentflow.engine.media.worker"
 _IMPORTED = (
     (
         "agentflow.engine.models.torch_runner",
         "support.engine_loaders",
         ENGINE,
+        RANK,
         "agentflow.cli.main",
         "agentflow.server.serve",
         "agentflow.server.models.open_models",
@@ -50,9 +54,10 @@ _IMPORTED = (
     ("av", "PIL.ImageOps", _READER),
 )
 """What each template imports. Tests limit the memory of the last two."""
-_OF_TESTS = {ENGINE: 0, COMMAND: 0, _COMPILER: 1, _READER: 2}
+_OF_TESTS = {ENGINE: 0, RANK: 0, COMMAND: 0, _COMPILER: 1, _READER: 2}
 _OF_COMMANDS = {ENGINE: 0, "agentflow.engine.grammar.compiler.worker": 0}
-"""The main modules of processes, and the templates from which tests, and commands, fork them."""
+_OF_ENGINES = {RANK: 0}
+"""The main modules of processes, and the templates from which tests, commands and engines fork them."""
 _PYTHON = sys.executable
 _MOST_BYTES = 2**17
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
@@ -216,10 +221,12 @@ def main() -> None:
     """The template itself: forks until its connection closes."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:] = os.environ["PYTHONPATH"].split(os.pathsep)
+    gc.disable()  # imports leave little garbage
     for name in _IMPORTED[int(sys.argv[2])]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    gc.enable()
     _fork_when_asked(connection)
 
 
@@ -316,6 +323,9 @@ def _run(command: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
     if option == "-m" and what != COMMAND:
         sys.modules.pop(what, None)  # the template has imported it
+        if what == ENGINE and FORK_RANKS in os.environ:
+            started = {0: ProcessTemplate.with_these_imports()}
+            child_process._popen = _Templates(_OF_ENGINES, started).popen
         runpy.run_module(what, run_name="__main__", alter_sys=True)
         return
     # Scripts start engines rarely, and can start a template then.

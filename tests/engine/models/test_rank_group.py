@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import psutil
 import pytest
+from support.commands import is_rank, run_python
 
 from agentflow.engine.models.tensor_parallel import rank_group
-from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE, LoadPart, RankGroup
+from agentflow.engine.models.tensor_parallel.rank_group import LoadPart, RankGroup
 from agentflow.errors import EngineFailed
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,7 +49,7 @@ def test_ranks_whose_thread_cannot_start_are_ended(monkeypatch: pytest.MonkeyPat
     class NoThread(threading.Thread):
         def start(self) -> None:
             children = psutil.Process().children()
-            started.extend([child for child in children if RANK_MODULE in child.cmdline()])
+            started.extend([child for child in children if is_rank(child)])
             raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(rank_group.threading, "Thread", NoThread)
@@ -91,5 +90,6 @@ gc.collect()
 def test_the_end_of_a_group_touches_no_other_file(tmp_path: Path) -> None:
     """The store of the group opens its file again by the number of the descriptor."""
     other = tmp_path / "other"
-    subprocess.run([sys.executable, "-c", CLOSED_BEFORE_ITS_GROUP, str(other)], check=True, timeout=50)
+    done = run_python("-c", CLOSED_BEFORE_ITS_GROUP, str(other))
+    assert done.returncode == 0, done.stderr
     assert other.read_bytes() == b""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from engine.models.test_divided_models import EVEN, greedy
 from support.engine.family_models import saved_model
+from support.process_template import start_python
 
 from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE, RankGroup
 from agentflow.engine.models.tensor_parallel.runner import TensorParallelRunner
@@ -33,11 +33,7 @@ def remote_rank() -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
         theirs, _ = listener.accept()
     lifeline, held = os.pipe()
     numbers = [theirs.fileno(), lifeline]
-    process = subprocess.Popen(
-        [sys.executable, "-m", RANK_MODULE, *map(str, numbers)],
-        pass_fds=numbers,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    process = start_python("-m", RANK_MODULE, *map(str, numbers), pass_fds=numbers)
     theirs.close()
     os.close(lifeline)
     try:

@@ -10,12 +10,13 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from support.commands import is_rank
 from support.engine.random_model import write_random_model
+from support.process_template import FORK_RANKS
 from support.processes import has_ended
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.local_engine import open_engine
-from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE
 from agentflow.engine.options import EngineOptions
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
@@ -32,11 +33,14 @@ async def text(client: EngineClient, on_text: Callable[[str], object] | None = N
 def ranks() -> list[psutil.Process]:
     """The processes of ranks below this one."""
     found = psutil.Process().children(recursive=True)
-    return [process for process in found if not has_ended(process) and RANK_MODULE in process.cmdline()]
+    return [process for process in found if not has_ended(process) and is_rank(process)]
 
 
-async def test_a_rank_that_stops_is_replaced_and_its_requests_go_on(tmp_path: Path) -> None:
+async def test_a_rank_that_stops_is_replaced_and_its_requests_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_random_model(tmp_path)
+    monkeypatch.setenv(FORK_RANKS, "1")
     options = EngineOptions(model=str(tmp_path), device="cpu", dtype="float32", kv_tokens=1000, threads=2)
     async with open_engine(options) as alone:
         expected = await text(alone)

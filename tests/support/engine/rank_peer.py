@@ -10,13 +10,13 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.process_template import start_python
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput
@@ -82,10 +82,8 @@ def running_peer() -> Iterator[Peer]:
     for name, file in files.items():
         prepare(name, file, 2)
     numbers_of_files = [other_end.fileno(), *files.values()]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "support.engine.rank_peer", *map(str, numbers_of_files)],
-        pass_fds=numbers_of_files,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    process = start_python(
+        "-m", "support.engine.rank_peer", *map(str, numbers_of_files), pass_fds=numbers_of_files
     )
     other_end.close()
     try:
