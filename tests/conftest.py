@@ -42,6 +42,9 @@ if os.environ.get("AGENTFLOW_DEVICE") != "cuda":
 # Ray ends a process, without a word, a minute after a cluster to which it was connected has gone, if a call
 # is left: in a test that has nothing to do with it.
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
+# The folder ``tests/kernels`` is not the package of that name, for whose version transformers would read the
+# metadata of all distributions.
+sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
 # Tests compute in the event loop, and would be warned of it.
 os.environ.setdefault("AGENTFLOW_BLOCKING_MS", "0")
 
