@@ -64,7 +64,6 @@ async def interpreted(
                 models=models,
                 embedders=embedders,
                 max_states=max_states,
-                checks_ops=False,
             )
             at_the_end.callback(interpreter.close)
             group.start_soon(interpreter.events.deliver_to, deliver)

@@ -304,7 +304,9 @@ def gen(
             raise BadArgument(
                 "gen: scored=True takes no option of sampling: the text is not sampled", param="scored"
             )
-        return GenExpression(name, params, wanted, texts=finite_texts(wanted.constraint))
+        texts = finite_texts(wanted.constraint)
+        check_choices(name, texts)
+        return GenExpression(name, params, wanted, texts=texts)
     if num_retries and wanted.constraint is None:
         raise BadArgument(
             "gen: on_invalid applies to a value: give a schema, for example", param="on_invalid"

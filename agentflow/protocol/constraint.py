@@ -55,7 +55,12 @@ class TagRule(msgspec.Struct, frozen=True, omit_defaults=True):
                     f"tags: {name} must be a string of {least} to {MAX_MARK_CHARS} characters",
                     param=name,
                 )
-        Constraint(self.kind, self.source).check()
+        _check_source(self.kind, self.source)
+
+
+def _check_source(kind: ConstraintKind, source: str) -> None:
+    if not isinstance(source, str) or not 0 < len(source) <= MAX_SOURCE_CHARS:
+        raise BadArgument(f"{kind}: the source must have 1 to {MAX_SOURCE_CHARS} characters")
 
 
 class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -104,15 +109,22 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         """Returns itself, or raises ``BadArgument`` for values that a constraint cannot have."""
         if self.kind == "choices":
             self._check_choices()
-        elif not isinstance(self.source, str) or not 0 < len(self.source) <= MAX_SOURCE_CHARS:
-            raise BadArgument(f"{self.kind}: the source must have 1 to {MAX_SOURCE_CHARS} characters")
+        else:
+            _check_source(self.kind, self.source)
         if self.kind == "tags":
             _check_tags(self.tags())
         self._check_sequence()
-        self._check_instead()
+        self.check_instead()
+        if self.instead is not None:
+            self.instead.check()
         for name, most in (("string_chars", self.string_chars), ("list_items", self.list_items)):
             if most is not None and (self.kind != "schema" or not isinstance(most, int) or most < 1):
                 raise BadArgument(f"{name} must be 1 or more, and is for JSON schemas")
+        self.check_decoding()
+        return self
+
+    def check_decoding(self) -> None:
+        """The part of ``check`` for ``whitespace`` and ``jump_forward``."""
         if self.whitespace not in get_args(Whitespace):
             known = ", ".join(map(repr, get_args(Whitespace)))
             raise BadArgument(
@@ -126,7 +138,6 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
             raise BadArgument(
                 f"jump_forward must be True or False, not {self.jump_forward!r}", param="jump_forward"
             )
-        return self
 
     @property
     def has_schema(self) -> bool:
@@ -166,7 +177,8 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         ):
             raise BadArgument(f"max_tags must be 1 to {MAX_TAGS}, or None", param="max_tags")
 
-    def _check_instead(self) -> None:
+    def check_instead(self) -> None:
+        """The part of ``check`` for ``instead`` and ``apart``, without the fields of the alternative."""
         if not all(isinstance(text, str) and 0 < len(text) <= MAX_MARK_CHARS for text in self.apart):
             raise BadArgument(
                 f"apart: each must be a string of 1 to {MAX_MARK_CHARS} characters", param="apart"
@@ -179,7 +191,6 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
             raise BadArgument("instead: tags in free text need no alternative", param="instead")
         if self.instead.kind == "tags" or self.instead.instead is not None:
             raise BadArgument("instead: a single constraint of another kind than tags", param="instead")
-        self.instead.check()
 
     def _check_choices(self) -> None:
         if not all(isinstance(choice, str) and choice for choice in self.choices):

@@ -8,8 +8,10 @@ Fields of these names hold numbers that the client chose: ``state`` (the op's ow
 variable), ``children`` (states) and ``ticket``. A field ``parts`` may hold references to variables. All other
 fields are content, which two runs of a program have in common.
 
-The frontend checks an op before it sends it, so that the error points at the program's line; the interpreter
-checks it again before it runs. Checks that need the session's states and variables are the interpreter's own.
+An op is checked once on each side of a connection. The frontend checks values where the program writes them,
+and ``StateModels.admit`` the rest before the op is sent, so that errors point at the program's line. A server
+checks the ops that it receives (``CheckingInterpreter``), because a client may send anything. Checks that
+need the session's states and variables are the interpreter's own.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.decisions import check_questions
 from agentflow.protocol.events import USE_ANOTHER, Capabilities
-from agentflow.protocol.images import FILE, Video, check_frames, check_source, max_file_bytes
-from agentflow.protocol.text.transform import check_transforms, check_written
+from agentflow.protocol.images import Video, check_frames, check_source
+from agentflow.protocol.text.transform import check_written
 
 ROOT: Final = 1
 """The number of the root state in every graph."""
@@ -70,16 +72,6 @@ def _parts_label(op: ops.Text | ops.Set, names: Mapping[int, str]) -> str:
     return " ".join("".join(pieces).split())
 
 
-def _check_upload(op: ops.Upload) -> None:
-    most = max_file_bytes(op.kind)
-    if not 0 < op.size <= most:
-        raise BadArgument(f"upload: the file of one {op.kind} has 1 to {most:,} bytes, not {op.size:,}")
-    if not 0 <= op.at <= op.size - len(op.data):
-        raise BadArgument(f"upload: {len(op.data):,} bytes at {op.at:,} of {op.size:,}")
-    if not FILE.fullmatch(op.source):
-        raise BadArgument(f"upload: {op.source[:100]!r} is no digest of a file")
-
-
 def _check_video(op: ops.Video) -> None:
     check_source(op.source, "source")
     check_frames(op.num_frames)
@@ -92,10 +84,6 @@ def _require_converse(op: ops.Converse, capabilities: Capabilities) -> None:
             capabilities.require_videos(medium.num_frames)
         else:
             capabilities.require_images()
-
-
-def _check_tools(op: ops.Tools) -> None:
-    Conversation((), op.tools, op.choice).check()
 
 
 def _check_begin(op: ops.Begin) -> None:
@@ -164,8 +152,10 @@ class OpSpec:
     is_instant: bool = False  # neither waits nor fails, so it is done together with the op before it
     opens: str = ""  # the field with the states that the op creates
     outcome: str = "set"  # the participle for the error if the op never ran: "x was not *generated*"
-    # Raises ``BadArgument`` for a wrong value.
+    # Raises ``BadArgument`` for a wrong value that the frontend checks when it sends the op.
     check: Callable[[Any], None] = field(default=lambda op: None)
+    # The same for a value that it checks earlier, where the program writes it, such as ``gen``'s parameters.
+    check_received: Callable[[Any], None] = field(default=lambda op: None)
     # Raises ``NotSupported`` where the backend cannot run the op.
     require: Callable[[Any, Capabilities], None] = field(default=lambda op, capabilities: None)
     # Its text in a drawing of a graph, given the names of variables; an op without one is not drawn.
@@ -178,57 +168,57 @@ _step = functools.partial(OpSpec, is_content=True, is_numbered=True, in_graph=Tr
 OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Open: OpSpec(is_content=True, opens="state", check=_check_open),
     ops.SubmitGraph: OpSpec(is_content=True, opens="state"),
-    ops.Text: _step(check=_check_parts, label=_parts_label),
-    ops.Upload: OpSpec(check=_check_upload),
+    ops.Text: _step(check_received=_check_parts, label=_parts_label),
+    ops.Upload: OpSpec(),
     ops.Release: OpSpec(),
     ops.Image: _step(
-        check=lambda op: check_source(op.source, "source"),
+        check_received=lambda op: check_source(op.source, "source"),
         require=lambda op, capabilities: capabilities.require_images(),
         label=lambda op, names: "image",
     ),
     ops.Video: _step(
-        check=_check_video,
+        check_received=_check_video,
         require=lambda op, capabilities: capabilities.require_videos(op.num_frames),
         label=lambda op, names: "video",
     ),
     ops.Converse: _step(
-        check=lambda op: op.conversation.check(),
+        check_received=lambda op: op.conversation.check(),
         require=_require_converse,
         label=lambda op, names: f"conversation of {len(op.conversation.messages)} messages",
     ),
     ops.Tools: _step(
-        check=_check_tools,
+        check_received=lambda op: Conversation((), op.tools, op.choice).check(),
         require=lambda op, capabilities: capabilities.require_conversations(),
         label=lambda op, names: f"tools {', '.join([tool.name for tool in op.tools])}",
     ),
     ops.Begin: _step(
-        check=_check_begin,
+        check_received=_check_begin,
         require=_require_roles,
         label=lambda op, names: f"{op.role}:",
     ),
     ops.End: _step(is_instant=True, require=_require_roles),
     ops.Gen: _step(
         outcome="generated",
-        check=_check_gen,
+        check_received=_check_gen,
         require=_require_gen,
         label=lambda op, names: f"gen {op.name}",
         box=("([", "])"),
     ),
     ops.Select: _step(
         outcome="generated",
-        check=_check_select,
+        check_received=_check_select,
         require=_require_select,
         label=lambda op, names: f"select {op.name}: {' | '.join(op.choices)}",
         box=("{{", "}}"),
     ),
     ops.Decide: _step(
         outcome="decided",
-        check=_check_decide,
+        check_received=_check_decide,
         require=_require_decide,
         label=lambda op, names: f"decide {', '.join([question.name for question in op.questions])}",
     ),
     ops.Set: _step(
-        check=_check_parts,
+        check_received=_check_parts,
         label=lambda op, names: f"{op.name} = {_parts_label(op, names)}",
     ),
     ops.Read: _step(outcome="read", require=_require_read),
@@ -241,9 +231,11 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Done: OpSpec(is_content=True, in_graph=True, outcome="reached"),
     ops.Expect: OpSpec(is_content=True, in_graph=True, outcome="provided"),
     ops.Provide: OpSpec(),
-    ops.Want: OpSpec(check=lambda op: ops.check_want(op.ttft_s, op.tpot_s)),
-    ops.Hint: _step(check=lambda op: ops.check_hint(op.output_tokens, op.forks, op.deadline_s)),
-    ops.Limit: OpSpec(in_graph=True, check=lambda op: ops.check_limit(op.deadline_s, op.output_tokens)),
+    ops.Want: OpSpec(check_received=lambda op: ops.check_want(op.ttft_s, op.tpot_s)),
+    ops.Hint: _step(check_received=lambda op: ops.check_hint(op.output_tokens, op.forks, op.deadline_s)),
+    ops.Limit: OpSpec(
+        in_graph=True, check_received=lambda op: ops.check_limit(op.deadline_s, op.output_tokens)
+    ),
     ops.Fork: _step(
         opens="children",
         check=lambda op: _check_name("model", op.model),
@@ -314,17 +306,20 @@ class StateModels:
         return self.named(self._of_state.get(state, ""))
 
     def admit(self, op: ops.Op) -> None:
-        """Checks an op before it is sent: the types and values in it, or in each op of a graph
-        (``BadArgument``), and that the models of their states can run them (``NotSupported``,
-        ``UnknownModel``). Notes the models of the states that it opens."""
-        check_types(op)
+        """Checks an op before it is sent (``check_sent``), and that the models of its state, or of the states
+        of a graph, can run it: ``NotSupported``, ``UnknownModel``. The values in a graph were checked when it
+        was traced. Notes the models of the states that the op opens."""
+        check_sent(op)
         if isinstance(op, ops.SubmitGraph):
             of_graph = StateModels(self.models)
             for part in op.ops:
-                _check_op(part, of_graph)
-                of_graph._follow(part)
-        else:
-            _check_op(op, self)
+                of_graph._require(part)
+        self._require(op)
+
+    def _require(self, op: ops.Op) -> None:
+        if isinstance(op, ops.Open | ops.Fork):
+            self.named(op.model)
+        require(op, self.of(getattr(op, "state", 0)))
         self._follow(op)
 
     def _follow(self, op: ops.Op) -> None:
@@ -343,14 +338,18 @@ class StateModels:
                 pass
 
 
-def _check_op(op: ops.Op, models: StateModels) -> None:
+def check_sent(op: ops.Op) -> None:
+    """Raises ``BadArgument`` for a wrong type in an op of the frontend, or a wrong value that was not checked
+    where the program wrote it."""
+    check_types(op)
+    op_spec(op).check(op)
+
+
+def check_received_op(op: ops.Op) -> None:
+    """Raises ``BadArgument`` for a wrong value in an op that a client sent, but not in the ops of a graph."""
     spec = op_spec(op)
     spec.check(op)
-    for ref in _refs(op):
-        check_transforms(ref.transforms)
-    if isinstance(op, ops.Open | ops.Fork):
-        models.named(op.model)
-    require(op, models.of(getattr(op, "state", 0)))
+    spec.check_received(op)
 
 
 def require(op: ops.Op, capabilities: Capabilities) -> None:

@@ -19,7 +19,7 @@ from agentflow.language.typed.replies import read_message
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.sampling import GenParams
-from agentflow.runtime.interpreter.interpreter import Interpreter
+from agentflow.runtime.interpreter.checking import CheckingInterpreter
 
 pytestmark = pytest.mark.anyio
 
@@ -450,7 +450,7 @@ async def test_a_conversation_must_be_the_first_append():
 )
 async def test_an_interpreter_rejects_invalid_conversations(op, why):
     async with anyio.create_task_group() as group:
-        interpreter = Interpreter(ScriptedGenerator("x"), group)
+        interpreter = CheckingInterpreter(ScriptedGenerator("x"), group)
         for one in (ops.Open(1), op, ops.Gen(1, 2, "x", GenParams())):
             interpreter.submit(one)
         variable = interpreter.variable(2)

@@ -15,6 +15,7 @@ from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import MAX_FRAMES, Image, PlacedImage
 from agentflow.protocol.op_table import (
     OPS,
+    check_received_op,
     declared,
     expanded,
     numbers,
@@ -107,7 +108,7 @@ def shown(source: str) -> list[ops.Op]:
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_image_needs_a_model_with_vision(number: int) -> None:
     op = shown("https://example.org/x.png")[number]
-    OPS[type(op)].check(op)
+    check_received_op(op)
     require(op, Capabilities("m", conversations=True, images=True))
     with pytest.raises(NotSupported):
         require(op, Capabilities("m", conversations=True))
@@ -119,7 +120,7 @@ def test_a_video_needs_a_model_that_reads_videos(number: int, num_frames: int | 
     url = "https://example.org/x.mp4"
     message = Message("user", "", images=(PlacedImage(0, Image(url), True, num_frames),))
     op = [ops.Video(1, url, num_frames), ops.Converse(1, Conversation((message,)))][number]
-    OPS[type(op)].check(op)
+    check_received_op(op)
     require(op, Capabilities("m", conversations=True, videos=True))
     with pytest.raises(NotSupported):
         require(op, Capabilities("m", conversations=True, images=True))
@@ -135,7 +136,7 @@ def test_a_video_needs_a_model_that_reads_videos(number: int, num_frames: int | 
 def test_a_video_has_a_possible_number_of_frames(num_frames: int) -> None:
     op = ops.Video(1, "https://example.org/x.mp4", num_frames)
     with pytest.raises(BadArgument):
-        OPS[ops.Video].check(op)
+        check_received_op(op)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -145,4 +146,4 @@ def test_a_video_has_a_possible_number_of_frames(num_frames: int) -> None:
 def test_an_image_is_an_uploaded_file_or_behind_https(source: str, number: int) -> None:
     op = shown(source)[number]
     with pytest.raises(BadArgument):
-        OPS[type(op)].check(op)
+        check_received_op(op)

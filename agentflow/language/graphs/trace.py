@@ -35,7 +35,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Image, MediumKind, Video, file_source
-from agentflow.protocol.op_table import ROOT, StateModels, numbers, op_spec
+from agentflow.protocol.op_table import ROOT, StateModels, check_sent, numbers, op_spec
 from agentflow.protocol.ops import seed_run
 from agentflow.protocol.text.transform import Transform
 
@@ -116,7 +116,7 @@ class _TraceLink(Link):
 
     def send_checked(self, recorded: list[ops.Op]) -> None:
         for op in recorded:
-            self._models.admit(op)
+            check_sent(op)
             self.images += images_in(op)
         self.collected += recorded
         if self.cancelled_at is None and any(isinstance(op, ops.Cancel) for op in recorded):

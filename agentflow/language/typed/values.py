@@ -46,7 +46,8 @@ class ValueType:
                 param=name,
             )
         asked = msgspec.structs.replace(self.constraint, whitespace=whitespace, jump_forward=jump_forward)
-        return replace(self, constraint=asked.check())
+        asked.check_decoding()
+        return replace(self, constraint=asked)
 
 
 TEXT = ValueType("text", None, str)

@@ -49,7 +49,6 @@ from agentflow.protocol.op_table import (
     opened,
     references,
     rejected,
-    require,
 )
 from agentflow.runtime.generator import (
     ContextT,
@@ -99,7 +98,7 @@ _NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if sp
 
 
 class Interpreter(Generic[ContextT]):
-    """Runs the ops of a session; ``events`` has the results.
+    """Runs the ops of a session, which have been checked; ``events`` has the results.
 
     Args:
         generator: Runs the generations of the default model.
@@ -113,7 +112,6 @@ class Interpreter(Generic[ContextT]):
         program: The program, for the scheduler, of the states that name none. Unlike the name in ``Open``, it
             makes no task group. Empty: each tree of states is a program.
         graphs: The graphs of the tenant's open sessions, to which this one's is added until ``close``.
-        checks_ops: Check each op before it runs. Otherwise ``StateModels.admit`` has accepted all of them.
     """
 
     def __init__(
@@ -129,10 +127,8 @@ class Interpreter(Generic[ContextT]):
         max_states: float | None = None,
         program: str = "",
         graphs: TenantGraphs | None = None,
-        checks_ops: bool = True,
     ) -> None:
         self._hides_faults = hides_faults
-        self._checks_ops = checks_ops
         self._embedders = {**dict.fromkeys(generator.capabilities.embedding_models, generator), **embedders}
         self.events = EventCursor()
         self._memory = MemoryBudget() if memory is None else memory
@@ -207,7 +203,6 @@ class Interpreter(Generic[ContextT]):
         everything unchanged, except for a graph in part."""
         match op:
             case ops.Open():
-                OPS[type(op)].check(op)
                 generator = self._find(op.model)
                 root = self._states.add_root(op.state)
                 root.opened = op
@@ -236,11 +231,9 @@ class Interpreter(Generic[ContextT]):
             case ops.Provide():
                 self._provide(op)
             case ops.Want():
-                OPS[type(op)].check(op)
                 self._graph.want(op.var, op.how, op.objective, op.ttft_s, op.tpot_s)
                 self._report_places_later()
             case ops.Limit():
-                OPS[type(op)].check(op)
                 budget = Budget(deadline_s=op.deadline_s, output_tokens=op.output_tokens)
                 self._states.restrict(self._states.open_state(op.state) if op.state else None, budget)
             case ops.TaskGroup():
@@ -536,11 +529,7 @@ class Interpreter(Generic[ContextT]):
                 self._variables[var_id].complete_text("", "done")
             case ops.Rejected(error=error):
                 raise error
-            case op:
-                if self._checks_ops:
-                    OPS[type(op)].check(op)
-                    if state.generator is not None:
-                        require(op, self._find_capabilities(state.generator))
+            case _:
                 await self._ops.execute(state, pending)
 
     def _start_child(

@@ -19,7 +19,8 @@ from anyio.abc import TaskGroup
 
 from agentflow.errors import AgentflowError, RateLimited, UnknownModel
 from agentflow.protocol import ops
-from agentflow.protocol.op_table import OP_BYTES, OPS
+from agentflow.protocol.events import Capabilities
+from agentflow.protocol.op_table import OP_BYTES, require
 from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.text.transform import Transform
 from agentflow.runtime.generator import SessionModels
@@ -112,7 +113,7 @@ class ServedProgram:
         self._cache_salt = cache_salt
         self._graphs = graphs
         self._interpreter: Interpreter[Any] | None = None
-        self._models: frozenset[str] = frozenset()
+        self._models: dict[str, Capabilities] = {}
         self._variables: dict[str, ProgramVariable] = {}
         self._num_requests = 0
         self._states, self._numbers = count(_ROOT + 1), count(1)
@@ -135,7 +136,7 @@ class ServedProgram:
             program=self.id,
             graphs=self._graphs,
         )
-        self._models = frozenset(self._interpreter.models)
+        self._models = self._interpreter.models
         self._interpreter.submit(ops.Open(_ROOT, self._cache_salt, label=self.id))
 
     def end(self) -> None:
@@ -192,8 +193,8 @@ class ServedProgram:
         exist are declared, and a client must set them. An error leaves the program unchanged.
 
         Raises:
-            BadArgument: An output has invalid parameters, or a transform is invalid.
             UnknownModel: There is no such model.
+            NotSupported: The model does not accept a parameter of an output.
             VariableTaken: The variable of an output exists.
             RateLimited: The program has too many requests.
             Overloaded: There is no memory for the request.
@@ -205,8 +206,13 @@ class ServedProgram:
         async with self._submitting:
             self._check_open()
             for piece in pieces:
-                if isinstance(piece, ProgramOutput) and piece.variable in self._variables:
-                    raise VariableTaken(piece.variable, "this variable exists, and an output is a new one")
+                if isinstance(piece, ProgramOutput):
+                    if piece.variable in self._variables:
+                        raise VariableTaken(
+                            piece.variable, "this variable exists, and an output is a new one"
+                        )
+                    features = self._models[model or next(iter(self._models))]
+                    require(ops.Gen(_ROOT, 0, piece.variable, piece.params), features)
             if self._num_requests >= MAX_REQUESTS:
                 raise RateLimited(f"this program has {MAX_REQUESTS} requests, which is the limit")
             num_bytes = STATE_BYTES + _ENTRY_BYTES + sum(map(_piece_bytes, pieces))
@@ -378,23 +384,6 @@ def _failed_before(variable: ProgramVariable) -> ProgramVariable | None:
     if request.failed is None:
         request.failed = next(one for one in request.variables if one.record.error is not None)
     return None if request.failed is variable else request.failed
-
-
-def check_piece(piece: PromptPiece) -> None:
-    """``BadArgument`` for parameters or transforms that are invalid."""
-    checked: list[ops.Op] = []
-    match piece:
-        case ProgramInput():
-            checked = [ops.Text(1, (ops.Ref(1, piece.transforms),))]
-        case ProgramOutput():
-            checked = [
-                ops.Gen(1, 1, piece.variable, piece.params),
-                ops.Set(1, 1, piece.variable, (ops.Ref(1, piece.transforms),)),
-            ]
-        case _:
-            pass
-    for op in checked:
-        OPS[type(op)].check(op)
 
 
 def _piece_bytes(piece: PromptPiece) -> int:

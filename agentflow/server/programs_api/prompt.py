@@ -10,10 +10,11 @@ import secrets
 from collections.abc import Sequence
 
 from agentflow.protocol.sampling import GenParams
+from agentflow.protocol.text.transform import check_written
 from agentflow.server.compatible.field_errors import naming_param
 from agentflow.server.compatible.sampling import read_stops
 from agentflow.server.errors import ApiError, invalid_field
-from agentflow.server.programs.program import ProgramInput, ProgramOutput, PromptPiece, check_piece
+from agentflow.server.programs.program import ProgramInput, ProgramOutput, PromptPiece
 from agentflow.server.programs_api.types import (
     NAME,
     PlacedVariable,
@@ -76,15 +77,13 @@ def _variables(placeholders: Sequence[Placeholder]) -> list[PlacedVariable]:
 
 def _piece(placeholder: Placeholder, variable_id: str, place: str) -> ProgramInput | ProgramOutput:
     transforms = tuple(placeholder.transforms or ())
-    if placeholder.in_out == "in":
-        found: ProgramInput | ProgramOutput = ProgramInput(variable_id, transforms)
-    else:
-        found = ProgramOutput(
-            variable_id, _params(placeholder.sampling_params or ProgramSampling()), transforms
-        )
+    found: ProgramInput | ProgramOutput = ProgramInput(variable_id, transforms)
     try:
         with naming_param():
-            check_piece(found)
+            if placeholder.in_out == "out":
+                params = _params(placeholder.sampling_params or ProgramSampling()).check()
+                found = ProgramOutput(variable_id, params, transforms)
+            check_written(transforms)
     except ApiError as error:
         error.param = f"{place}.sampling_params.{error.param}"
         raise

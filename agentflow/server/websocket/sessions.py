@@ -28,7 +28,7 @@ from agentflow.errors import (
 from agentflow.protocol.ops import Op, Rejected
 from agentflow.protocol.wire import Resume, UnreadOps
 from agentflow.runtime.generator import ContextT, SessionModels
-from agentflow.runtime.interpreter.interpreter import Interpreter
+from agentflow.runtime.interpreter.checking import CheckingInterpreter
 from agentflow.runtime.limits import MemoryBudget, TenantMemory, tenant_part
 from agentflow.runtime.loop_turns import LoopTurn
 from agentflow.runtime.programs.live import OpenGraphs, TenantGraphs
@@ -77,7 +77,7 @@ class ServedSession(Generic[ContextT]):
         own = secrets.token_urlsafe(12)
         self.id = f"{front}.{own}" if front else own
         self.secret = secrets.token_urlsafe(32)
-        self.interpreter = Interpreter(
+        self.interpreter = CheckingInterpreter(
             models.default,
             tasks,
             memory,

@@ -23,7 +23,7 @@ from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.text import text_parts
 from agentflow.protocol.text.transform import Transform, apply_transforms
-from agentflow.runtime.interpreter.interpreter import Interpreter
+from agentflow.runtime.interpreter.checking import CheckingInterpreter
 
 pytestmark = pytest.mark.anyio
 
@@ -142,7 +142,7 @@ def test_a_part_that_is_not_there_or_too_large(name, argument, text):
 async def test_a_wrong_argument_fails_its_state(name, argument):
     text = ops.Text(3, (ops.Ref(2, (Transform(name, argument),)),))
     async with anyio.create_task_group() as group:
-        interpreter = Interpreter(ScriptedGenerator([]), group)
+        interpreter = CheckingInterpreter(ScriptedGenerator([]), group)
         known = ops.Set(1, 2, "x", ("text",))
         interpreter.submit_all([ops.Open(1), known, ops.Open(3), text, ops.Set(3, 4, "y", ("more",))])
         variable, later = interpreter.variable(2), interpreter.variable(4)

@@ -34,6 +34,7 @@ from agentflow.protocol.text.transform import Transform
 from agentflow.runtime import loop_turns
 from agentflow.runtime.interpreter import interpreter as interpreter_module
 from agentflow.runtime.interpreter import state_tree, wired_text
+from agentflow.runtime.interpreter.checking import CheckingInterpreter
 from agentflow.runtime.interpreter.interpreter import MAX_PENDING_OPS, Interpreter
 from agentflow.runtime.limits import STATE_BYTES, MemoryBudget
 
@@ -108,7 +109,7 @@ async def bench(generator: ScriptedGenerator | None = None) -> AsyncIterator[Ben
     generator = generator or ScriptedGenerator(lambda prompt: f"<{prompt}>")
     with anyio.fail_after(20):
         async with anyio.create_task_group() as group:
-            at = Bench(generator, Interpreter(generator, group))
+            at = Bench(generator, CheckingInterpreter(generator, group))
             yield at
             at.submit(*[ops.Close(state.id) for state in at.interpreter._states if not state.is_closing])
             await at.until_idle()

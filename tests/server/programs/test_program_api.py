@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import httpx2
+import msgspec
 import pytest
 from starlette.applications import Starlette
 from support.clocks import ClockS
@@ -187,6 +188,18 @@ async def test_a_chain_of_requests_and_a_value_that_is_set_before_or_after() -> 
         ready = (await program.get("code")).json()
         assert (ready["status"], ready["finish_reason"]) == ("ready", "eos")
         assert ready["usage"]["completion_tokens"] > 0
+
+
+async def test_a_parameter_that_the_model_does_not_support_starts_nothing() -> None:
+    async with served() as at:
+        able = at.generator.capabilities
+        at.generator.capabilities = msgspec.structs.replace(able, sampling=("max_tokens",))
+        program = await at.open()
+        sampling = {"sampling_params": {"max_tokens": 2, "top_k": 3}}
+        response = await program.submit("{{out}}", out={"semantic_var_id": "x", **sampling})
+        assert error_of(response) == (400, "unsupported", "top_k")
+        assert error_of(await program.get("x")) == (404, "variable_not_found", None)
+        assert at.generator.params == []
 
 
 async def test_a_map_and_its_reduce() -> None:

@@ -19,7 +19,7 @@ from agentflow.errors import RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, Reached, StateFailed, VarFailed
 from agentflow.protocol.ops import MAX_NUMBER, Op
-from agentflow.runtime.interpreter.interpreter import Interpreter
+from agentflow.runtime.interpreter.checking import CheckingInterpreter
 
 pytestmark = pytest.mark.anyio
 
@@ -104,7 +104,7 @@ async def test_a_hint_that_an_engine_process_cannot_be_sent_fails_its_state_alon
     events: list[Event] = []
     async with process_engine() as client:
         async with anyio.create_task_group() as group:
-            interpreter = Interpreter(EngineGenerator(client, TEMPLATE), group)
+            interpreter = CheckingInterpreter(EngineGenerator(client, TEMPLATE), group)
             for state, (field, value) in enumerate(HINTS, 1):
                 hint = ops.Hint(state, **{field: value})
                 before = [ops.Open(state), ops.Text(state, ("abc",)), hint]
