@@ -13,6 +13,7 @@ from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from anyio.lowlevel import checkpoint
 from pydantic import BaseModel, Field, TypeAdapter
 from support.apis import anthropic_answers as answers
+from support.apis.api_sessions import api_session, failure
 from support.apis.fake_server import (
     Answer,
     AnyAnswer,
@@ -64,10 +65,9 @@ async def opened(
     script: Script, model: str = OLD, **options: Any
 ) -> AsyncIterator[tuple[af.Session, FakeServer]]:
     """A session on a fake server."""
-    async with fake_server(script) as server:
-        backend = Anthropic(model, base_url=server.url, api_key=KEY, **{"max_retries": 0, **options})
-        async with af.session(backend=backend) as flow:
-            yield flow, server
+    options = {"api_key": KEY, "max_retries": 0, **options}
+    async with api_session(script, lambda url: Anthropic(model, base_url=url, **options)) as (flow, server):
+        yield flow, server
         for request in server.received:
             is_old = request.headers["anthropic-version"] == "2023-06-01"  # the client speaks the later one
             assert request.json.keys() <= (KNOWN | {"temperature", "top_p", "top_k"} if is_old else KNOWN)
@@ -80,18 +80,6 @@ async def asked(*script: AnyAnswer, model: str = OLD, options: Any = None, **par
         s += af.user("Hi") + af.assistant(af.gen("x", **params))
         await s
     return server.last.json
-
-
-async def failure(
-    *script: AnyAnswer, expected: type[AgentflowError], model: str = OLD, options: Any = None, **params: Any
-) -> AgentflowError:
-    """The error of a gen."""
-    async with opened(script, model, **(options or {})) as (flow, server), flow.state() as s:
-        s += af.user("Hi")
-        with pytest.raises(expected) as caught:
-            await s.add(af.assistant(af.gen("x", **params)))["x"]
-    assert len(server.received) == len(script)
-    return caught.value
 
 
 def texts(message: Any) -> list[str]:
@@ -172,7 +160,7 @@ async def test_only_parameters_that_are_set_are_sent() -> None:
 async def test_a_refused_parameter_is_named_before_anything_is_sent(
     model: str, params: Any, param: str
 ) -> None:
-    error = await failure(expected=NotSupported, model=model, **params)
+    error = await failure(opened([], model), NotSupported, num_requests=0, **params)
     assert error.param == param
     assert model in str(error)
 
@@ -227,12 +215,12 @@ async def test_stop_reasons(stop_reason: Any, expected: str) -> None:
 
 async def test_a_refusal_is_an_error_with_its_reason() -> None:
     refused = answers.text_stream("I ", stop_reason="refusal", refusal="It is dangerous.")
-    error = await failure(refused, expected=RequestRefused)
+    error = await failure(opened([refused]), RequestRefused)
     assert "It is dangerous." in str(error)
 
 
 async def test_an_unknown_stop_reason_is_an_error() -> None:
-    error = await failure(answers.text_stream("x", stop_reason="pause_turn"), expected=EngineFailed)
+    error = await failure(opened([answers.text_stream("x", stop_reason="pause_turn")]), EngineFailed)
     assert "pause_turn" in str(error)
 
 
@@ -525,13 +513,13 @@ async def test_a_choice_is_made(model: str, options: Any, temperature: float | N
     ],
 )
 async def test_errors(answer: Answer, expected: type[AgentflowError], param: str | None) -> None:
-    error = await failure(answer, expected=expected)
+    error = await failure(opened([answer]), expected)
     assert (type(error), error.param) == (expected, param)
     assert KEY not in str(error)
 
 
 async def test_a_limit_of_the_rate_has_its_pause() -> None:
-    error = await failure(answers.rate_limited(s=7), expected=RateLimited)
+    error = await failure(opened([answers.rate_limited(s=7)]), RateLimited)
     assert isinstance(error, RateLimited)
     assert error.retry_after_s == 7
 
@@ -738,5 +726,5 @@ async def test_the_environment_has_the_key_and_the_address(
 
 async def test_a_lost_connection_is_an_error() -> None:
     cut = answers.stream(answers.beginning(), answers.text_block("Hel"))
-    error = await failure(cut, expected=ServerLost)
+    error = await failure(opened([cut]), ServerLost)
     assert OLD in str(error)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
 from support.apis import openai_answers as answers
-from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Received, Script, fake_server
+from support.apis.api_sessions import api_session, failure, openai_session
+from support.apis.api_sessions import compatible_session as compatible
+from support.apis.fake_server import Answer, AnyAnswer, Received, fake_server
 
 import agentflow as af
 from agentflow.backends.apis.chat.flavours import FLAVOURS
@@ -42,35 +43,7 @@ KEY = "sk-very-secret"
 HELLO = answers.text_stream("He", "llo")
 
 
-@asynccontextmanager
-async def opened(
-    script: Script, model: str = "gpt-4o", **options: Any
-) -> AsyncIterator[tuple[af.Session, FakeServer]]:
-    """A session with OpenAI's backend on a fake server."""
-    async with fake_server(script) as server:
-        backend = OpenAI(model, base_url=f"{server.url}/v1", api_key=KEY, **{"max_retries": 0, **options})
-        async with af.session(backend=backend) as flow:
-            yield flow, server
-
-
-@asynccontextmanager
-async def compatible(
-    script: Script, flavour: Any = "vllm", **options: Any
-) -> AsyncIterator[tuple[af.Session, FakeServer]]:
-    """A session with a compatible server."""
-    async with fake_server(script) as server:
-        backend = OpenAICompatible(f"{server.url}/v1", "m", flavour=flavour, **{"max_retries": 0, **options})
-        async with af.session(backend=backend) as flow:
-            yield flow, server
-
-
-async def failure(*script: AnyAnswer, expected: type[AgentflowError], **options: Any) -> AgentflowError:
-    """The error of a gen."""
-    async with opened(script, **options) as (flow, _), flow.state() as s:
-        s += af.user("Hi") + af.assistant(af.gen("x"))
-        with pytest.raises(expected) as caught:
-            await s["x"]
-    return caught.value
+opened = partial(openai_session, api_key=KEY)
 
 
 async def test_a_conversation_is_sent_and_its_answer_streamed() -> None:
@@ -157,10 +130,7 @@ async def test_log_probabilities_cover_the_text() -> None:
 
 
 async def test_missing_log_probabilities_are_an_error() -> None:
-    async with opened([HELLO]) as (flow, _), flow.state() as s:
-        s += af.user("Hi") + af.assistant(af.gen("x", logprobs=True))
-        with pytest.raises(NotSupported):
-            await s["x"]
+    await failure(opened([HELLO]), NotSupported, logprobs=True)
 
 
 def weather(city: str) -> str:
@@ -241,7 +211,7 @@ async def test_mixed_parts_of_tool_calls_are_an_error(parts: list[bytes]) -> Non
 
 
 async def test_a_call_where_none_is_allowed_is_an_error() -> None:
-    await failure(answers.call_stream(("c1", "weather", ["{}"])), expected=RunFailed)
+    await failure(opened([answers.call_stream(("c1", "weather", ["{}"]))]), RunFailed)
 
 
 class Report(BaseModel):
@@ -301,13 +271,8 @@ async def test_a_type_has_each_servers_own_field(flavour: str, field: str) -> No
 
 
 async def test_a_truncated_object_is_no_value() -> None:
-    async with (
-        opened([answers.text_stream('{"value": [1,', finish_reason="length")]) as (flow, _),
-        flow.state() as s,
-    ):
-        s += af.user("Hi") + af.assistant(af.gen("x", schema=list[int]))
-        with pytest.raises(InvalidValue):
-            await s["x"]
+    cut = answers.text_stream('{"value": [1,', finish_reason="length")
+    await failure(opened([cut]), InvalidValue, schema=list[int])
 
 
 async def test_select_takes_log_probabilities_where_each_choice_is_a_token() -> None:
@@ -497,12 +462,7 @@ async def test_a_grammar_is_translated_where_the_notation_differs(flavour: str, 
 
 
 async def test_a_pattern_without_an_equal_grammar_is_refused() -> None:
-    pattern = r"\b[0-9]+"
-    async with compatible([], "llamacpp") as (flow, server), flow.state() as s:
-        s += af.user("Hi") + af.assistant(af.gen("x", regex=pattern))
-        with pytest.raises(NotSupported):
-            await s["x"]
-        assert not server.received
+    await failure(compatible([], "llamacpp"), NotSupported, num_requests=0, regex=r"\b[0-9]+")
 
 
 async def test_llamacpp_has_log_probabilities_of_plain_text_in_the_shape_of_chats() -> None:
@@ -622,14 +582,8 @@ async def test_a_schema_is_sent_without_the_bounds_that_the_api_does_not_enforce
     ],
 )
 async def test_the_third_wrong_answer_is_an_error(options: dict[str, Any], wrong: str) -> None:
-    async with (
-        opened([answers.text_stream(wrong)] * 3, on_unsupported="retry") as (flow, server),
-        flow.state() as s,
-    ):
-        s += af.user("How many?") + af.assistant(af.gen("x", **options))
-        with pytest.raises(InvalidValue):
-            await s["x"]
-    assert len(server.received) == 3
+    opening = opened([answers.text_stream(wrong)] * 3, on_unsupported="retry")
+    await failure(opening, InvalidValue, num_requests=3, **options)
 
 
 async def test_forks_share_their_prefix() -> None:
@@ -761,20 +715,20 @@ async def test_the_only_model_of_a_server_is_found() -> None:
     ],
 )
 async def test_errors_of_the_api(answer: AnyAnswer, kind: type[AgentflowError], param: str | None) -> None:
-    error = await failure(answer, expected=kind)
+    error = await failure(opened([answer]), kind)
     assert type(error) is kind
     assert error.param == param
     assert KEY not in str(error)
 
 
 async def test_the_wait_that_a_server_asks_for_is_reported() -> None:
-    error = await failure(answers.rate_limited(s=120), expected=RateLimited, max_retries=5)
+    error = await failure(opened([answers.rate_limited(s=120)], max_retries=5), RateLimited)
     assert isinstance(error, RateLimited)
     assert error.retry_after_s == 120
 
 
 async def test_the_key_is_removed_from_messages_and_reprs() -> None:
-    error = await failure(answers.error(401, f"Incorrect key {KEY}"), expected=NotAuthorized)
+    error = await failure(opened([answers.error(401, f"Incorrect key {KEY}")]), NotAuthorized)
     assert KEY not in str(error)
     backend = OpenAI("gpt-4o", api_key=KEY, base_url="http://ann:password@host/v1")
     shown = f"{backend!r} {backend._settings!r}"
@@ -803,15 +757,10 @@ async def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_server_that_is_not_there() -> None:
-    async with fake_server([]) as server:
-        url = server.url
-    async with (
-        af.session(backend=OpenAICompatible(f"{url}/v1", "m", flavour="generic", max_retries=0)) as flow,
-        flow.state() as s,
-    ):
-        s += af.user("Hi") + af.assistant(af.gen("x"))
-        with pytest.raises(ServerUnreachable):
-            await s["x"]
+    async with fake_server([]) as gone:
+        url = f"{gone.url}/v1"
+    backend = OpenAICompatible(url, "m", flavour="generic", max_retries=0)
+    await failure(api_session([], lambda _: backend), ServerUnreachable, num_requests=0)
 
 
 async def test_a_stream_without_done_is_complete_with_its_finish_reason() -> None:
@@ -820,7 +769,7 @@ async def test_a_stream_without_done_is_complete_with_its_finish_reason() -> Non
     async with opened([answer]) as (flow, _), flow.state() as s:
         s += af.user("Hi") + af.assistant(af.gen("x"))
         assert await s["x"] == "Hi"
-    await failure(cut, expected=ServerLost)
+    await failure(opened([cut]), ServerLost)
 
 
 async def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -840,15 +789,14 @@ async def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_a_user_and_a_password_are_sent() -> None:
-    async with fake_server([HELLO]) as server:
-        url = server.url.replace("http://", "http://ann:p%40ss@")
-        async with (
-            af.session(backend=OpenAICompatible(f"{url}/v1", "m", flavour="generic")) as flow,
-            flow.state() as s,
-        ):
-            s += af.user("Hi") + af.assistant(af.gen("x"))
-            await s["x"]
-        assert server.last.headers["authorization"] == "Basic YW5uOnBAc3M="
+    def backend(url: str) -> OpenAICompatible:
+        url = url.replace("http://", "http://ann:p%40ss@")
+        return OpenAICompatible(f"{url}/v1", "m", flavour="generic")
+
+    async with api_session([HELLO], backend) as (flow, server), flow.state() as s:
+        s += af.user("Hi") + af.assistant(af.gen("x"))
+        await s["x"]
+    assert server.last.headers["authorization"] == "Basic YW5uOnBAc3M="
 
 
 async def test_a_map_goes_on_after_an_error() -> None:

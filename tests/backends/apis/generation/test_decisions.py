@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import Decision
 from support.apis import openai_answers as answers
-from support.apis.fake_server import Answer, AnyAnswer, Hold, Received, fake_server
+from support.apis.api_sessions import ApiSession, compatible_session, openai_session
+from support.apis.fake_server import Answer, AnyAnswer, Hold, Received, Script
 
 import agentflow as af
 from agentflow.backends.apis.answers.answer import TokenInfo
@@ -63,17 +64,13 @@ STARS = {
 }
 
 
-def model(url: str, name: str = "gpt-6-luna", **options: Any) -> af.OpenAI:
-    return af.OpenAI(name, base_url=f"{url}/v1", api_key="k", max_retries=0, **options)
+def opened(script: Script, model: str = "gpt-6-luna", **session: Any) -> ApiSession:
+    return openai_session(script, model, session=session)
 
 
 async def test_the_endpoint_answers_all_questions_at_once() -> None:
     price = {"gpt-6-luna": af.Price(input=2.0, output=10.0, cached=0.5)}
-    async with (
-        fake_server(lambda request: decision(SPAM, TONE, STARS)) as server,
-        af.session(backend=model(server.url), prices=price) as flow,
-        flow.state() as s,
-    ):
+    async with opened([decision(SPAM, TONE, STARS)], prices=price) as (flow, server), flow.state() as s:
         s += af.system("Be strict.") + af.user("Buy now!")
         asked = s.decide(ASKED)
         found = await asked
@@ -113,11 +110,8 @@ async def test_decisions_that_are_left_cost_about_their_input() -> None:
     hold, found = Hold(), decision(SPAM, TONE, STARS)
     answer: Any = [answers.stream(hold), found]
     price = {"gpt-6-luna": af.Price(input=2.0, output=10.0)}
-    async with (
-        fake_server(answer) as server,
-        af.session(backend=model(server.url), prices=price, max_cost=0.01) as flow,  # < 128,000 tokens
-        flow.state() as s,
-    ):
+    opening = opened(answer, prices=price, max_cost=0.01)  # < 128,000 tokens
+    async with opening as (flow, server), flow.state() as s:
         s += af.user("Buy now!")
         branch = s.copy()
         branch.decide(ASKED)
@@ -149,11 +143,7 @@ def test_the_endpoint_reads_tool_calls_and_results() -> None:
 
 async def test_a_refused_question_has_no_value() -> None:
     answer = decision({"type": "refusal", "name": "spam"}, TONE, STARS)
-    async with (
-        fake_server(lambda request: answer) as server,
-        af.session(backend=model(server.url)) as flow,
-        flow.state() as s,
-    ):
+    async with opened([answer]) as (flow, _), flow.state() as s:
         s += af.user("Buy now!")
         found = await s.decide(ASKED)
     assert found["spam"] == af.Decision(None, {})
@@ -162,36 +152,23 @@ async def test_a_refused_question_has_no_value() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "error"),
     [
-        decision(SPAM, TONE),
-        decision(TONE, SPAM, STARS),
-        decision(SPAM, {**TONE, "probabilities": TONE["probabilities"][:1]}, STARS),
-        Answer(b'{"answers": 3}'),
-        Answer(b"no json"),
+        (decision(SPAM, TONE), ProtocolError),
+        (decision(TONE, SPAM, STARS), ProtocolError),
+        (decision(SPAM, {**TONE, "probabilities": TONE["probabilities"][:1]}, STARS), ProtocolError),
+        (Answer(b'{"answers": 3}'), ProtocolError),
+        (Answer(b"no json"), ProtocolError),
+        (answers.error(400, "no", param="questions"), RequestRefused),
     ],
-    ids=["too few", "another order", "a choice is missing", "no list", "no JSON"],
+    ids=["too few", "another order", "a choice is missing", "no list", "no JSON", "refused"],
 )
-async def test_other_answers_are_a_fault_of_the_server(answer: Answer) -> None:
-    async with (
-        fake_server(lambda request: answer) as server,
-        af.session(backend=model(server.url)) as flow,
-        flow.state() as s,
-    ):
+async def test_an_answer_without_decisions_is_not_asked_for_in_another_way(
+    answer: Answer, error: type[af.AgentflowError]
+) -> None:
+    async with opened(lambda request: answer) as (flow, server), flow.state() as s:
         s += af.user("Buy now!")
-        with pytest.raises(ProtocolError):
-            await s.decide(ASKED)
-        assert len(server.received) == 1
-
-
-async def test_a_refused_request_is_not_asked_in_another_way() -> None:
-    async with (
-        fake_server(lambda request: answers.error(400, "no", param="questions")) as server,
-        af.session(backend=model(server.url)) as flow,
-        flow.state() as s,
-    ):
-        s += af.user("Buy now!")
-        with pytest.raises(RequestRefused):
+        with pytest.raises(error):
             await s.decide(ASKED)
         assert len(server.received) == 1
 
@@ -207,16 +184,13 @@ def lettered(request: Received) -> AnyAnswer:
 
 @pytest.mark.parametrize("name", ["gpt-4.1-mini", "gpt-5.6", "vllm"])
 async def test_letters_decide_where_there_is_no_endpoint(name: str) -> None:
-    async with fake_server(lettered) as server:
-        backend: Any = model(server.url, name)
-        if name == "vllm":
-            backend = af.OpenAICompatible(f"{server.url}/v1", "m", flavour="vllm", max_retries=0)
-        async with af.session(backend=backend) as flow, flow.state() as s:
-            s += af.user("Buy now!")
-            for _ in range(2):
-                asked = s.decide(ASKED)
-                found = await asked
-            text = await s.text()
+    opening = compatible_session(lettered) if name == "vllm" else opened(lettered, name)
+    async with opening as (flow, server), flow.state() as s:
+        s += af.user("Buy now!")
+        for _ in range(2):
+            asked = s.decide(ASKED)
+            found = await asked
+        text = await s.text()
         chats = [request.json for request in server.received if request.path.endswith("completions")]
     assert asked.decided_by == "logprobs"
     assert found["spam"] == af.Decision(False, {True: pytest.approx(0.25), False: pytest.approx(0.75)})
@@ -236,11 +210,7 @@ async def test_a_written_answer_decides_where_there_are_no_probabilities() -> No
         [schema] = values.values()
         return answers.text_stream(f'{{"{next(iter(values))}": "{schema["enum"][0]}"}}')
 
-    async with (
-        fake_server(written) as server,
-        af.session(backend=model(server.url, "gpt-6-astra")) as flow,
-        flow.state() as s,
-    ):
+    async with opened(written, "gpt-6-astra") as (flow, _), flow.state() as s:
         s += af.user("Buy now!")
         asked = s.decide(ASKED)
         found = await asked
@@ -250,18 +220,16 @@ async def test_a_written_answer_decides_where_there_are_no_probabilities() -> No
 
 
 async def test_an_open_turn_and_plain_text_are_refused() -> None:
-    async with fake_server(lettered) as server:
-        backend = af.OpenAICompatible(f"{server.url}/v1", "m", flavour="llamacpp", max_retries=0)
-        async with af.session(backend=backend) as flow:
-            async with flow.state() as s:
-                s += "Plain text"
-                with pytest.raises(NotSupported):
-                    await s.decide(ASKED)
-            async with flow.state() as s, s.assistant() as turn:
-                turn += "It is"
-                with pytest.raises(BadArgument):
-                    await turn.decide(ASKED)
-        assert server.received == []
+    async with compatible_session(lettered, "llamacpp") as (flow, server):
+        async with flow.state() as s:
+            s += "Plain text"
+            with pytest.raises(NotSupported):
+                await s.decide(ASKED)
+        async with flow.state() as s, s.assistant() as turn:
+            turn += "It is"
+            with pytest.raises(BadArgument):
+                await turn.decide(ASKED)
+    assert server.received == []
 
 
 async def test_an_endpoint_that_has_answered_is_kept() -> None:
@@ -272,23 +240,21 @@ async def test_an_endpoint_that_has_answered_is_kept() -> None:
             return answers.error(400, "the context length is exceeded")
         return decision(SPAM, TONE, STARS)
 
-    async with fake_server(answer) as server:
-        backend = af.OpenAICompatible(f"{server.url}/v1", "m", flavour="vllm", max_retries=0)
-        async with af.session(backend=backend) as flow:
-            for text in ("Buy now!", "very long", "Buy now!"):
-                async with flow.state() as s:
-                    s += af.user(text)
-                    asked = s.decide(ASKED)
-                    if text == "very long":
-                        with pytest.raises(RequestRefused):
-                            await asked
-                    else:
+    async with compatible_session(answer) as (flow, _):
+        for text in ("Buy now!", "very long", "Buy now!"):
+            async with flow.state() as s:
+                s += af.user(text)
+                asked = s.decide(ASKED)
+                if text == "very long":
+                    with pytest.raises(RequestRefused):
                         await asked
-                        assert asked.decided_by == "endpoint"
-            async with flow.state() as s, s.assistant() as turn:
-                turn += "It is"
-                with pytest.raises(BadArgument):
-                    await turn.decide(ASKED)
+                else:
+                    await asked
+                    assert asked.decided_by == "endpoint"
+        async with flow.state() as s, s.assistant() as turn:
+            turn += "It is"
+            with pytest.raises(BadArgument):
+                await turn.decide(ASKED)
 
 
 @given(st.lists(st.floats(-20, 0), min_size=2, max_size=20), st.lists(st.floats(-20, 0), max_size=5))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
 from support.apis import anthropic_answers, openai_answers
+from support.apis.api_sessions import ApiSession, openai_session
 from support.apis.fake_server import (
     Answer,
     AnyAnswer,
     Close,
-    FakeServer,
     Hold,
     RawAnswer,
     Script,
@@ -34,15 +32,8 @@ def said(text: str, *before: Hold) -> AnyAnswer:
     return openai_answers.stream(*before, [*openai_answers.text_chunks(text), *openai_answers.ending()])
 
 
-@asynccontextmanager
-async def opened(
-    script: Script, hedge_after_s: float | None = NOW, session: Any = None, **options: Any
-) -> AsyncIterator[tuple[af.Session, FakeServer]]:
-    async with fake_server(script) as server:
-        given = {"max_retries": 0, "hedge_after_s": hedge_after_s, **options}
-        backend = af.OpenAI("m", base_url=f"{server.url}/v1", api_key="k", **given)
-        async with af.session(backend=backend, **(session or {})) as flow:
-            yield flow, server
+def opened(script: Script, hedge_after_s: float | None = NOW, **options: Any) -> ApiSession:
+    return openai_session(script, "m", hedge_after_s=hedge_after_s, **options)
 
 
 async def asked(flow: af.Session, **params: Any) -> str:

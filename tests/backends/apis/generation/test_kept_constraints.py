@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.apis import anthropic_answers, responses_answers
 from support.apis import openai_answers as answers
-from support.apis.fake_server import Answer, FakeServer, Received, Script, fake_server
+from support.apis.api_sessions import ApiSession, api_session, openai_session
+from support.apis.api_sessions import compatible_session as compatible
+from support.apis.fake_server import Answer, Received, fake_server
 from support.apis.grammar_strategies import TEXTS, engine_texts, grammars, patterns
 from support.engine.schema_strategies import LITERALS, schemas, valid_value
 from support.examples import examples
@@ -28,19 +29,6 @@ from agentflow.backends.apis.grammars.lark_grammar import gbnf_of_grammar
 from agentflow.errors import BadArgument, InvalidValue, NotSupported, RunFailed
 
 DIGITS: Any = {"regex": "[0-9]+"}
-
-
-@asynccontextmanager
-async def compatible(
-    script: Script, flavour: Any = "vllm", **options: Any
-) -> AsyncIterator[tuple[af.Session, FakeServer]]:
-    """A session with a compatible server."""
-    async with fake_server(script) as server:
-        backend = af.OpenAICompatible(
-            f"{server.url}/v1", "m", flavour=flavour, **{"max_retries": 0, **options}
-        )
-        async with af.session(backend=backend) as flow:
-            yield flow, server
 
 
 def plain_stream(text: str, finish_reason: str = "stop") -> Answer:
@@ -195,19 +183,12 @@ class Vendor:
             case _:
                 return answers.text_stream(text)
 
-    @asynccontextmanager
-    async def opened(self, *texts: str) -> AsyncIterator[tuple[af.Session, FakeServer]]:
-        async with fake_server([self.words(text) for text in texts]) as server:
-            backend: Any
-            if self.api == "anthropic":
-                backend = af.Anthropic("claude-opus-5-5", base_url=server.url, api_key="k", max_retries=0)
-            else:
-                options: Any = {"api": self.api}
-                backend = af.OpenAI(
-                    "gpt-4o", base_url=f"{server.url}/v1", api_key="k", max_retries=0, **options
-                )
-            async with af.session(backend=backend) as flow:
-                yield flow, server
+    def opened(self, *texts: str) -> ApiSession:
+        script = [self.words(text) for text in texts]
+        if self.api != "anthropic":
+            return openai_session(script, api=self.api)
+        options: Any = {"api_key": "k", "max_retries": 0}
+        return api_session(script, lambda url: af.Anthropic("claude-opus-5-5", base_url=url, **options))
 
 
 each_vendor = pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from pydantic import BaseModel, TypeAdapter
 from support.apis import openai_answers
 from support.apis import responses_answers as answers
-from support.apis.fake_server import AnyAnswer, FakeServer, Script, fake_server
+from support.apis.api_sessions import failure, openai_session
+from support.apis.fake_server import AnyAnswer, FakeServer, Script
 
 import agentflow as af
 from agentflow.backends.apis.openai import OpenAI
@@ -39,24 +40,12 @@ async def opened(
     script: Script, model: str = "gpt-4o", **options: Any
 ) -> AsyncIterator[tuple[af.Session, FakeServer]]:
     """A session with OpenAI's backend on a fake server. All requests have the type of OpenAI's client."""
-    async with fake_server(script) as server:
-        given = {"api": "responses", "max_retries": 0, **options}
-        backend = OpenAI(model, base_url=f"{server.url}/v1", api_key="sk-1", **given)
-        async with af.session(backend=backend) as flow:
-            yield flow, server
+    async with openai_session(script, model, **{"api": "responses", **options}) as (flow, server):
+        yield flow, server
     for request in server.received:
         if request.path == "/v1/responses":
             REQUESTS.validate_python(request.json)
             assert request.json.keys() <= ResponseCreateParamsStreaming.__annotations__.keys()
-
-
-async def failure(*script: AnyAnswer, expected: type[AgentflowError], **options: Any) -> AgentflowError:
-    """The error of a gen."""
-    async with opened(script, **options) as (flow, _), flow.state() as s:
-        s += af.user("Hi") + af.assistant(af.gen("x"))
-        with pytest.raises(expected) as caught:
-            await s["x"]
-    return caught.value
 
 
 async def test_a_conversation_is_sent_and_its_answer_streamed() -> None:
@@ -272,7 +261,7 @@ async def test_a_choice_among_tools(choice: str, fields: dict[str, Any]) -> None
 
 async def test_a_call_where_none_is_allowed_is_an_error() -> None:
     called = answers.stream(answers.call("c1", "weather", "{}"), answers.ending())
-    await failure(called, expected=RunFailed)
+    await failure(opened([called]), RunFailed)
 
 
 async def test_conversations_are_sent_as_items() -> None:
@@ -386,6 +375,6 @@ async def test_text_without_turns_and_continued_turns_are_refused() -> None:
     ],
 )
 async def test_errors_of_the_api(answer: AnyAnswer, kind: type[AgentflowError], param: str | None) -> None:
-    error = await failure(answer, expected=kind)
+    error = await failure(opened([answer]), kind)
     assert type(error) is kind
     assert error.param == param
