@@ -81,7 +81,7 @@ async def test_f36e_deterministic_is_rejected_where_sums_depend_on_the_batch(
     if kernels == "torch":
         write_random_model(tmp_path)
     else:
-        write_family("granite", tmp_path)  # runs through transformers
+        write_family("arcee", tmp_path)  # runs through transformers
     with pytest.raises(BadArgument, check=has_param("deterministic")):
         async with open_engine(options(tmp_path)):
             pass

@@ -19,6 +19,10 @@ from agentflow.kernels.activations import Activation
 
 RawConfig = Mapping[str, Any]
 """The object in ``config.json``."""
+LayerRope = Literal["global", "local"] | None
+"""The rope of a layer: ``DecoderConfig.rope`` or ``local_rope``, or none."""
+NormKind = Literal["rms", "rms_less_one", "layer", "layer_unbiased"]
+"""rms_less_one: weights are stored minus 1; layer_unbiased: layer norms without biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class LayerShape:
     """The properties in which the layers of a decoder differ."""
 
     window: int = 0  # the number of tokens that a row sees; 0: all
-    rope: Literal["global", "local"] | None = "global"  # local: ``DecoderConfig.local_rope``; None: none
+    rope: LayerRope = "global"
     is_sparse: bool = False  # the layer has experts
 
 
@@ -80,8 +84,7 @@ class DecoderConfig:
     local_rope: RopeConfig | None = None  # of the layers whose ``rope`` is "local"
     rope_axes: tuple[int, ...] = ()  # the axis of the positions for each frequency; empty: there is one axis
     layers: tuple[LayerShape, ...] = ()  # one for each layer; empty if all are plain
-    # rms_less_one: weights are stored minus 1; layer_unbiased: layer norms without biases.
-    norm: Literal["rms", "rms_less_one", "layer", "layer_unbiased"] = "rms"
+    norm: NormKind = "rms"
     # Norms queries and keys before rotation: each head, whole rows, or each head with separate weights (layer
     # norms without biases).
     qk_norm: Literal["", "head", "row", "each_head"] = ""

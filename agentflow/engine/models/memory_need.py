@@ -227,14 +227,16 @@ def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int, ranks: int = 
     """Bytes of the keys and values of one token in all layers, on one of ``ranks`` processes. ``config``: the
     model's config.json."""
     config = text_config(config)
-    # GPT-2 and its relatives have the second names.
-    layers = _size(config, "num_hidden_layers", "n_layer")
+    # GPT-2 and its relatives have the second names, GPT-Neo the third.
+    layers = _size(config, "num_hidden_layers", "n_layer", "num_layers")
     if config.get("kv_lora_rank"):  # the pool holds latents
         return 2 * layers * item_bytes * (_size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim"))
-    num_heads = _size(config, "num_attention_heads", "n_head")
-    heads = (
-        _size(config, "num_key_value_heads") if config.get("num_key_value_heads") is not None else num_heads
-    )
+    heads_names = "num_attention_heads", "n_head", "num_heads"
+    num_heads = _size(config, *heads_names)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # StarCoder, Falcon
+        heads = 1
+    else:
+        heads = _size(config, "num_key_value_heads", "num_kv_heads", *heads_names)
     if config.get("head_dim") is not None:
         head_size = _size(config, "head_dim")
     else:

@@ -61,8 +61,8 @@ def make_rope(raw: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConf
             param="partial_rotary_factor",
         )
     match kind:
-        case "default":
-            return RopeConfig(kind, theta, fraction=fraction)
+        case "default" | "dynamic":  # which changes frequencies only beyond max_position_embeddings
+            return RopeConfig("default", theta, fraction=fraction)
         case "linear":
             return RopeConfig(kind, theta, float(parameters["factor"]), fraction=fraction)
         case "llama3":

@@ -141,7 +141,7 @@ def test_models_that_cannot_be_paged(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["missing", "misshapen"])
 def test_weights_that_transformers_would_make_up_are_rejected(change: str, tmp_path: Path) -> None:
-    saved_model("granite", tmp_path)
+    saved_model("arcee", tmp_path)
     file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(file)
     del tensors[name]
@@ -151,7 +151,7 @@ def test_weights_that_transformers_would_make_up_are_rejected(change: str, tmp_p
 
 
 def test_a_context_of_transformers_that_no_model_has(tmp_path: Path) -> None:
-    saved_model("granite", tmp_path)
+    saved_model("arcee", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": -128}))
     with pytest.raises(BadModelFolder, check=has_param("max_position_embeddings")):
@@ -159,12 +159,12 @@ def test_a_context_of_transformers_that_no_model_has(tmp_path: Path) -> None:
 
 
 def test_a_model_of_transformers_is_not_quantised(tmp_path: Path) -> None:
-    saved_model("granite", tmp_path)
+    saved_model("arcee", tmp_path)
     with pytest.raises(BadArgument, check=has_param("quantize")):
         TorchRunner(tmp_path, num_slots=4, device="cpu", quantize="int8")
 
 
-@pytest.mark.parametrize("family", ["granite", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["arcee", "deepseek_v2"])
 def test_a_model_of_transformers_or_with_latents_keeps_the_type_of_its_kv(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +176,7 @@ def test_a_model_of_transformers_or_with_latents_keeps_the_type_of_its_kv(
 
 
 def test_code_of_a_model_folder_never_runs(tmp_path: Path) -> None:
-    saved_model("granite", tmp_path)
+    saved_model("arcee", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}

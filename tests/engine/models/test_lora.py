@@ -323,7 +323,7 @@ def test_an_adapter_has_the_tensor_names_of_any_release_of_a_model_with_vision(
 
 
 def test_a_model_that_runs_through_transformers_has_no_adapters(tmp_path: Path) -> None:
-    saved_model("granite", tmp_path / "model")
+    saved_model("arcee", tmp_path / "model")
     runner = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")
     with pytest.raises(BadArgument, check=has_param("model")):
         load(runner, write_plain_adapter(tmp_path / "adapter", GOOD))

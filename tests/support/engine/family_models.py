@@ -56,6 +56,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.6}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 6,
@@ -80,6 +81,18 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     ),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "llama_dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}},
+    ),
+    "ministral": ("ministral", {"head_dim": 8, "sliding_window": 16, "layer_types": LAYER_TYPES}),
+    "granite": (
+        "granite",
+        {"attention_multiplier": 0.2, "logits_scaling": 3.0, "embedding_multiplier": 6.0}
+        | {"residual_multiplier": 0.3, "rms_norm_eps": 1e-3},
+    ),
+    "internlm3": ("internlm3", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "seed_oss": ("seed_oss", {"head_dim": 16, "attention_out_bias": True}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral_window": ("mixtral", {"num_local_experts": 4, "sliding_window": 16}),
     "qwen3_moe": (
@@ -91,11 +104,13 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
         | {"head_dim": 16, "mlp_only_layers": [1]},
     ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),
+    "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24}),
     "gemma3": (
         "gemma3_text",
         {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24, "_sliding_window_pattern": 2}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        | {"layer_types": LAYER_TYPES},
     ),
     "gemma3_images": (
         "gemma3",
@@ -127,6 +142,22 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 16,
+            "layer_types": LAYER_TYPES,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 16, "layer_types": LAYER_TYPES}),
+    "exaone4_full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": False}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
     "gpt_oss": (
         "gpt_oss",
         {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
@@ -147,6 +178,20 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt2",
         {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "num_key_value_heads": None},
     ),
+    "starcoder": (
+        "gpt_bigcode",
+        {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "num_key_value_heads": None},
+    ),
+    "starcoder_all_heads": (
+        "gpt_bigcode",
+        {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "num_key_value_heads": None}
+        | {"multi_query": False},
+    ),
+    "gpt_neo": (
+        "gpt_neo",
+        {"num_layers": 3, "num_heads": 6, "attention_types": [[["global", "local"], 1], [["local"], 1]]}
+        | {"window_size": 16, "num_key_value_heads": None},
+    ),
     "opt": ("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48, "num_key_value_heads": None}),
     "phi": ("phi", {"num_key_value_heads": 6}),
     "phi_normed": ("phi", {"qk_layernorm": True, "tie_word_embeddings": True}),
@@ -160,6 +205,21 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_neox",
         {"use_parallel_residual": False, "attention_bias": False, "num_key_value_heads": None}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}},
+    ),
+    "falcon": ("falcon", {"num_key_value_heads": None}),
+    "falcon_groups": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "ffn_hidden_size": 80}
+        | {"tie_word_embeddings": False, "num_key_value_heads": None},
+    ),
+    "falcon_groups_one_norm": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1}
+        | {"num_key_value_heads": None},
+    ),
+    "falcon_in_turn": (
+        "falcon",
+        {"multi_query": False, "parallel_attn": False, "bias": True, "num_key_value_heads": None},
     ),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm_parallel": (
@@ -175,9 +235,16 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Those that run through transformers.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "granite": ("granite", {"attention_multiplier": 0.2, "logits_scaling": 3.0}),
-    "glm4": ("glm4", {"head_dim": 16}),
-    "exaone4": ("exaone4", {"sliding_window": 16}),
+    "arcee": ("arcee", {}),
+    "granitemoe": (
+        "granitemoe",
+        {"attention_multiplier": 0.2, "logits_scaling": 3.0, "num_local_experts": 4},
+    ),
+    "cwm": (
+        "cwm",
+        {"sliding_window": 16, "head_dim": 8, "bos_token_id": 1}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
 }
 
 

@@ -28,24 +28,34 @@ ARCHITECTURES = {
     "qwen3": MODEL_ARCH.QWEN3,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "smollm3": MODEL_ARCH.SMOLLM3,
+    "granite": MODEL_ARCH.GRANITE,
+    "seed_oss": MODEL_ARCH.SEED_OSS,
     "olmo2": MODEL_ARCH.OLMO2,
+    "olmo3": MODEL_ARCH.OLMO2,
+    "exaone4": MODEL_ARCH.EXAONE4,
+    "glm4": MODEL_ARCH.GLM4,
+    "ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "olmoe": MODEL_ARCH.OLMOE,
+    "gemma": MODEL_ARCH.GEMMA,
     "phi3": MODEL_ARCH.PHI3,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
     "gpt2": MODEL_ARCH.GPT2,
+    "gpt_bigcode": MODEL_ARCH.STARCODER,
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
     "starcoder2": MODEL_ARCH.STARCODER2,
     "phi": MODEL_ARCH.PHI2,
     "gpt_neox": MODEL_ARCH.GPTNEOX,
+    "falcon": MODEL_ARCH.FALCON,
     "stablelm": MODEL_ARCH.STABLELM,
     "cohere": MODEL_ARCH.COMMAND_R,
     "cohere2": MODEL_ARCH.COHERE2,
     "qwen2_5_vl_text": MODEL_ARCH.QWEN2VL,
     "qwen3_vl_text": MODEL_ARCH.QWEN3VL,
 }
-PAIRED = ("llama", "mistral", "mixtral", "smollm3")
-SHIFTED = ("gemma2", "gemma3_text")
+PAIRED = ("llama", "mistral", "mixtral", "smollm3", "granite")
+SHIFTED = ("gemma", "gemma2", "gemma3_text")
 TRANSPOSING = ("gpt2", "gpt_oss")
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight", "experts.gate_up_proj", "experts.down_proj")
 
@@ -151,23 +161,28 @@ def _is_router(name: str) -> bool:
 
 
 def _write_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    if config["model_type"] == "gpt2":
+    if config["model_type"] in ("gpt2", "gpt_bigcode"):
         writer.add_context_length(config["n_positions"])
         writer.add_embedding_length(config["n_embd"])
         writer.add_block_count(config["n_layer"])
         writer.add_feed_forward_length(4 * config["n_embd"])
         writer.add_head_count(config["n_head"])
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        if config["model_type"] == "gpt_bigcode":
+            writer.add_head_count_kv(1)
         return
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if config["model_type"] == "falcon":
+        config["num_key_value_heads"] = _falcon_kv_heads(config)
+        config["intermediate_size"] = config["ffn_hidden_size"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(1 if config["is_absorbed"] else config["num_key_value_heads"] or heads)
-    for name in ("norm_epsilon", "layer_norm_eps"):
+    for name in ("norm_epsilon", "layer_norm_eps", "layer_norm_epsilon"):
         if name in config:
             writer.add_layer_norm_eps(config[name])
     if "rms_norm_eps" in config:
@@ -194,6 +209,14 @@ def _write_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
                     if config.get(cap):
                         add(config[cap])
             writer.add_sliding_window(config["sliding_window"])
+        case "olmo3" | "exaone4":
+            if config["sliding_window"]:
+                writer.add_sliding_window(config["sliding_window"])
+        case "granite":
+            writer.add_attention_scale(config["attention_multiplier"])
+            writer.add_embedding_scale(config["embedding_multiplier"])
+            writer.add_residual_scale(config["residual_multiplier"])
+            writer.add_logit_scale(config["logits_scaling"])
         case "phi3":
             writer.add_sliding_window(config.get("sliding_window") or 0)
         case "gpt_neox":
@@ -207,6 +230,10 @@ def _write_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if size := config.get("moe_intermediate_size") or config["intermediate_size"]:
             writer.add_expert_feed_forward_length(size)
+
+
+def _falcon_kv_heads(config: dict[str, Any]) -> int:
+    return config["num_kv_heads"] if config["new_decoder_architecture"] else 1
 
 
 def _write_deepseek2(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -307,8 +334,11 @@ def _stored(weights: dict[str, Array], config: dict[str, Any]) -> Iterator[tuple
             yield name.replace("kv_b_proj", "k_b_proj"), keys.swapaxes(1, 2)
             yield name.replace("kv_b_proj", "v_b_proj"), values_up
         elif ".query_key_value." in name:
-            by_head = stored.reshape(config["num_attention_heads"], 3, -1, *stored.shape[1:])
-            yield name, by_head.swapaxes(0, 1).reshape(stored.shape)
+            num_kv_heads = _falcon_kv_heads(config) if kind == "falcon" else config["num_attention_heads"]
+            head_dim = config["hidden_size"] // config["num_attention_heads"]
+            groups = stored.reshape(num_kv_heads, -1, head_dim, *stored.shape[1:])
+            parts = groups[:, :-2], groups[:, -2], groups[:, -1]
+            yield name, np.concatenate([part.reshape(-1, *stored.shape[1:]) for part in parts])
         elif "layernorm.norms." in name:
             norms.setdefault(f"{name.partition('.norms.')[0]}.weight", []).append(stored)
         elif kind in SHIFTED and name.endswith("norm.weight"):

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from agentflow.engine.models.config import (
     DecoderConfig,
+    LayerRope,
     LayerShape,
+    NormKind,
     RawConfig,
     read_architectures,
 )
-from agentflow.engine.models.rope import read_rope
+from agentflow.engine.models.rope import RopeConfig, make_rope, read_rope
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.activations import Activation
 
-_ACTIVATIONS: dict[str, Activation] = {
+_ACTIVATIONS: Final[dict[str, Activation]] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -29,6 +31,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "quick_gelu": "quick_gelu",
     "relu": "relu",
 }
+# The names of one field in several families.
+_ACTIVATION: Final = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_LAYER_NORM_EPS: Final = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +119,11 @@ class Family:
         """Returns the names that fit the tensors of a model best, or the usual ones."""
 
         def num_found(names: WeightNames) -> int:
-            mlp_norm = f"{names.layers.format(0)}{names.mlp_norm}"
-            return sum(f"{name}.weight" in tensors for name in (names.embedding, names.head, mlp_norm))
+            first = names.layers.format(0)
+            norms = f"{first}{names.input_norm}", f"{first}{names.mlp_norm}"
+            return sum(f"{name}.weight" in tensors for name in (names.embedding, names.head, *norms))
 
         return max((self.names, *self.other_names), key=num_found)
-
-
-def first_architecture(raw: RawConfig) -> str:
-    """Returns the first of the config's architectures."""
-    return str(next(iter(read_architectures(raw)), ""))
 
 
 def read_activation(raw: RawConfig, *names: str) -> Activation:
@@ -135,21 +136,28 @@ def read_activation(raw: RawConfig, *names: str) -> Activation:
     return _ACTIVATIONS[value]
 
 
-def standard_shape(raw: RawConfig, *, head_dim: int = 0, **changes: Any) -> DecoderConfig:
+def standard_shape(
+    raw: RawConfig, *, head_dim: int = 0, norm: NormKind = "rms", **changes: Any
+) -> DecoderConfig:
     """Reads a shape under the names of Llama's config.
 
     Args:
         raw: the config.
         head_dim: used if the config does not have it; 0 derives it from the other sizes.
-        changes: fields of ``DecoderConfig`` that differ.
+        norm: as in ``DecoderConfig``, which decides the field of its epsilon.
+        changes: other fields of ``DecoderConfig`` that differ.
     """
     hidden_size, num_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
     head_dim = int(raw.get("head_dim") or head_dim or hidden_size // num_heads)
     num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads or head_dim % 2:
         raise ValueError(f"{num_heads} heads over {num_kv_heads} KV heads of size {head_dim}")
+    if norm in ("rms", "rms_less_one"):
+        eps = raw.get("rms_norm_eps", 1e-6)
+    else:
+        eps = next((raw[name] for name in _LAYER_NORM_EPS if name in raw), 1e-5)
     fields: dict[str, Any] = {
-        "architecture": first_architecture(raw),
+        "architecture": str(next(iter(read_architectures(raw)), "")),
         "vocab_size": int(raw["vocab_size"]),
         "hidden_size": hidden_size,
         "intermediate_size": int(raw["intermediate_size"]),
@@ -157,14 +165,41 @@ def standard_shape(raw: RawConfig, *, head_dim: int = 0, **changes: Any) -> Deco
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "norm": norm,
+        "norm_eps": float(eps),
         "max_context": int(raw["max_position_embeddings"]),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "activation": read_activation(raw, "hidden_act", "hidden_activation"),
     }
+    if "activation" not in changes:
+        fields["activation"] = read_activation(raw, *_ACTIVATION)
     if "rope" not in changes:
         fields["rope"] = read_rope(raw)
     return DecoderConfig(**(fields | changes))
+
+
+def gpt_fields(raw: RawConfig) -> dict[str, Any]:
+    """Returns a config of GPT-2's kind with the names of ``standard_shape``."""
+    return {
+        "activation_function": "gelu_new",
+        **raw,
+        "hidden_size": raw["n_embd"],
+        "intermediate_size": raw.get("n_inner") or 4 * int(raw["n_embd"]),
+        "num_hidden_layers": raw["n_layer"],
+        "num_attention_heads": raw["n_head"],
+        "max_position_embeddings": raw["n_positions"],
+    }
+
+
+def read_ropes(raw: RawConfig, theta: float, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """Returns the ropes of full and of sliding layers: ``rope_parameters`` has both, or configs of older
+    releases scale only the first. ``theta``, ``local_theta``: where the config has none."""
+    parameters = raw.get("rope_parameters") or {}
+    if "full_attention" in parameters:
+        return make_rope(raw, parameters["full_attention"]), make_rope(raw, parameters["sliding_attention"])
+    full = {"rope_theta": theta} | dict(raw.get("rope_scaling") or {}) | dict(parameters)
+    if raw.get("rope_theta"):
+        full["rope_theta"] = raw["rope_theta"]
+    return make_rope(raw, full), RopeConfig("default", local_theta)
 
 
 def layer_types(raw: RawConfig, default: Callable[[int], str]) -> Sequence[str]:
@@ -183,10 +218,21 @@ def layer_types(raw: RawConfig, default: Callable[[int], str]) -> Sequence[str]:
     return [str(kind) for kind in types]
 
 
-def windowed(raw: RawConfig, kinds: Sequence[str]) -> tuple[LayerShape, ...]:
-    """Returns layers with the config's window where they slide, or nothing if the window is not smaller than
-    the context: then the layers are plain."""
+def windowed(
+    raw: RawConfig, kinds: Sequence[str], *, sliding: LayerRope = "global", full: LayerRope = "global"
+) -> tuple[LayerShape, ...]:
+    """Returns layers of these kinds, or nothing if all are plain. A window that is not smaller than the
+    context is none.
+
+    Args:
+        raw: the config.
+        kinds: of ``layer_types``.
+        sliding: the rope of layers with a window.
+        full: the rope of the others.
+    """
     window = int(raw.get("sliding_window") or 0)
-    if not 0 < window < int(raw["max_position_embeddings"]) or "sliding_attention" not in kinds:
-        return ()
-    return tuple(LayerShape(window if kind == "sliding_attention" else 0) for kind in kinds)
+    if not 0 < window < int(raw["max_position_embeddings"]):
+        window = 0
+    by_kind = {"sliding_attention": LayerShape(window, sliding), "full_attention": LayerShape(rope=full)}
+    layers = tuple(by_kind[kind] for kind in kinds)
+    return () if set(layers) == {LayerShape()} else layers

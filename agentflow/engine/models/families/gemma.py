@@ -1,22 +1,22 @@
-"""Gemma 2 (arXiv 2408.00118) and Gemma 3 (arXiv 2503.19786).
+"""Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and Gemma 3 (arXiv 2503.19786).
 
-Norms around each block, windows in most layers, scaled embeddings. Gemma 2 caps scores and logits; Gemma 3
-norms queries and keys, and its layers with windows have a separate rope."""
+Scaled embeddings; in 2 and 3, norms around each block and windows in most layers. Gemma 2 caps scores and
+logits; Gemma 3 norms queries and keys, and its layers with windows have a separate rope."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from agentflow.engine.models.config import DecoderConfig, LayerShape, RawConfig
+from agentflow.engine.models.config import DecoderConfig, RawConfig
 from agentflow.engine.models.families.family import (
     Family,
     WeightNames,
     layer_types,
+    read_ropes,
     standard_shape,
     windowed,
 )
-from agentflow.engine.models.rope import RopeConfig, make_rope
 from agentflow.engine.models.text_config import text_config
 from agentflow.errors import BadModelFolder
 
@@ -27,7 +27,7 @@ NAMES = WeightNames(
 )
 
 
-def _shape(raw: RawConfig, layers: tuple[LayerShape, ...], **changes: Any) -> DecoderConfig:
+def _shape(raw: RawConfig, **changes: Any) -> DecoderConfig:
     if raw.get("use_bidirectional_attention"):
         raise BadModelFolder(
             "attention in both directions is not supported", param="use_bidirectional_attention"
@@ -35,44 +35,45 @@ def _shape(raw: RawConfig, layers: tuple[LayerShape, ...], **changes: Any) -> De
     return standard_shape(
         {"tie_word_embeddings": True} | dict(raw),
         head_dim=256,
-        layers=layers,
         norm="rms_less_one",
-        attention_scale=float(raw.get("query_pre_attn_scalar", 256)) ** -0.5,
-        attention_cap=float(raw.get("attn_logit_softcapping") or 0),
-        logit_cap=float(raw.get("final_logit_softcapping") or 0),
         embedding_scale=int(raw["hidden_size"]) ** 0.5,
         **changes,
     )
 
 
+def read_gemma(raw: RawConfig) -> DecoderConfig:
+    """Published configs have the exact GELU by mistake: the models were trained with the approximation."""
+    is_wrong = raw.get("hidden_act", "gelu") == "gelu"
+    return _shape({**raw, "hidden_act": "gelu_pytorch_tanh"} if is_wrong else raw)
+
+
+def _scores(raw: RawConfig) -> dict[str, float]:
+    return {
+        "attention_scale": float(raw.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "attention_cap": float(raw.get("attn_logit_softcapping") or 0),
+        "logit_cap": float(raw.get("final_logit_softcapping") or 0),
+    }
+
+
 def read_gemma2(raw: RawConfig) -> DecoderConfig:
     """Every other layer has a window."""
     kinds = layer_types(raw, lambda i: "full_attention" if i % 2 else "sliding_attention")
-    return _shape(raw, windowed(raw, kinds))
+    return _shape(raw, layers=windowed(raw, kinds), **_scores(raw))
 
 
 def read_gemma3(raw: RawConfig) -> DecoderConfig:
     """Five layers of six have a window and the local rope."""
     pattern = int(raw.get("_sliding_window_pattern") or raw.get("sliding_window_pattern") or 6)
     kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
-    far, near = _ropes(raw)
-    layers = windowed(raw, kinds) or (LayerShape(),) * len(kinds)
-    layers = tuple(
-        replace(layer, rope="local" if kind == "sliding_attention" else "global")
-        for layer, kind in zip(layers, kinds, strict=True)
+    rope, local_rope = read_ropes(raw, 1_000_000.0, float(raw.get("rope_local_base_freq", 10_000.0)))
+    return _shape(
+        raw,
+        layers=windowed(raw, kinds, sliding="local"),
+        rope=rope,
+        local_rope=local_rope,
+        qk_norm="head",
+        **_scores(raw),
     )
-    return _shape(raw, layers, rope=far, local_rope=near, qk_norm="head")
-
-
-def _ropes(raw: RawConfig) -> tuple[RopeConfig, RopeConfig]:
-    """Returns the ropes of full and of sliding layers."""
-    parameters = raw.get("rope_parameters") or {}
-    if "full_attention" in parameters:
-        return make_rope(raw, parameters["full_attention"]), make_rope(raw, parameters["sliding_attention"])
-    far = {"rope_theta": 1_000_000.0} | dict(raw.get("rope_scaling") or {}) | dict(parameters)
-    if raw.get("rope_theta"):
-        far["rope_theta"] = raw["rope_theta"]
-    return make_rope(raw, far), RopeConfig("default", float(raw.get("rope_local_base_freq", 10_000.0)))
 
 
 def read_gemma3_text(raw: RawConfig) -> DecoderConfig:
@@ -95,6 +96,7 @@ def _text_names(prefix: str, head: str) -> WeightNames:
 
 
 FAMILIES = (
+    Family("GemmaForCausalLM", "Gemma, CodeGemma", read_gemma, gguf=("gemma",)),
     Family("Gemma2ForCausalLM", "Gemma 2", read_gemma2, NAMES, gguf=("gemma2",)),
     Family("Gemma3ForCausalLM", "Gemma 3 for text", read_gemma3, NAMES, gguf=("gemma3",)),
     Family(

@@ -1,15 +1,13 @@
-"""GPT-2 (Radford et al. 2019) and OPT (arXiv 2205.01068): learned positions, layer norms, no gates."""
+"""Learned positions, layer norms and no gates: GPT-2 (Radford et al. 2019), GPT-Neo (Black et al. 2021), OPT
+(arXiv 2205.01068) and StarCoder (arXiv 2305.06161), whose heads share one key and value."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from agentflow.engine.models.config import DecoderConfig, LayerShape, RawConfig
-from agentflow.engine.models.families.family import (
-    Family,
-    WeightNames,
-    first_architecture,
-    read_activation,
-    standard_shape,
-)
+from agentflow.engine.models.families.family import Family, WeightNames, gpt_fields, standard_shape
 from agentflow.engine.models.rope import RopeConfig
 from agentflow.errors import BadModelFolder
 
@@ -29,6 +27,14 @@ GPT2 = WeightNames(
     is_transposed=True,
     ignored=("attn.bias", "attn.masked_bias"),
 )
+STARCODER = replace(GPT2, is_transposed=False, is_fused_by_head=True)
+GPT_NEO = replace(
+    GPT2,
+    qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+    output="attn.attention.out_proj",
+    is_transposed=False,
+    ignored=("attn.attention.bias", "attn.attention.masked_bias"),
+)
 OPT = WeightNames(
     embedding="model.decoder.embed_tokens",
     positions="model.decoder.embed_positions",
@@ -42,31 +48,46 @@ OPT = WeightNames(
 )
 
 
+def _shape(raw: RawConfig, **changes: Any) -> DecoderConfig:
+    fields: dict[str, Any] = {
+        "norm": "layer",
+        "rope": NO_ROPE,
+        "is_gated": False,
+        "position_offset": 0,
+        "layers": (LayerShape(rope=None),) * int(raw["num_hidden_layers"]),
+    }
+    return standard_shape({"tie_word_embeddings": True} | dict(raw), **(fields | changes))
+
+
 def read_gpt2(raw: RawConfig) -> DecoderConfig:
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if raw.get(name):
             raise BadModelFolder(f"{name} is not supported", param=name)
-    hidden_size, num_heads = int(raw["n_embd"]), int(raw["n_head"])
-    num_layers = int(raw["n_layer"])
-    return DecoderConfig(
-        architecture=first_architecture(raw),
-        vocab_size=int(raw["vocab_size"]),
-        hidden_size=hidden_size,
-        intermediate_size=int(raw.get("n_inner") or 4 * hidden_size),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        norm_eps=float(raw.get("layer_norm_epsilon", 1e-5)),
-        max_context=int(raw["n_positions"]),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
-        rope=NO_ROPE,
-        norm="layer",
-        activation=read_activation({"activation_function": "gelu_new"} | dict(raw), "activation_function"),
-        is_gated=False,
-        position_offset=0,
-        layers=_unrotated(num_layers),
-        attention_scale=0.0 if raw.get("scale_attn_weights", True) else 1.0,
+    return _shape(gpt_fields(raw), attention_scale=0.0 if raw.get("scale_attn_weights", True) else 1.0)
+
+
+def read_starcoder(raw: RawConfig) -> DecoderConfig:
+    num_kv_heads = 1 if raw.get("multi_query", True) else None
+    return read_gpt2(
+        {"activation_function": "gelu_pytorch_tanh"} | dict(raw) | {"num_key_value_heads": num_kv_heads}
+    )
+
+
+def read_gpt_neo(raw: RawConfig) -> DecoderConfig:
+    """Scores are not scaled, and some layers have a window."""
+    kinds = [kind for kinds, count in raw["attention_types"] for kind in kinds * count]
+    if not set(kinds) <= {"global", "local"} or len(kinds) != raw["num_layers"]:
+        raise BadModelFolder("a layer is neither global nor local", param="attention_types")
+    window = int(raw.get("window_size", 256))
+    fields = {
+        "num_hidden_layers": raw["num_layers"],
+        "num_attention_heads": raw["num_heads"],
+        "intermediate_size": raw.get("intermediate_size") or 4 * int(raw["hidden_size"]),
+    }
+    return _shape(
+        {"activation_function": "gelu_new"} | dict(raw) | fields,
+        attention_scale=1.0,
+        layers=tuple(LayerShape(window if kind == "local" else 0, rope=None) for kind in kinds),
     )
 
 
@@ -76,24 +97,14 @@ def read_opt(raw: RawConfig) -> DecoderConfig:
         raise BadModelFolder("norms after the blocks are not supported", param="do_layer_norm_before")
     if int(raw.get("word_embed_proj_dim") or raw["hidden_size"]) != int(raw["hidden_size"]):
         raise BadModelFolder("projected embeddings are not supported", param="word_embed_proj_dim")
-    return standard_shape(
-        {"tie_word_embeddings": True, "intermediate_size": raw["ffn_dim"]} | dict(raw),
-        rope=NO_ROPE,
-        norm_eps=1e-5,
-        norm="layer",
-        activation=read_activation({"activation_function": "relu"} | dict(raw), "activation_function"),
-        is_gated=False,
-        position_offset=2,
-        layers=_unrotated(int(raw["num_hidden_layers"])),
-        intermediate_size=int(raw["ffn_dim"]),
+    return _shape(
+        {"activation_function": "relu"} | dict(raw) | {"intermediate_size": raw["ffn_dim"]}, position_offset=2
     )
-
-
-def _unrotated(num_layers: int) -> tuple[LayerShape, ...]:
-    return (LayerShape(rope=None),) * num_layers
 
 
 FAMILIES = (
     Family("GPT2LMHeadModel", "GPT-2, DistilGPT-2", read_gpt2, GPT2, gguf=("gpt2",)),
+    Family("GPTBigCodeForCausalLM", "StarCoder, SantaCoder", read_starcoder, STARCODER, gguf=("starcoder",)),
+    Family("GPTNeoForCausalLM", "GPT-Neo", read_gpt_neo, GPT_NEO),
     Family("OPTForCausalLM", "OPT but for its 350M", read_opt, OPT),
 )

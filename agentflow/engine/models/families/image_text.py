@@ -1,12 +1,18 @@
-"""The common parts of families that read images and text. Their text model is one of the other families."""
+"""Models that read images and text: Idefics3 and SmolVLM (tiles of SigLIP), LLaVA (arXiv 2304.08485,
+2310.03744) and its successors (tiles of CLIP or SigLIP), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv
+2511.21631). The towers are in ``vision``; the text model is one of the other families.
+
+The rotary positions of Qwen's models have three axes, which are time, height and width in images and videos,
+and equal in text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final
 
 from agentflow.engine.models.config import DecoderConfig, RawConfig
-from agentflow.engine.models.families.family import WeightNames
+from agentflow.engine.models.families.family import Family, WeightNames
 from agentflow.engine.models.families.llama import read_llama, read_mistral, read_qwen2, read_qwen3
 from agentflow.engine.models.text_config import text_config
 from agentflow.errors import BadModelFolder
@@ -17,6 +23,30 @@ _READERS: Final[dict[str, Callable[[RawConfig], DecoderConfig]]] = {
     "qwen2": read_qwen2,
     "qwen3": read_qwen3,
 }
+
+
+def _names(prefix: str, head: str, *vision: str) -> WeightNames:
+    """Returns the names of a text model below a prefix. ``vision``: the beginnings of the names of all other
+    tensors, which the tower takes."""
+    return WeightNames(
+        embedding=f"{prefix}embed_tokens",
+        layers=f"{prefix}layers.{{}}.",
+        final_norm=f"{prefix}norm",
+        head=head,
+        ignored_parts=vision,
+    )
+
+
+IDEFICS3 = _names("model.text_model.", "lm_head", "model.vision_model.", "model.connector.")
+_LLAVA_VISION = tuple(
+    f"{before}{part}"
+    for before in ("", "model.")
+    for part in ("vision_tower.", "multi_modal_projector.", "image_newline")
+)
+LLAVA = _names("language_model.model.", "language_model.lm_head", *_LLAVA_VISION)
+LLAVA_BELOW = _names("model.language_model.", "lm_head", *_LLAVA_VISION)
+QWEN = _names("model.", "lm_head", "visual.", "model.visual.")
+QWEN_BELOW = _names("model.language_model.", "lm_head", "visual.", "model.visual.")
 
 
 def read_text_config(raw: RawConfig) -> DecoderConfig:
@@ -31,13 +61,77 @@ def read_text_config(raw: RawConfig) -> DecoderConfig:
     return _READERS[kind](part)
 
 
-def text_names(prefix: str, head: str, *vision: str) -> WeightNames:
-    """Returns the names of a text model below a prefix. ``vision``: the beginnings of the names of all other
-    tensors, which the tower takes."""
-    return WeightNames(
-        embedding=f"{prefix}embed_tokens",
-        layers=f"{prefix}layers.{{}}.",
-        final_norm=f"{prefix}norm",
-        head=head,
-        ignored_parts=vision,
+def read_qwen2_5_vl(raw: RawConfig) -> DecoderConfig:
+    """Adjacent frequencies have one axis."""
+    part, sections = _qwen_text(raw, [16, 24, 24])
+    axes = [axis % 3 for axis, count in enumerate(sections) for _ in range(count)]
+    return _with_axes(read_qwen2(part), axes)
+
+
+def read_qwen3_vl(raw: RawConfig) -> DecoderConfig:
+    """The axes take turns, and the lowest frequencies are of time."""
+    part, sections = _qwen_text(raw, [24, 20, 20])
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        for i in range(axis, sections[axis] * 3, 3):
+            axes[i] = axis
+    return _with_axes(read_qwen3(part), axes)
+
+
+def _qwen_text(raw: RawConfig, default: list[int]) -> tuple[RawConfig, list[int]]:
+    """Returns the config of the text model with a plain rope, and the frequencies of each axis."""
+    part = text_config(raw)
+    parameters: dict[str, Any] = dict(part.get("rope_scaling") or {}) | dict(
+        part.get("rope_parameters") or {}
     )
+    sections = [int(count) for count in parameters.pop("mrope_section", default)]
+    if len(sections) != 3 or min(sections) < 0:
+        raise BadModelFolder(f"mrope_section must be 3 numbers, not {sections}", param="mrope_section")
+    if parameters.get("rope_type", parameters.get("type")) == "mrope":  # its name in older files
+        parameters["rope_type"] = "default"
+    return {**part, "rope_scaling": None, "rope_parameters": parameters}, sections
+
+
+def _with_axes(shape: DecoderConfig, axes: list[int]) -> DecoderConfig:
+    if len(axes) != shape.head_dim // 2:
+        raise BadModelFolder(
+            f"mrope_section has {len(axes)} frequencies, and a head has {shape.head_dim // 2}",
+            param="mrope_section",
+        )
+    return replace(shape, rope_axes=tuple(axes))
+
+
+FAMILIES = (
+    *(
+        Family(architecture, models, read_text_config, IDEFICS3)
+        for architecture, models in (
+            ("Idefics3ForConditionalGeneration", "Idefics3, SmolVLM: text and images"),
+            ("SmolVLMForConditionalGeneration", "SmolVLM2: text and images"),
+        )
+    ),
+    *(
+        Family(architecture, models, read_text_config, LLAVA, (LLAVA_BELOW,))
+        for architecture, models in (
+            ("LlavaForConditionalGeneration", "LLaVA 1.5: text and images"),
+            ("LlavaNextForConditionalGeneration", "LLaVA 1.6: text and images"),
+            ("LlavaNextVideoForConditionalGeneration", "LLaVA-NeXT-Video: text, images and videos"),
+            ("LlavaOnevisionForConditionalGeneration", "LLaVA-OneVision: text, images and videos"),
+        )
+    ),
+    Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2.5-VL: text, images and videos",
+        read_qwen2_5_vl,
+        QWEN,
+        (QWEN_BELOW,),
+        gguf=("qwen2vl",),
+    ),
+    Family(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3-VL: text, images and videos",
+        read_qwen3_vl,
+        QWEN_BELOW,
+        (QWEN,),
+        gguf=("qwen3vl",),
+    ),
+)

@@ -1,4 +1,5 @@
-"""Llama 2 to 3, Mistral, Qwen 2 and 3, SmolLM3: the Llama shape, with a window or layers without rotation."""
+"""The Llama shape, with a window, layers without rotation, or scaled sums: Llama 2 to 3, Mistral, Qwen 2 and
+3, SmolLM3, Granite 3, InternLM3 and Seed-OSS."""
 
 from __future__ import annotations
 
@@ -45,10 +46,35 @@ def read_smollm3(raw: RawConfig) -> DecoderConfig:
     return replace(shape, layers=layers)
 
 
+def read_internlm3(raw: RawConfig) -> DecoderConfig:
+    return standard_shape({"rms_norm_eps": 1e-5} | dict(raw), head_dim=128)
+
+
+def read_seed_oss(raw: RawConfig) -> DecoderConfig:
+    return standard_shape(raw, head_dim=128)
+
+
+def read_granite(raw: RawConfig) -> DecoderConfig:
+    """What the blocks add is multiplied by a constant. The residual divided by this constant is the sum of
+    the unchanged blocks, and its norms are the same if their epsilon is divided by the constant's square."""
+    shape, part = standard_shape(raw), float(raw.get("residual_multiplier", 1.0))
+    return replace(
+        shape,
+        norm_eps=shape.norm_eps / part**2,
+        embedding_scale=float(raw.get("embedding_multiplier", 1.0)) / part,
+        attention_scale=float(raw.get("attention_multiplier", 1.0)),
+        logit_scale=1 / float(raw.get("logits_scaling", 1.0)),
+    )
+
+
 FAMILIES = (
     Family("LlamaForCausalLM", "Llama 2 to 3.3, SmolLM and SmolLM2, TinyLlama", read_llama, gguf=("llama",)),
-    Family("MistralForCausalLM", "Mistral 7B, Ministral, Mistral Small", read_mistral, gguf=("llama",)),
+    Family("MistralForCausalLM", "Mistral 7B, Mistral Small", read_mistral, gguf=("llama",)),
+    Family("MinistralForCausalLM", "Ministral 8B", read_mistral),
     Family("Qwen2ForCausalLM", "Qwen2, Qwen2.5, QwQ, R1 distillations", read_qwen2, gguf=("qwen2",)),
     Family("Qwen3ForCausalLM", "Qwen3", read_qwen3, gguf=("qwen3",)),
     Family("SmolLM3ForCausalLM", "SmolLM3", read_smollm3, gguf=("smollm3",)),
+    Family("GraniteForCausalLM", "Granite 3", read_granite, gguf=("granite",)),
+    Family("InternLM3ForCausalLM", "InternLM3", read_internlm3, gguf=("llama",)),
+    Family("SeedOssForCausalLM", "Seed-OSS", read_seed_oss, gguf=("seed_oss",)),
 )

@@ -1,12 +1,24 @@
-"""Mixtral (arXiv 2401.04088) and Qwen3-MoE (arXiv 2505.09388): the Llama shape with a mixture of experts."""
+"""Mixtures of experts: the Llama shape with experts in Mixtral (arXiv 2401.04088), Qwen3-MoE (arXiv
+2505.09388) and OLMoE (arXiv 2409.02060); experts with biases, attention sinks and windows in every other
+layer in GPT-OSS (arXiv 2508.10925)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from agentflow.engine.models.config import DecoderConfig, ExpertsShape, RawConfig
-from agentflow.engine.models.families.family import ExpertNames, Family, WeightNames
+from agentflow.engine.models.families.family import (
+    ExpertNames,
+    Family,
+    WeightNames,
+    layer_types,
+    standard_shape,
+    windowed,
+)
 from agentflow.engine.models.families.llama import read_mistral, read_qwen3
+from agentflow.errors import BadModelFolder
+from agentflow.kernels.activations import CLAMP_ALPHA, CLAMP_LIMIT
 
 MIXTRAL = WeightNames(
     experts=ExpertNames(
@@ -24,20 +36,31 @@ QWEN3 = WeightNames(
         down="mlp.experts.{}.down_proj",
     )
 )
+GPT_OSS = WeightNames(
+    experts=ExpertNames(
+        router="mlp.router", gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", is_stacked=True
+    )
+)
+
+
+def _with_experts(
+    shape: DecoderConfig, experts: ExpertsShape, is_sparse: Callable[[int], bool] = lambda i: True
+) -> DecoderConfig:
+    """Returns the shape with experts in the layers with these numbers."""
+    layers = tuple(replace(shape.layer(i), is_sparse=is_sparse(i)) for i in range(shape.num_layers))
+    return replace(shape, experts=experts, layers=layers)
 
 
 def read_mixtral(raw: RawConfig) -> DecoderConfig:
     shape = read_mistral({"rms_norm_eps": 1e-5} | dict(raw))
-    experts = ExpertsShape(
-        int(raw["num_local_experts"]), int(raw.get("num_experts_per_tok", 2)), shape.intermediate_size
+    num_used = int(raw.get("num_experts_per_tok", 2))
+    return _with_experts(
+        shape, ExpertsShape(int(raw["num_local_experts"]), num_used, shape.intermediate_size)
     )
-    layers = tuple(replace(shape.layer(i), is_sparse=True) for i in range(shape.num_layers))
-    return replace(shape, experts=experts, layers=layers)
 
 
 def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
     """Some layers may have a plain MLP instead."""
-    shape = read_qwen3(raw)
     experts = ExpertsShape(
         int(raw.get("num_experts") or raw["num_local_experts"]),
         int(raw["num_experts_per_tok"]),
@@ -45,14 +68,46 @@ def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
         bool(raw.get("norm_topk_prob", False)),
     )
     dense, step = set(raw.get("mlp_only_layers") or ()), int(raw.get("decoder_sparse_step", 1))
-    layers = tuple(
-        replace(shape.layer(i), is_sparse=i not in dense and (i + 1) % step == 0)
-        for i in range(shape.num_layers)
+    return _with_experts(read_qwen3(raw), experts, lambda i: i not in dense and (i + 1) % step == 0)
+
+
+def read_olmoe(raw: RawConfig) -> DecoderConfig:
+    """Norms whole rows of queries and keys."""
+    if raw.get("clip_qkv") is not None:
+        raise BadModelFolder("clipped queries, keys and values are not supported", param="clip_qkv")
+    shape = standard_shape({"rms_norm_eps": 1e-5} | dict(raw), qk_norm="row")
+    experts = ExpertsShape(
+        int(raw["num_experts"]),
+        int(raw["num_experts_per_tok"]),
+        shape.intermediate_size,
+        bool(raw.get("norm_topk_prob", False)),
     )
-    return replace(shape, experts=experts, layers=layers)
+    return _with_experts(shape, experts)
+
+
+def read_gpt_oss(raw: RawConfig) -> DecoderConfig:
+    expected = CLAMP_LIMIT, CLAMP_ALPHA
+    if (raw.get("swiglu_limit", CLAMP_LIMIT), raw.get("swiglu_alpha", CLAMP_ALPHA)) != expected:
+        raise BadModelFolder(
+            f"swiglu_limit must be {CLAMP_LIMIT} and swiglu_alpha {CLAMP_ALPHA}", param="swiglu_limit"
+        )
+    kinds = layer_types(raw, lambda i: "full_attention" if i % 2 else "sliding_attention")
+    shape = standard_shape(
+        {"rms_norm_eps": 1e-5} | dict(raw),
+        head_dim=64,
+        activation="clamped_swiglu",
+        has_sinks=True,
+        layers=windowed(raw, kinds),
+    )
+    num_used = int(raw["num_experts_per_tok"])
+    return _with_experts(
+        shape, ExpertsShape(int(raw["num_local_experts"]), num_used, shape.intermediate_size)
+    )
 
 
 FAMILIES = (
     Family("MixtralForCausalLM", "Mixtral", read_mixtral, MIXTRAL, gguf=("llama",)),
     Family("Qwen3MoeForCausalLM", "Qwen3 with experts", read_qwen3_moe, QWEN3, gguf=("qwen3moe",)),
+    Family("OlmoeForCausalLM", "OLMoE", read_olmoe, QWEN3, gguf=("olmoe",)),
+    Family("GptOssForCausalLM", "GPT-OSS", read_gpt_oss, GPT_OSS, gguf=("gpt-oss",)),
 )

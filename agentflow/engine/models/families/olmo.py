@@ -1,9 +1,17 @@
-"""OLMo 2 (arXiv 2501.00656): norms after each block, and of whole rows of queries and keys."""
+"""Norms after each block instead of before: OLMo 2 (arXiv 2501.00656), which also norms whole rows of queries
+and keys; OLMo 3 (arXiv 2512.13961), with windows; and EXAONE 4 (arXiv 2507.11407), which norms each head."""
 
 from __future__ import annotations
 
 from agentflow.engine.models.config import DecoderConfig, RawConfig
-from agentflow.engine.models.families.family import Family, WeightNames, standard_shape
+from agentflow.engine.models.families.family import (
+    Family,
+    WeightNames,
+    layer_types,
+    read_ropes,
+    standard_shape,
+    windowed,
+)
 
 NAMES = WeightNames(
     input_norm="",
@@ -17,4 +25,28 @@ def read_olmo2(raw: RawConfig) -> DecoderConfig:
     return standard_shape({"rms_norm_eps": 1e-5} | dict(raw), qk_norm="row")
 
 
-FAMILIES = (Family("Olmo2ForCausalLM", "OLMo 2", read_olmo2, NAMES, gguf=("olmo2",)),)
+def read_olmo3(raw: RawConfig) -> DecoderConfig:
+    """Three layers of four have a window and a rope that is not scaled."""
+    raw = {"sliding_window": 4096, "rms_norm_eps": 1e-5, **raw}
+    kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % 4 else "full_attention")
+    rope, local_rope = read_ropes(raw, 500_000.0, float(raw.get("rope_theta") or 500_000.0))
+    layers = windowed(raw, kinds, sliding="local")
+    return standard_shape(raw, qk_norm="row", rope=rope, local_rope=local_rope, layers=layers)
+
+
+def read_exaone4(raw: RawConfig) -> DecoderConfig:
+    """In models with windows, the layers without one do not rotate."""
+    raw = {"rms_norm_eps": 1e-5, "sliding_window": 4096, **raw}
+    pattern = 0 if raw["sliding_window"] is None else int(raw.get("sliding_window_pattern") or 4)
+    kinds = layer_types(
+        raw, lambda i: "sliding_attention" if pattern and (i + 1) % pattern else "full_attention"
+    )
+    layers = windowed(raw, kinds, full="global" if raw["sliding_window"] is None else None)
+    return standard_shape(raw, qk_norm="head", layers=layers)
+
+
+FAMILIES = (
+    Family("Olmo2ForCausalLM", "OLMo 2", read_olmo2, NAMES, gguf=("olmo2",)),
+    Family("Olmo3ForCausalLM", "OLMo 3", read_olmo3, NAMES, gguf=("olmo2",)),
+    Family("Exaone4ForCausalLM", "EXAONE 4", read_exaone4, NAMES, gguf=("exaone4",)),
+)

@@ -12,7 +12,6 @@ from agentflow.engine.models.families.family import (
     Family,
     WeightNames,
     layer_types,
-    read_activation,
     standard_shape,
     windowed,
 )
@@ -30,13 +29,10 @@ PHI3 = WeightNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 
 def read_phi(raw: RawConfig) -> DecoderConfig:
-    raw = {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, **raw}
     return standard_shape(
-        raw,
+        {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, **raw},
         norm="layer",
-        norm_eps=float(raw.get("layer_norm_eps", 1e-5)),
         qk_norm="head" if raw.get("qk_layernorm") else "",
-        activation=read_activation(raw, "hidden_act"),
         is_gated=False,
         is_parallel=True,
     )

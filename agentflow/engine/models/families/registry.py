@@ -16,20 +16,16 @@ from agentflow.engine.models.config import (
     read_folder,
 )
 from agentflow.engine.models.families import (
-    cohere,
     deepseek,
     gemma,
+    glm,
     gpt2,
-    gpt_neox,
-    gpt_oss,
-    idefics3,
+    image_text,
     llama,
-    llava,
     mixture,
     olmo,
+    parallel_blocks,
     phi,
-    qwen_vl,
-    stablelm,
     starcoder,
 )
 from agentflow.engine.models.families.family import Family
@@ -47,16 +43,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
         gemma,
         phi,
         olmo,
-        gpt_oss,
+        glm,
         deepseek,
-        starcoder,
+        parallel_blocks,
         gpt2,
-        gpt_neox,
-        stablelm,
-        cohere,
-        idefics3,
-        llava,
-        qwen_vl,
+        starcoder,
+        image_text,
     )
     for family in module.FAMILIES
 }

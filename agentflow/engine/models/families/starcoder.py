@@ -7,7 +7,6 @@ from agentflow.engine.models.families.family import (
     Family,
     WeightNames,
     layer_types,
-    read_activation,
     standard_shape,
     windowed,
 )
@@ -20,8 +19,6 @@ def read_starcoder2(raw: RawConfig) -> DecoderConfig:
     return standard_shape(
         raw,
         norm="layer",
-        norm_eps=float(raw.get("norm_epsilon", 1e-5)),
-        activation=read_activation(raw, "hidden_act"),
         is_gated=False,
         layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")),
     )

@@ -227,9 +227,56 @@ def _smollm3(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 
 def _olmo2(data: GgufMetadata, stored: StoredTensors) -> Config:
-    if data.whole(".attention.sliding_window", 0):
-        raise data.reject(".attention.sliding_window", "is set: OLMo 3 is not supported")
-    return _common(data, stored, "Olmo2ForCausalLM", "olmo2")
+    """Reads OLMo 2 and OLMo 3, which are one architecture in GGUF."""
+    window = data.whole(".attention.sliding_window", 0)
+    if not window:
+        return _common(data, stored, "Olmo2ForCausalLM", "olmo2")
+    config = _common(data, stored, "Olmo3ForCausalLM", "olmo3")
+    rope = config["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return config | {
+        "sliding_window": window,
+        "layer_types": _layer_types(data, 4),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+    }
+
+
+def _exaone4(data: GgufMetadata, stored: StoredTensors) -> Config:
+    window = data.whole(".attention.sliding_window", 0)
+    return _common(data, stored, "Exaone4ForCausalLM", "exaone4") | {
+        "sliding_window": window or None,
+        **({"layer_types": _layer_types(data, 4)} if window else {}),
+    }
+
+
+def _granite(data: GgufMetadata, stored: StoredTensors) -> Config:
+    return _common(data, stored, "GraniteForCausalLM", "granite") | {
+        "embedding_multiplier": data.number(".embedding_scale", 1.0),
+        "residual_multiplier": data.number(".residual_scale", 1.0),
+        "attention_multiplier": data.number(".attention.scale", 0.0),
+        "logits_scaling": data.number(".logit_scale", 1.0),
+    }
+
+
+def _glm4(data: GgufMetadata, stored: StoredTensors) -> Config:
+    config = _common(data, stored, "Glm4ForCausalLM", "glm4")
+    return config | {"partial_rotary_factor": 1.0}  # that of ``rope_parameters`` comes first
+
+
+def _ernie4_5(data: GgufMetadata, stored: StoredTensors) -> Config:
+    return _common(data, stored, "Ernie4_5ForCausalLM", "ernie4_5")
+
+
+def _seed_oss(data: GgufMetadata, stored: StoredTensors) -> Config:
+    return _common(data, stored, "SeedOssForCausalLM", "seed_oss")
+
+
+def _olmoe(data: GgufMetadata, stored: StoredTensors) -> Config:
+    return _common(data, stored, "OlmoeForCausalLM", "olmoe") | {
+        "num_experts": data.whole(".expert_count"),
+        "num_experts_per_tok": data.whole(".expert_used_count"),
+        "norm_topk_prob": False,
+    }
 
 
 def _phi3(data: GgufMetadata, stored: StoredTensors) -> Config:
@@ -260,6 +307,10 @@ def _gemma(data: GgufMetadata, config: Config, large: int, pattern: int) -> Conf
         "layer_types": _layer_types(data, pattern),
         "final_logit_softcapping": data.number(".final_logit_softcapping", 0.0) or None,
     }
+
+
+def _gemma1(data: GgufMetadata, stored: StoredTensors) -> Config:
+    return _common(data, stored, "GemmaForCausalLM", "gemma") | {"hidden_act": "gelu_pytorch_tanh"}
 
 
 def _gemma2(data: GgufMetadata, stored: StoredTensors) -> Config:
@@ -343,9 +394,7 @@ def _with_layer_norms(
 
 
 def _starcoder2(data: GgufMetadata, stored: StoredTensors) -> Config:
-    config = _with_layer_norms(data, stored, "Starcoder2ForCausalLM", "starcoder2")
-    return config | {
-        "norm_epsilon": config["layer_norm_eps"],
+    return _with_layer_norms(data, stored, "Starcoder2ForCausalLM", "starcoder2") | {
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": data.whole(".attention.sliding_window", 0) or None,
     }
@@ -360,6 +409,17 @@ def _gpt_neox(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _with_layer_norms(data, stored, "GPTNeoXForCausalLM", "gpt_neox") | {
         "hidden_act": "gelu",
         "use_parallel_residual": data.flag(".use_parallel_residual", True),
+    }
+
+
+def _falcon(data: GgufMetadata, stored: StoredTensors) -> Config:
+    """The first sizes have the shape of the new architecture with one KV head."""
+    config = _with_layer_norms(data, stored, "FalconForCausalLM", "falcon")
+    return config | {
+        "hidden_act": "gelu",
+        "new_decoder_architecture": True,
+        "num_kv_heads": config["num_key_value_heads"],
+        "ffn_hidden_size": config["intermediate_size"],
     }
 
 
@@ -402,6 +462,14 @@ def _gpt2(data: GgufMetadata, stored: StoredTensors) -> Config:
     }
 
 
+def _starcoder(data: GgufMetadata, stored: StoredTensors) -> Config:
+    return _gpt2(data, stored) | {
+        "architectures": ["GPTBigCodeForCausalLM"],
+        "model_type": "gpt_bigcode",
+        "multi_query": True,
+    }
+
+
 _TOP: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER: Final = {
     "attn_norm": "input_layernorm",
@@ -425,6 +493,12 @@ _EXPERTS: Final = {
     "ffn_gate": "mlp.experts.{}.gate_proj",
     "ffn_down": "mlp.experts.{}.down_proj",
     "ffn_up": "mlp.experts.{}.up_proj",
+}
+_GPT2_TOP: Final = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
 }
 _GPT2_MATRICES: Final = {
     "attn_qkv": "attn.c_attn",
@@ -457,11 +531,31 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     "smollm3": Architecture(read=_smollm3, top=_TOP, layer=_LAYER, has_pairs=True),
     "olmo2": Architecture(read=_olmo2, top=_TOP, layer=_NORMS_AROUND),
+    "exaone4": Architecture(read=_exaone4, top=_TOP, layer=_NORMS_AROUND),
+    "granite": Architecture(read=_granite, top=_TOP, layer=_LAYER, has_pairs=True),
+    "glm4": Architecture(
+        read=_glm4,
+        top=_TOP,
+        layer=_LAYER
+        | {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
+    "ernie4_5": Architecture(read=_ernie4_5, top=_TOP, layer=_LAYER),
+    "seed_oss": Architecture(
+        read=_seed_oss, top=_TOP, layer=_LAYER | {"post_attention_norm": "post_attention_layernorm"}
+    ),
+    "olmoe": Architecture(
+        read=_olmoe, top=_TOP, layer=_LAYER | {"ffn_gate_inp": "mlp.gate"}, experts=_EXPERTS
+    ),
     "phi3": Architecture(
         read=_phi3,
         top=_TOP,
         layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     ),
+    "gemma": Architecture(read=_gemma1, top=_TOP, layer=_LAYER, norm_shift=-1.0),
     "gemma2": Architecture(read=_gemma2, top=_TOP, layer=_NORMS_AROUND, norm_shift=-1.0),
     "gemma3": Architecture(read=_gemma3, top=_TOP, layer=_NORMS_AROUND, norm_shift=-1.0),
     "gpt-oss": Architecture(
@@ -499,15 +593,16 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     "gpt2": Architecture(
         read=_gpt2,
-        top={
-            "token_embd": "transformer.wte",
-            "position_embd": "transformer.wpe",
-            "output_norm": "transformer.ln_f",
-            "output": "lm_head",
-        },
+        top=_GPT2_TOP,
         layer=_GPT2_MATRICES | {"attn_norm": "ln_1", "ffn_norm": "ln_2"},
         prefix="transformer.h.{}.",
         transposed=frozenset(_GPT2_MATRICES),
+    ),
+    "starcoder": Architecture(
+        read=_starcoder,
+        top=_GPT2_TOP,
+        layer=_GPT2_MATRICES | {"attn_norm": "ln_1", "ffn_norm": "ln_2"},
+        prefix="transformer.h.{}.",
     ),
     "phi2": Architecture(
         read=_phi2,
@@ -515,6 +610,13 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         layer=_LAYER | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
     ),
     "gptneox": Architecture(read=_gpt_neox, top=_TOP, layer=_LAYER | {"attn_qkv": "self_attn.qkv_proj"}),
+    "falcon": Architecture(
+        read=_falcon,
+        top=_TOP,
+        # The norm of the attention is the second, where there are two.
+        layer=_LAYER
+        | {"attn_norm": "mlp.norm", "attn_norm_2": "self_attn.norm", "attn_qkv": "self_attn.qkv_proj"},
+    ),
     "stablelm": Architecture(
         read=_stablelm,
         top=_TOP,
