@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": EVEN,
     "gpt_neox": EVEN | {"num_key_value_heads": None},
     "cohere_normed": EVEN,
+    "falcon": EVEN | {"num_key_value_heads": 1},
 }
 
 
@@ -200,7 +201,7 @@ def test_a_rank_that_dies_is_a_fault_and_no_rank_is_left(tmp_path: Path) -> None
         ("deepseek_v2", {}, 2),
         ("gemma3_images", {}, 2),
         ("stablelm_parallel", EVEN, 2),
-        ("granite", EVEN, 2),
+        ("arcee", EVEN, 2),
     ],
 )
 def test_models_that_are_not_divided_are_refused_before_a_process_starts(

@@ -160,6 +160,16 @@ def rank_cuts(config: DecoderConfig, names: WeightNames, rank: int, size: int) -
         first = config.num_kv_heads * rank // size * dim
         keys = (first, first + dim)
 
+    # In one tensor, the queries of a KV head, its key, its value, and so on.
+    total = (config.num_heads + 2 * config.num_kv_heads) * dim
+    by_head = [(total, _share(total, rank, size))]
+    if config.num_kv_heads < size:
+        group = config.num_kv_heads * rank // size  # the rank's KV head
+        skipped = group * 2 * dim
+        end = (group + 1) * config.num_heads // config.num_kv_heads * dim + skipped  # of the head's queries
+        own_queries = queries[0] + skipped, queries[1] + skipped
+        by_head = [(end, own_queries), (total - end, (0, 2 * dim))]
+
     def outputs(name: str, num_inputs: int, *parts: tuple[int, tuple[int, int]]) -> None:
         """``parts``: the length and the rank's range of each part of the outputs."""
         begins = np.cumsum([0, *(length for length, _ in parts)]).tolist()
@@ -188,7 +198,7 @@ def rank_cuts(config: DecoderConfig, names: WeightNames, rank: int, size: int) -
             for name, (length, (first, end)) in zip((names.q_norm, names.k_norm), parts[:2], strict=True):
                 cuts[f"{prefix}{name}.weight"] = Cut((length // dim, dim), 0, ((first // dim, end // dim),))
         if names.is_fused_by_head:
-            outputs(prefix + names.qkv[0], hidden, (sum(sizes), _share(sum(sizes), rank, size)))
+            outputs(prefix + names.qkv[0], hidden, *by_head)
         elif len(names.qkv) == 1:
             outputs(prefix + names.qkv[0], hidden, *parts)
         else:

@@ -24,11 +24,13 @@ from agentflow.engine.models.rope import RopeConfig
 from agentflow.engine.models.weights.cuts import Cut, rank_config, rank_cuts, token_counts
 from agentflow.engine.models.weights.loader import WeightFormat, load_model
 from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
+from agentflow.engine.models.weights.row_order import qkv_order
 from agentflow.engine.store.gguf.tensors import dequantise
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.platforms import kernels_for
 
 LLAMA, PHI = FAMILIES["LlamaForCausalLM"].names, FAMILIES["Phi3ForCausalLM"].names
+FALCON = FAMILIES["FalconForCausalLM"].names
 
 
 @st.composite
@@ -86,6 +88,18 @@ def test_a_fused_tensor_is_cut_like_its_tensors(shape: tuple[DecoderConfig, int]
             tensors = torch.split(whole, [one.whole[0] for one in cuts])
             parts = [one.part(tensor) for one, tensor in zip(cuts, tensors, strict=True)]
             assert torch.equal(cut.part(whole), torch.cat(parts))
+
+
+@given(shapes())
+def test_a_tensor_fused_by_head_is_cut_like_one_in_order(shape: tuple[DecoderConfig, int]) -> None:
+    config, size = shape
+    for rank in range(size):
+        cuts = rank_cuts(config, FALCON, rank, size).by_name
+        cut = cuts[f"{FALCON.layers.format(1)}{FALCON.qkv[0]}.weight"]
+        in_order = rank_cuts(config, PHI, rank, size).by_name[f"{PHI.layers.format(1)}{PHI.qkv[0]}.weight"]
+        whole = numbered(cut.whole)
+        part = cut.part(whole)[qkv_order(rank_config(config, rank, size), FALCON)]
+        assert torch.equal(part, in_order.part(whole[qkv_order(config, FALCON)]))
 
 
 @given(shapes())
