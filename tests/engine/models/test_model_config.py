@@ -36,6 +36,7 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_
     "v_head_dim": 4,
 }
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2}
+GPT_NEO = {"architectures": ["GPTNeoForCausalLM"], "num_layers": 2, "num_heads": 2}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
@@ -113,7 +114,7 @@ def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[s
         (MIXTRAL | {"num_experts_per_tok": 0}, "config.json", "experts of a token is 0"),
         ({"hidden_act": "tanh"}, "hidden_act", "tanh"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "hqq"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type", "dynamic"),
+        ({"rope_scaling": {"type": "su", "factor": 4.0}}, "rope_type", "su"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "short_factor", ""),
         (
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1, 1, 1]}},
@@ -130,6 +131,10 @@ def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[s
         (DEEPSEEK | {"scoring_func": "sigmoid"}, "scoring_func", "softmax"),
         (DEEPSEEK | {"v_head_dim": ...}, "v_head_dim", ""),
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention", ""),
+        ({"architectures": ["FalconForCausalLM"], "alibi": True}, "alibi", "ALiBi"),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv", ""),
+        (GPT_NEO | {"attention_types": [[["global", "both"], 1]]}, "attention_types", ""),
+        ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0}, "config.json", "zero"),
     ],
 )
 def test_configs_that_cannot_be_run(tmp_path: Path, changed: dict[str, Any], param: str, value: str) -> None:
