@@ -94,6 +94,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
         _sizes(2560, 10_240, 8, 32, 32, 51_200) | {"partial_rotary_factor": 0.4},
     ),
     "pythia_1_4b": ("GPTNeoXForCausalLM", _sizes(2048, 8192, 8, 16, 16, 50_304)),
+    "falcon_7b": ("FalconForCausalLM", _sizes(4544, 18_176, 4, 71, 71, 65_024)),
     "command_r7b": ("Cohere2ForCausalLM", _sizes(4096, 14_336, 4, 32, 8, 256_000)),
     "deepseek_v2_lite": (
         "DeepseekV2ForCausalLM",

@@ -88,7 +88,7 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {"head_dim": 8, "sliding_window": 16, "layer_types": LAYER_TYPES}),
     "granite": (
         "granite",
-        {"attention_multiplier": 0.2, "logits_scaling": 3.0, "embedding_multiplier": 6.0}
+        {"attention_multiplier": 0.2, "logits_scaling": 3.0, "embedding_multiplier": 0.6}
         | {"residual_multiplier": 0.3, "rms_norm_eps": 1e-3},
     ),
     "internlm3": ("internlm3", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
@@ -180,7 +180,8 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder": (
         "gpt_bigcode",
-        {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "num_key_value_heads": None},
+        {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "num_key_value_heads": None}
+        | {"tie_word_embeddings": False},
     ),
     "starcoder_all_heads": (
         "gpt_bigcode",
@@ -206,7 +207,7 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_parallel_residual": False, "attention_bias": False, "num_key_value_heads": None}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}},
     ),
-    "falcon": ("falcon", {"num_key_value_heads": None}),
+    "falcon": ("falcon", {"tie_word_embeddings": False, "num_key_value_heads": None}),
     "falcon_groups": (
         "falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "ffn_hidden_size": 80}
@@ -219,7 +220,8 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon_in_turn": (
         "falcon",
-        {"multi_query": False, "parallel_attn": False, "bias": True, "num_key_value_heads": None},
+        {"multi_query": False, "parallel_attn": False, "bias": True, "tie_word_embeddings": False}
+        | {"num_key_value_heads": None},
     ),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm_parallel": (
