@@ -1,7 +1,7 @@
 """Remembers which blocks of tokens were evicted, so that a miss can be explained.
 
-A block ends at each multiple of ``BLOCK_TOKENS`` of a sequence. It is known by a chained hash of all tokens
-up to its end. The hashes are Python's, which are keyed in each process and several times faster than
+A block ends at each multiple of ``HASHED_BLOCK_TOKENS`` of a sequence. It is known by a chained hash of all
+tokens up to its end. The hashes are Python's, which are keyed in each process and several times faster than
 cryptographic ones. Two blocks with the same hash would give one request a wrong reason.
 """
 
@@ -13,15 +13,16 @@ from collections.abc import Hashable, Iterable
 from agentflow.engine.cache.nodes import Node
 from agentflow.engine.cache.token_run import TOKEN_BYTES
 
-BLOCK_TOKENS = 256
+HASHED_BLOCK_TOKENS = 256
+"""Not the blocks of 64 tokens that ``blocks`` reports."""
 MAX_BLOCKS = 32_768
 """The most blocks that are remembered; about 4 MB."""
-_BLOCK_BYTES = TOKEN_BYTES * BLOCK_TOKENS
+_BLOCK_BYTES = TOKEN_BYTES * HASHED_BLOCK_TOKENS
 
 
 def next_end(num_tokens: int) -> int:
     """Returns the end of the first block that ends after ``num_tokens`` tokens."""
-    return (num_tokens // BLOCK_TOKENS + 1) * BLOCK_TOKENS
+    return (num_tokens // HASHED_BLOCK_TOKENS + 1) * HASHED_BLOCK_TOKENS
 
 
 def block_hash(before: int, block: bytes) -> int:
@@ -82,7 +83,7 @@ def hashes_in(node: Node, before: int) -> list[int]:
     """Returns the hashes of the blocks that end in the node. ``before``: of the last block above."""
     if next_end(node.start) > node.start + len(node.slots):
         return []
-    run, missing, above = node.run, node.start % BLOCK_TOKENS, node.parent
+    run, missing, above = node.run, node.start % HASHED_BLOCK_TOKENS, node.parent
     while missing and above is not None:
         run = above.run[-missing * TOKEN_BYTES :] + run
         missing -= min(missing, len(above.slots))

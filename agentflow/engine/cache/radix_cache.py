@@ -21,7 +21,7 @@ import numpy as np
 
 from agentflow.engine.cache.blocks import BlocksStored, NodeBlocks, OnBlocks, num_blocks
 from agentflow.engine.cache.evicted_blocks import (
-    BLOCK_TOKENS,
+    HASHED_BLOCK_TOKENS,
     EvictedBlocks,
     block_hash,
     block_hashes,
@@ -176,14 +176,14 @@ class RadixCache:
         node = found.node
         # Locked only by the caller, without children, states or a mark: nothing else refers to its end.
         ends_here = node.keeps or node.marked_until
-        before = last_hash(node) if existing // BLOCK_TOKENS < end // BLOCK_TOKENS else None
+        before = last_hash(node) if existing // HASHED_BLOCK_TOKENS < end // HASHED_BLOCK_TOKENS else None
         can_grow = node is match.node and node.locks == 1 and not node.children and not ends_here
         if can_grow and (new_prompt == 0 or node.num_prompt == len(node.slots)):
             self._grow(node, run, slots, existing, new_prompt)
         else:
             node = self._add_leaf(node, run, slots, existing, new_prompt)
         if before is not None:
-            first = existing // BLOCK_TOKENS * BLOCK_TOKENS * TOKEN_BYTES
+            first = existing // HASHED_BLOCK_TOKENS * HASHED_BLOCK_TOKENS * TOKEN_BYTES
             for block in block_hashes(before, run[first:]):
                 node.account.blocks.setdefault(block, {})[cache_key] = None
                 node.last_hash = block
@@ -486,7 +486,7 @@ class RadixCache:
         """The blocks that end after the first ``num_kept`` tokens of a leaf are evicted."""
         above = node.parent
         assert above is not None
-        num_before = (node.start + num_kept) // BLOCK_TOKENS - node.start // BLOCK_TOKENS
+        num_before = (node.start + num_kept) // HASHED_BLOCK_TOKENS - node.start // HASHED_BLOCK_TOKENS
         hashes = hashes_in(node, last_hash(above))[num_before:]
         while above.parent is not None:
             above = above.parent

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from agentflow.engine.batch import NO_CHANGES, IntArray, SlotChanges
 from agentflow.engine.cache.blocks import OnBlocks
-from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, next_end
+from agentflow.engine.cache.evicted_blocks import HASHED_BLOCK_TOKENS, next_end
 from agentflow.engine.cache.nodes import PrefixMatch, SlotArray
 from agentflow.engine.cache.prefix_marks import PrefixMarks
 from agentflow.engine.cache.prefix_readers import PrefixReaders
@@ -120,14 +120,14 @@ class KVMemory:
 
     def why_missed(self, request: Request, match: PrefixMatch) -> str:
         """Returns why the prompt's tokens after ``match`` are not cached, by the first block of
-        ``BLOCK_TOKENS`` among them; empty for fewer tokens, for tokens that are scored, and without a
+        ``HASHED_BLOCK_TOKENS`` among them; empty for fewer tokens, for tokens that are scored, and without a
         cache."""
         num_cached = match.num_tokens
         num_wanted = min(request.num_reusable + 1, request.num_prompt)
-        if not self._use_cache or num_wanted - num_cached < BLOCK_TOKENS:
+        if not self._use_cache or num_wanted - num_cached < HASHED_BLOCK_TOKENS:
             return ""
         end = next_end(num_cached)
-        block = self.cache.next_block(match, request.run(end, end - BLOCK_TOKENS))
+        block = self.cache.next_block(match, request.run(end, end - HASHED_BLOCK_TOKENS))
         if self.cache.was_evicted(request.cache_key, block):
             return "evicted"
         other = self.cache.find_elsewhere(request.cache_key, block)

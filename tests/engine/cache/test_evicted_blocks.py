@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.cache.evicted_blocks import BLOCK_TOKENS, EvictedBlocks, block_hashes, next_end
+from agentflow.engine.cache.evicted_blocks import HASHED_BLOCK_TOKENS, EvictedBlocks, block_hashes, next_end
 from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.cache.token_run import token_run
 
@@ -55,7 +55,7 @@ class Cache:
         end = next_end(match.num_tokens)
         if end > len(tokens):
             return end, False, None
-        block = self.cache.next_block(match, run_of(tokens[end - BLOCK_TOKENS : end]))
+        block = self.cache.next_block(match, run_of(tokens[end - HASHED_BLOCK_TOKENS : end]))
         return end, self.cache.was_evicted(key, block), self.cache.find_elsewhere(key, block)
 
 
@@ -76,15 +76,15 @@ def test_the_reasons_of_a_missing_block(ops):
         if op[0] == "put":
             cached.put(key, tokens)
             cached.cache.check()
-            ends = range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
+            ends = range(HASHED_BLOCK_TOKENS, len(tokens) + 1, HASHED_BLOCK_TOKENS)
             ever.update([(key, tokens[:end]) for end in ends])
 
 
 def test_the_oldest_blocks_are_forgotten():
     blocks = EvictedBlocks(max_blocks=2)
-    hashes = [block_hashes(1, run_of((number,) * BLOCK_TOKENS))[0] for number in range(3)]
+    hashes = [block_hashes(1, run_of((number,) * HASHED_BLOCK_TOKENS))[0] for number in range(3)]
     for block in hashes:
         blocks.add("a", [block])
     assert [blocks.has("a", block) for block in hashes] == [False, True, True]
     assert not blocks.has("b", hashes[2])
-    assert not blocks.has("a", block_hashes(2, run_of((2,) * BLOCK_TOKENS))[0])
+    assert not blocks.has("a", block_hashes(2, run_of((2,) * HASHED_BLOCK_TOKENS))[0])
