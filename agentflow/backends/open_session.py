@@ -27,7 +27,7 @@ from typing import (
 
 import anyio
 
-from agentflow.backends.apis.addresses.environment_key import VENDORS, environment_key, is_same_server
+from agentflow.backends.apis.addresses.environment_key import VENDOR_PREFIXES, environment_key, is_same_server
 from agentflow.backends.apis.prices import Price
 from agentflow.errors import AgentflowError, BadArgument, ProgramError, short_repr
 from agentflow.language.batch.inputs import Inputs, ItemT, ManyOf, Table
@@ -214,7 +214,7 @@ def _several(
         )
     from agentflow.backends.several import Several
 
-    first = next((address for address in addresses if not address.startswith(VENDORS)), "")
+    first = next((address for address in addresses if not address.startswith(VENDOR_PREFIXES)), "")
     backends: dict[str, Backend] = {}
     for name, model in models.items():
         if isinstance(model, str) and _is_address(model):
@@ -299,7 +299,7 @@ def _with_costs(backend: Backend, options: SessionOptions) -> Backend:
 
 
 def _is_address(text: str) -> bool:
-    return "://" in text or text.startswith(VENDORS)
+    return "://" in text or text.startswith(VENDOR_PREFIXES)
 
 
 def _chosen_backend(url: str | None, options: SessionOptions, first: str | None = None) -> Backend:
@@ -317,7 +317,7 @@ def _chosen_backend(url: str | None, options: SessionOptions, first: str | None 
             "or AGENTFLOW_URL): its operator decides",
             param=name,
         )
-    if url.startswith(VENDORS):
+    if url.startswith(VENDOR_PREFIXES):
         from agentflow.backends.apis.addresses.api_address import vendor_backend
 
         if _chosen(options, "model"):

@@ -46,8 +46,8 @@ PROGRAM_HEADERS = (
     "x-session-id",
 )
 """Headers whose value is a program. Its requests prefer one replica."""
-LOST_S = 3600.0
-"""A request of which Ray has not told the end for this time has ended."""
+EVENT_LOST_S = 3600.0
+"""A request counts as ended if Ray has not reported its end for this time."""
 MAX_DEPTH = 32
 _PROMPTS = ("messages", "prompt", "prompt_token_ids", "input_ids", "text", "input")
 
@@ -95,7 +95,7 @@ class PrefixTreeRouter(RequestRouter):
         self._prompts_end_at: dict[ReplicaNumber, float] = {}
         self._slowness: dict[ReplicaNumber, float] = {}
         # When a call starts, or is given up: the time, the call's number, and Ray's id. Not the call, because
-        # prompts are large and an event outlives its call by up to LOST_S.
+        # prompts are large and an event outlives its call by up to EVENT_LOST_S.
         self._events: list[tuple[float, int, str]] = []
 
     # Replicas.
@@ -247,7 +247,7 @@ class PrefixTreeRouter(RequestRouter):
                 self._end(request_id, call, 0)
             else:
                 self._start(call, now_s)
-                self._plan(self._sent_at[call] + LOST_S, request_id, call)
+                self._plan(self._sent_at[call] + EVENT_LOST_S, request_id, call)
 
     def _start(self, call: RoutedRequest, now_s: float) -> None:
         """Its prompt is in the cache of its replica."""

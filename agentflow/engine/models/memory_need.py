@@ -39,7 +39,7 @@ GPU_KV_FRACTION = 0.85
 # MB.
 PROCESS_BYTES = 500_000_000
 PROCESS_VOCABULARY = 50_000
-TOKEN_BYTES = 1_600
+VOCABULARY_TOKEN_BYTES = 1_600
 FEATURE_BYTES = 512 * 2**20
 """The budget of a model with vision for the features of images, and so the most that they take."""
 ID_BYTES = 4
@@ -96,7 +96,7 @@ def bytes_of_weight(quantize: str | None) -> float:
 
 def work_bytes(vocabulary: int) -> int:
     """Bytes that the process of a model with this vocabulary needs in addition to weights and KV."""
-    return PROCESS_BYTES + TOKEN_BYTES * max(0, vocabulary - PROCESS_VOCABULARY)
+    return PROCESS_BYTES + VOCABULARY_TOKEN_BYTES * max(0, vocabulary - PROCESS_VOCABULARY)
 
 
 def memory_need(

@@ -31,7 +31,7 @@ ValueT = TypeVar("ValueT")
 PROGRAM_HEADER: Final = "x-agentflow-program"
 GROUP_HEADER: Final = "x-agentflow-group"
 OBJECTIVE_HEADER: Final = "x-agentflow-objective"
-SESSION_HEADER: Final = "x-dynamo-session-id"
+DYNAMO_SESSION_HEADER: Final = "x-dynamo-session-id"
 PARENT_HEADER: Final = "x-dynamo-parent-session-id"
 FINAL_HEADER: Final = "x-dynamo-session-final"
 MAX_NAME_CHARS = 256
@@ -112,7 +112,7 @@ class Caller(NamedTuple):
     @classmethod
     def of(cls, headers: Mapping[str, str], trace: str) -> Caller:
         """Reads the headers. ``ApiError`` for an unknown objective."""
-        session = headers.get(SESSION_HEADER, "")[:MAX_NAME_CHARS]
+        session = headers.get(DYNAMO_SESSION_HEADER, "")[:MAX_NAME_CHARS]
         program = headers.get(PROGRAM_HEADER) or headers.get(PARENT_HEADER) or session
         objective = headers.get(OBJECTIVE_HEADER)
         if objective is not None and objective not in get_args(Objective):

@@ -25,7 +25,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.request_router import PendingRequest, RequestRouter
 
 from agentflow.cluster.ray.request_router import (
-    LOST_S,
+    EVENT_LOST_S,
     MAX_DEPTH,
     PrefixTreeRouter,
     find_program,
@@ -206,7 +206,7 @@ async def test_a_request_without_an_end_is_given_up():
     bench = Bench(Replica("a"), Replica("b"))
     await bench.send("first")
     for _ in range(2):
-        bench.now_s += LOST_S + 10
+        bench.now_s += EVENT_LOST_S + 10
         bench.end(await bench.send("another"))
     bench.check_empty()
 

@@ -66,7 +66,7 @@ READ: dict[tuple[str, str], set[str]] = {
 OURS: dict[str, set[str]] = {
     "nvext": {*caller._NvExt.__struct_fields__, *caller._SaltedNvExt.__struct_fields__},
     "nvext.agent_hints": set(caller._AgentHints.__struct_fields__),
-    "headers": {caller.SESSION_HEADER, caller.FINAL_HEADER, caller.PARENT_HEADER},
+    "headers": {caller.DYNAMO_SESSION_HEADER, caller.FINAL_HEADER, caller.PARENT_HEADER},
     "kv_hints": set(KvHints.__struct_fields__),
     "kv_hints.actions": set(KvHintAction.__struct_fields__),
     "/generate": set(SglangRequest.__struct_fields__),

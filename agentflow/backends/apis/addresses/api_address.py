@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentflow.backends.apis.addresses.asked_server import AskedServer
-from agentflow.backends.apis.addresses.environment_key import VENDORS, environment_key
+from agentflow.backends.apis.addresses.environment_key import VENDOR_PREFIXES, environment_key
 from agentflow.backends.apis.anthropic import Anthropic
 from agentflow.backends.apis.openai import OpenAI
 from agentflow.errors import BadArgument
@@ -31,7 +31,7 @@ def api_backend(
     address: str, api_key: str | None = None, first: str | None = None
 ) -> OpenAI | Anthropic | AskedServer | None:
     """The backend of an API's address; None for other addresses. ``first``: as in ``environment_key``."""
-    if address.startswith(VENDORS):
+    if address.startswith(VENDOR_PREFIXES):
         return vendor_backend(address, api_key)
     if address.startswith(("http://", "https://")):
         return AskedServer(address, api_key=api_key or environment_key(address, first))

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 KEY_VARIABLE: Final = "AGENTFLOW_API_KEY"
 URL_VARIABLE: Final = "AGENTFLOW_URL"
-VENDORS: Final = ("openai:", "anthropic:")
+VENDOR_PREFIXES: Final = ("openai:", "anthropic:")
 """How the addresses of the vendors' models begin."""
 _SCHEMES: Final = {"http": ("plain", 80), "ws": ("plain", 80), "https": ("tls", 443), "wss": ("tls", 443)}
 
@@ -44,7 +44,7 @@ def is_same_server(address: str, other: str) -> bool:
 
 def _read_server(address: str) -> tuple[str, str, int] | None:
     """The vendor, or the kind of connection with the host and its port. None if the address has no server."""
-    if address.startswith(VENDORS):
+    if address.startswith(VENDOR_PREFIXES):
         return "vendor", address.partition(":")[0], 0
     try:
         parts = urlsplit(address)
