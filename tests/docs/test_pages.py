@@ -78,6 +78,7 @@ def on_a_server(block: Block, url: str) -> Block:
     source = re.sub("smollm2-135m|qwen3-0.6b:polite", MODEL, block.source)
     source = source.replace("http://127.0.0.1:8410", url)
     source = source.replace("ws://127.0.0.1:8410", url.replace("http://", "ws://"))
+    source = source.replace('"openai:gpt-4.1-mini"', f'"{url}/v1", model="{MODEL}"')
     return block._replace(source=source.replace("import httpx\n", "import httpx2 as httpx\n"))
 
 
