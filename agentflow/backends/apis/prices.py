@@ -254,7 +254,7 @@ class Charge(Protocol):
         """The usage with its cost.
 
         Args:
-            usage: Of the call, or an estimate.
+            usage: The usage of the call, or an estimate.
             is_lost: The vendor may go on and charge more. The cap of the session, which it must not exceed,
                 keeps the highest cost; the payer pays the estimate.
         """

@@ -58,7 +58,7 @@ async def open_replicas(
             opened without a router.
         shutdown: Limits the time to end the processes.
         start_child: Starts a process.
-        turn: Of the server, whose models share devices; None: the model has its devices alone.
+        turn: The turn of a server whose models share devices; None: no other model uses them.
     """
     options = replicas[0]
     turn = turn or PlacingTurn()
@@ -128,14 +128,14 @@ async def replicated_engine(
         load_tokenizer: Runs in a thread while the processes load the model.
         devices: Where each replica runs, for people.
         max_running: Requests in a batch of one replica.
-        tpot_target_ms: As of ``SchedulerConfig``.
+        tpot_target_ms: As in ``SchedulerConfig``.
         max_unfinished: The most unfinished requests of all; None: no limit.
         deadlines: The time limits of each process; None: the defaults.
         exits_when_down: Raise ``EngineFailed`` when all replicas are down.
         shutdown: Limits the time to end the processes.
         start_child: Starts a process.
         router: Makes the router.
-        turn: As of ``open_replicas``.
+        turn: As in ``open_replicas``.
 
     Raises:
         BadArgument: There are no replicas.

@@ -79,7 +79,7 @@ class Router:
     """Places requests by one cost.
 
     Args:
-        shape: Of each engine.
+        shape: The shape of each engine.
         model: The identity of the model.
         divides_groups: Task groups may be divided; False: never, as in the paper.
     """

@@ -30,9 +30,9 @@ class SimulatedModel:
     Args:
         router: Places its requests.
         cost: The time of its steps on a device that it has alone.
-        config: Of its schedulers.
+        config: The options of its schedulers.
         kv_tokens: The pool of each engine.
-        devices: Of each of its engines.
+        devices: The devices of each of its engines.
     """
 
     router: Router

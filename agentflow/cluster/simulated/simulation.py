@@ -101,7 +101,7 @@ class SimulatedCluster:
 
     Args:
         workload: The requests.
-        config: Of the schedulers.
+        config: The options of the schedulers.
         policy: Chooses replicas.
         num_engines: The replicas at the start, each with a pool of the workload's size.
         cost: The time of steps.

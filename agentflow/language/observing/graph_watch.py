@@ -66,7 +66,7 @@ class GraphWatch:
     watch of the session, and the last reference to it.
 
     Args:
-        ticket: Of its op and events.
+        ticket: The ticket of its op and events.
         close: Called with the ticket by ``aclose``.
     """
 

@@ -187,7 +187,7 @@ class StateNode:
         run: The run that owns it.
         state_id: Its number in the session.
         path: Its place in the fork tree of the run.
-        capabilities: Of its model.
+        capabilities: The capabilities of its model.
         parent: The state that it was forked from.
     """
 

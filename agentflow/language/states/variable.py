@@ -111,7 +111,7 @@ class Reference(Expression, Generic[ValueT_co]):
         Args:
             kind: ``numbered`` (``1. …``) or ``bulleted`` (``- …`` or ``* …``): other lines are dropped.
                 ``comma``: values of a CSV text.
-            index: Of the item, from 0; negative from the end.
+            index: The index of an item, from 0; negative from the end.
 
         >>> await s.set("x", "Sure:\\n1. light\\n2. water").items("numbered", 1)
         'water'
@@ -151,7 +151,7 @@ class Reference(Expression, Generic[ValueT_co]):
         """A date, or a date and time, in ISO's format. Fails with ``RunFailed`` if the text is no date.
 
         Args:
-            format: As of ``datetime.strptime``, without ``%c``, ``%x``, ``%X`` and ``%Z``. Default: ISO's
+            format: As in ``datetime.strptime``, without ``%c``, ``%x``, ``%X`` and ``%Z``. Default: ISO's
                 format.
 
         >>> await s.set("x", " 10 December 1815 ").date("%d %B %Y")

@@ -47,9 +47,9 @@ class CheckLimits:
     """The limits of one check.
 
     Attributes:
-        steps: Of a schema or grammar, each a few microseconds at most.
+        steps: The steps for a schema or grammar, each a few microseconds at most.
         steps_of_a_char: Further steps for each character of the text.
-        seconds: Of patterns.
+        seconds: The time for patterns.
     """
 
     steps: int

@@ -28,7 +28,7 @@ class BatchState:
     Attributes:
         has_ended: No more of its requests will run.
         num_done: The requests that have ended.
-        num_failed: Of these, the failed ones.
+        num_failed: The requests among these that failed.
         failure: The error of a batch that was refused as a whole.
         missing: The error of a request without an outcome, once the batch has ended.
         files: Where the outcomes are.

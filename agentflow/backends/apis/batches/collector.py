@@ -144,7 +144,7 @@ class Collector:
         """Parks until the request is answered, and reads the answer into a sink.
 
         Args:
-            label: Of the input.
+            label: The label of the input.
             path: The path of the request, ``#``, and its key.
             body: Its line in a batch.
             make_sink: Makes the sink.

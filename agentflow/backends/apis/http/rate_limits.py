@@ -240,9 +240,9 @@ class Counter:
         """A request has ended.
 
         Args:
-            part: Of the request.
+            part: The part of the request.
             used_ahead: The actual use in place of ``ahead``; None: not known.
-            used_after: In place of ``after``.
+            used_after: The actual use in place of ``after``.
             now: The time.
         """
         self._advance(now)
@@ -478,7 +478,7 @@ def reset_s(value: str, now_s: float | None = None) -> float | None:
     in seconds or milliseconds, or a time of RFC 3339. None for anything else.
 
     Args:
-        value: Of a header.
+        value: The value of a header.
         now_s: Unix time, by default from the clock.
 
     >>> reset_s("1m30s"), reset_s("250ms"), reset_s("12"), reset_s("soon")

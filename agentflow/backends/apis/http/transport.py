@@ -305,8 +305,8 @@ class ApiTransport:
 
         Args:
             path: Below the base URL.
-            body: Of the request.
-            content_type: Of the body.
+            body: The body of the request.
+            content_type: The type of the body.
             demand: The request's use of the provider's limits; None: nothing.
         """
         fetch = partial(self._fetch, method="POST", path=path, body=body, content_type=content_type)
