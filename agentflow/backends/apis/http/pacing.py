@@ -118,8 +118,8 @@ class RequestPacer:
         """A request was refused, and its turn has ended.
 
         Args:
-            turn: The turn of the request. The window is halved once for the requests that ran together, unless
-                the provider's reported limits had too little left for the request: then these are the reason.
+            turn: The turn of the request. The window is halved once for the requests that ran together,
+                unless the provider's reported limits had too little left: then these are the reason.
             wait_s: No request is sent before that time, in seconds.
         """
         now = anyio.current_time()
