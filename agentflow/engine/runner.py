@@ -25,7 +25,7 @@ class RunnerInfo:
     # The dimensions of its vectors, if it makes embeddings and generates nothing; 0: it generates.
     embedding_size: int = 0
     architecture: str = ""  # of a native model, its class in transformers
-    batch_size: int | None = None  # as of ``Capabilities``
+    batch_size: int | None = None  # as in ``Capabilities``
     identity: str = ""  # equal for runners that compute the same keys and values, on any machine
     launches_ahead: bool = False  # a batch may be launched while the one before it runs
     reads_media: bool = False  # it reads images (``MediaRunner``)

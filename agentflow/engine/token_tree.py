@@ -81,7 +81,7 @@ def token_tree(
         head_of: The head of each choice, if there are heads.
 
     Raises:
-        BadArgument: As of ``check_choice_tokens``.
+        BadArgument: As in ``check_choice_tokens``.
     """
     check_choice_tokens(choices, heads)
     growth = _Growth(choices)

@@ -118,7 +118,7 @@ def _hash(data: bytes) -> int:
 
 
 class _KnowsSent(RoundRobin):
-    """Knows the prompts that each replica was sent. ``max_tokens``: as of ``SentTree``."""
+    """Knows the prompts that each replica was sent. ``max_tokens``: as in ``SentTree``."""
 
     def __init__(self, max_tokens: int = 2**62) -> None:
         super().__init__()

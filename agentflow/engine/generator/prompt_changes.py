@@ -65,7 +65,7 @@ class PromptChanges:
 
         Args:
             now: the conversation.
-            text_keys: of its rendered text, as of ``TokenState``.
+            text_keys: of its rendered text, as in ``TokenState``.
         """
         first, tools, system, keys = now
         seen, reason = self._seen.get(first), ""

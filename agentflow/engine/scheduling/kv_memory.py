@@ -56,7 +56,7 @@ class KVMemory:
         max_running: Rows of ``req_to_token``, which is ``table``.
         use_cache: Whether requests find and leave cached tokens.
         model: The model's identity, which the digests of blocks contain.
-        on_blocks: As of ``RadixCache``.
+        on_blocks: As in ``RadixCache``.
         clock: Seconds.
         new_liveness: Makes ``liveness``; None: ``Liveness``.
     """

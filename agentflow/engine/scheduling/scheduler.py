@@ -112,9 +112,9 @@ class Scheduler:
         config: The options.
         policies: The policies that ``config.policy`` may name.
         model: The identity of the model.
-        on_blocks: As of ``RadixCache``.
+        on_blocks: As in ``RadixCache``.
         clock: Seconds, for the patience of requests and the times between the requests of a state.
-        new_liveness: As of ``KVMemory``.
+        new_liveness: As in ``KVMemory``.
         media: The encodings of images; None: the runner needs none.
 
     Raises:

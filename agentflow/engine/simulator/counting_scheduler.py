@@ -37,7 +37,7 @@ class CountingScheduler(Scheduler):
         max_context: The longest sequence in tokens.
         config: The options.
         model: The identity of the model.
-        on_blocks: As of ``RadixCache``.
+        on_blocks: As in ``RadixCache``.
         clock: Seconds.
     """
 

@@ -442,7 +442,7 @@ class _Asked:
     open_role: str | None
     now: datetime
     tools: tuple[ToolSpec, ...]
-    units: Sequence[Message]  # as of ``_units``, with ``owners``
+    units: Sequence[Message]  # as in ``_units``, with ``owners``
     owners: Sequence[tuple[int, int]]
 
     @property

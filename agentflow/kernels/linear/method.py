@@ -115,7 +115,7 @@ class LinearMethod(ABC):
         there is an ``adapter_table``.
 
         Args:
-            x, weight, activation: As of ``multiply``.
+            x, weight, activation: As in ``multiply``.
             adapters: Of the rows.
             layer: The number of the layer.
             place: A field of ``LayerAdapter``.

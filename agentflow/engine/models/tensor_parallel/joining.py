@@ -49,7 +49,7 @@ def join(collective: str, file: int, rank: int, size: int, device: str, limit_s:
         rank: The number of this rank.
         size: The number of ranks.
         device: The device of this rank.
-        limit_s: As of ``Ranks``.
+        limit_s: As in ``Ranks``.
     """
     if collective == "shared":
         return SharedRanks(file, rank, size, limit_s=limit_s)
@@ -81,7 +81,7 @@ def join_over_tcp(
         rank: the number of this rank.
         size: the number of ranks.
         device: where the tensors are.
-        limit_s: as of ``Ranks``.
+        limit_s: as in ``Ranks``.
         host: the address of this machine for the others.
     """
     if isinstance(store, str):

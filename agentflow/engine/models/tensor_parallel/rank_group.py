@@ -48,7 +48,7 @@ class LoadPart(msgspec.Struct, frozen=True):
     size: int
     collective: str  # shared, gloo or nccl
     store: str  # where ranks on several machines meet, HOST:PORT; empty on one
-    limit_s: float  # as of ``Ranks``
+    limit_s: float  # as in ``Ranks``
     keeps_order: bool
     log_level: int
     version: str = __version__  # of agentflow in rank 0

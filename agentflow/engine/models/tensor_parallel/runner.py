@@ -45,12 +45,12 @@ class TensorParallelRunner:
         folder: the model folder, or a GGUF file.
         size: the number of ranks.
         num_slots: the size of the KV pool in tokens; each rank has a part of each slot.
-        device: as of ``TorchRunner``. On GPUs of one machine, it is the first of ``size`` consecutive ones.
-        dtype: as of ``TorchRunner``.
-        kv_dtype: as of ``TorchRunner``.
-        quantize: as of ``TorchRunner``.
+        device: as in ``TorchRunner``. On GPUs of one machine, it is the first of ``size`` consecutive ones.
+        dtype: as in ``TorchRunner``.
+        kv_dtype: as in ``TorchRunner``.
+        quantize: as in ``TorchRunner``.
         num_threads: CPU threads of all ranks together; None: ``usable_cpus``.
-        keeps_order: as of ``native_library.keep_order``.
+        keeps_order: as in ``native_library.keep_order``.
         group: the processes of the other ranks, if they are started already; they end also if this fails.
 
     Raises:

@@ -75,7 +75,7 @@ class TowerWeights:
         self, names: Sequence[str] | str, num_outputs: int, num_inputs: int, *, gated: bool = False
     ) -> LinearWeight:
         """Returns one weight for matrices with the same input, which divide the outputs equally. ``gated``:
-        as of ``LinearMethod.pack``."""
+        as in ``LinearMethod.pack``."""
         names = [names] if isinstance(names, str) else names
         whole, size = [self.prefix + name for name in names], num_outputs // len(names)
         weight = self._checkpoint.take_rows(

@@ -137,7 +137,7 @@ def make_decoder(
     device: torch.device,
     kernels: Kernels,
 ) -> Decoder:
-    """Returns a model whose tensors do not come from a folder. The arguments are as of ``load_model``."""
+    """Returns a model whose tensors do not come from a folder. The arguments are as in ``load_model``."""
     return _Loader(tensors, config, names, kernels, weights, device).decoder()
 
 

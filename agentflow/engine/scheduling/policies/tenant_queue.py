@@ -258,7 +258,7 @@ class TenantQueue:
             self.aside[request.id] = request
 
     def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
-        """As of ``WaitingTree``."""
+        """As in ``WaitingTree``."""
         for one in self.few:
             if one.request.cache_key == cache_key:
                 one.match = max(one.match, one.common(run))
@@ -266,7 +266,7 @@ class TenantQueue:
             tree.tokens_cached(cache_key, run)
 
     def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
-        """As of ``WaitingTree``."""
+        """As in ``WaitingTree``."""
         for one in self.few:
             if one.match > kept and one.request.cache_key == cache_key and one.common(run()) > kept:
                 one.match = kept
