@@ -2,9 +2,9 @@
 
 When the process dies, the next one gets all of them in the order of submission, with the ids that were
 already generated. A request that always crashes the process must not do so forever, nor fail the others.
-A request that was running at two deaths and made no progress between them is a *suspect*. Suspects run alone,
-one after the other, while the other requests wait. A suspect that makes progress is cleared; one whose trial
-crashes the process is blamed, and only it is failed.
+A request that was running at two deaths and made no progress between them is a *suspect*. If there is one
+suspect, it is blamed, and only it is failed. Several run alone, one after the other, while the other requests
+wait: one that makes progress is cleared, and one whose trial crashes the process is blamed.
 """
 
 from __future__ import annotations
