@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,3 +26,4 @@ SYSTEM = {
 }
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 WORKER = str(ROOT / "tests" / "support" / "ray_worker.py")
+AGENT = [sys.executable, "-S", str(ROOT / "tests" / "support" / "ray_agent.py")]

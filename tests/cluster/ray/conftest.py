@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from support.ray_nodes import HEAD, NODE, SECOND, SETTINGS, SYSTEM, WORKER
+from support.ray_nodes import AGENT, HEAD, NODE, SECOND, SETTINGS, SYSTEM, WORKER
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,13 +26,13 @@ def ray_nodes() -> Iterator[tuple]:
     with pytest.MonkeyPatch.context() as patched:
         for name, value in SETTINGS.items():
             patched.setenv(name, value)
-        import ray._private.utils
+        from ray._private import services
         from ray._private.node import Node
         from ray.cluster_utils import Cluster
 
-        # Processes that nothing here needs: the dashboard's, two monitors, and most of a node's agent.
+        # Processes that nothing here needs: the dashboard's, two monitors, and the two agents of a node.
         patched.setattr(Node, "start_api_server", lambda *_, **__: None)
-        patched.setattr(ray._private.utils, "get_dashboard_dependency_error", ImportError)
+        patched.setattr(services, "_build_python_executable_command_memory_profileable", lambda *_: AGENT)
         head = {"_system_config": SYSTEM, "no_monitor": True, "include_log_monitor": False}
         node = {**NODE, "setup_worker_path": WORKER}
         cluster = Cluster(initialize_head=True, head_node_args={**node, **head, "node_ip_address": HEAD})

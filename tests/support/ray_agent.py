@@ -1,0 +1,16 @@
+"""A process in place of each of a Ray node's two agents, of which the node waits for the ports. It says that
+they have none, and ends with the node."""
+
+import ctypes
+import signal
+import sys
+from pathlib import Path
+
+SERVICES = ("metrics_agent", "metrics_export", "dashboard_agent_listen", "runtime_env_agent")
+PR_SET_PDEATHSIG = 1
+
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+options = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+for service in SERVICES:
+    Path(options["--session-dir"], f"{service}_port_{options['--node-id']}").write_text("-1")
+signal.pause()
