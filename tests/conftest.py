@@ -90,6 +90,24 @@ ASYNCIO_FIRST = tuple(
 server runs on asyncio. Those of connections, cancellation, races and task groups are marked ``on_trio``."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks which parameters marks give
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Makes no tests on trio, a third of all tests, of those that ``make test`` leaves out."""
+    test = metafunc.definition
+    if (
+        "not full" in metafunc.config.option.markexpr
+        and "anyio_backend" in metafunc.fixturenames
+        and not hasattr(metafunc.module, "anyio_backend")
+        and not any("anyio_backend" in mark.args[0] for mark in test.iter_markers("parametrize"))
+        and (_is_on_asyncio_first(test) or test.get_closest_marker("trio_in_full"))
+    ):
+        test.add_marker(pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True), append=False)
+
+
+def _is_on_asyncio_first(test: pytest.Item) -> bool:
+    return str(test.path).startswith(ASYNCIO_FIRST) and not test.get_closest_marker("on_trio")
+
+
 @pytest.hookimpl(tryfirst=True)  # before those are left out that are marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as ``full`` the tests on trio that ``make test`` leaves out, and as ``model`` those of the
@@ -104,8 +122,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         params = getattr(item, "callspec", None) and item.callspec.params  # type: ignore[attr-defined]
         if not params or "trio" not in params.values():
             continue
-        is_in_full = params.get("anyio_backend") == "trio" and str(item.path).startswith(ASYNCIO_FIRST)
-        if item.get_closest_marker("trio_in_full") or (is_in_full and not item.get_closest_marker("on_trio")):
+        is_in_full = params.get("anyio_backend") == "trio" and _is_on_asyncio_first(item)
+        if is_in_full or item.get_closest_marker("trio_in_full"):
             item.add_marker(pytest.mark.full)
 
 
