@@ -14,16 +14,8 @@ from weakref import finalize
 from agentflow.errors import AgentflowError, BadArgument
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo
-from agentflow.protocol.images import (
-    DIGEST,
-    FILE,
-    Image,
-    MediumKind,
-    Video,
-    detect_media_type,
-    detect_video_type,
-    max_file_bytes,
-)
+from agentflow.protocol.images import DIGEST, Image, MediumKind, Video, detect_media_type, detect_video_type
+from agentflow.protocol.op_table import OPS
 from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 
 _MAX_ERRORS = 256
@@ -63,7 +55,7 @@ class ImageStore:
     def upload(self, op: ops.Upload) -> Iterator[None]:
         """Takes a part of an image, in steps. An error fails the ops that use the image."""
         try:
-            _check_upload(op)
+            OPS[ops.Upload].check(op)
             yield from self._take(op)
         except AgentflowError as error:
             self._partial.pop(op.source, None)
@@ -111,6 +103,7 @@ class ImageStore:
         """The files that the op refers to. ``BadArgument`` if one was not uploaded, or its error."""
         match op:
             case ops.Image() | ops.Video():
+                OPS[type(op)].check(op)
                 return (self._file(op.source, "video" if isinstance(op, ops.Video) else "image"),)
             case ops.Converse(conversation=conversation):
                 return tuple(
@@ -142,16 +135,6 @@ class ImageStore:
         """Forgets all images."""
         self._images.clear()
         self._partial.clear()
-
-
-def _check_upload(op: ops.Upload) -> None:
-    most = max_file_bytes(op.kind)
-    if not 0 < op.size <= most:
-        raise BadArgument(f"upload: the file of one {op.kind} has 1 to {most:,} bytes, not {op.size:,}")
-    if not 0 <= op.at <= op.size - len(op.data):
-        raise BadArgument(f"upload: {len(op.data):,} bytes at {op.at:,} of {op.size:,}")
-    if not FILE.fullmatch(op.source):
-        raise BadArgument(f"upload: {op.source[:100]!r} is no digest of a file")
 
 
 def _forget(reservation: MemoryReservation) -> None:

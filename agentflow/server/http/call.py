@@ -183,19 +183,10 @@ class ApiCall:
         """The tenant's generator on the model. ``embeds``: to make embeddings. ``UnknownModel``;
         ``BadArgument`` if the model is for the other task; ``Overloaded`` if a request with this ``priority``
         would wait too long."""
-        found = self.service.models.find(model, self.tenant)
-        self._is_prompt_charged = to_generate
-        if to_generate:
-            found.check_admission(self.tenant, priority or 0)
-        generator = found.generator(self.tenant)
+        generator = self._find(model, to_generate, embeds, priority)
         if isinstance(generator, TenantGenerator):
-            text = f"{found.name} is behind an API: this route needs a model of this server"
+            text = f"{generator.capabilities.model} is behind an API: this route needs a model of this server"
             raise ApiError(400, "unsupported", text, "model")
-        if not isinstance(generator, EngineGenerator):
-            raise ApiError(400, "unsupported", f"{model!r} has no engine and is available in sessions only")
-        if to_generate:
-            check_task(embeds, generator.info)
-        self.record.model = generator.capabilities.model
         return generator
 
     def text_generator(
@@ -203,31 +194,31 @@ class ApiCall:
     ) -> TextGenerator:
         """Like ``generator``, also for a model behind an API. ``ApiError`` if such a model is given a field
         of ``body`` that needs an engine."""
-        found = self.service.models.find(model, self.tenant)
-        generator = found.generator(self.tenant)
-        if not isinstance(generator, TenantGenerator):
-            return self.generator(model, to_generate=to_generate, priority=priority)
-        self._is_prompt_charged = to_generate
-        if to_generate:
-            found.check_admission(self.tenant, priority or 0)
-        if found.makes_embeddings:
-            raise ApiError(
-                400, "unsupported", f"{found.name} makes embeddings and generates nothing", "model"
-            )
-        self.record.model = generator.capabilities.model
-        _check_engine_fields(body, generator.capabilities.model)
+        generator = self._find(model, to_generate, False, priority)
+        if isinstance(generator, TenantGenerator):
+            _check_engine_fields(body, generator.capabilities.model)
         return generator
 
     def embedder(self, model: str | None, *, priority: int | None = None) -> TextGenerator:
         """Like ``generator``, to make embeddings, also with a model behind an API."""
+        return self._find(model, True, True, priority)
+
+    def _find(
+        self, model: str | None, to_generate: bool, embeds: bool, priority: int | None
+    ) -> TextGenerator:
         found = self.service.models.find(model, self.tenant)
+        self._is_prompt_charged = to_generate
+        if to_generate:
+            found.check_admission(self.tenant, priority or 0)
         generator = found.generator(self.tenant)
-        if not isinstance(generator, TenantGenerator):
-            return self.generator(model, embeds=True, priority=priority)
-        self._is_prompt_charged = True
-        found.check_admission(self.tenant, priority or 0)
-        if not found.makes_embeddings:
-            raise ApiError(400, "unsupported", f"{found.name} makes no embeddings", "model")
+        if isinstance(generator, TenantGenerator):
+            if found.makes_embeddings != embeds:
+                why = "makes no embeddings" if embeds else "makes embeddings and generates nothing"
+                raise ApiError(400, "unsupported", f"{found.name} {why}", "model")
+        elif not isinstance(generator, EngineGenerator):
+            raise ApiError(400, "unsupported", f"{model!r} has no engine and is available in sessions only")
+        elif to_generate:
+            check_task(embeds, generator.info)
         self.record.model = generator.capabilities.model
         return generator
 
