@@ -18,6 +18,7 @@ from agentflow.errors import BadArgument, StateClosed, error_param
 from agentflow.language.markers import MARKERS
 from agentflow.language.typed.replies import Message, read_message
 from agentflow.language.typed.tools import Tool, ToolCall, describe_tool
+from agentflow.protocol import chat
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.images import Image, Medium, Video, known_file
 from agentflow.protocol.op_table import check_types
@@ -267,9 +268,14 @@ def conversation_with(
         [read_message(message) for message in make_tuple(messages, "conversation", "messages", "messages")]
     )
     offered = offer(tools, choice, parallel=True, where="conversation")
-    whole = Conversation(checked, offered.tools, offered.choice)
+    return ConversationExpression(checked_conversation(checked, offered))
+
+
+def checked_conversation(messages: tuple[chat.Message, ...], offered: Offer) -> Conversation:
+    """The conversation of these messages. ``BadArgument`` for a wrong type or value."""
+    whole = Conversation(messages, *offered)
     check_types(whole)
-    return ConversationExpression(whole.check())
+    return whole.check()
 
 
 def offer(tools: Sequence[Tool | ToolSpec], choice: str | ToolChoice, *, parallel: bool, where: str) -> Offer:

@@ -19,13 +19,13 @@ from typing import (
 )
 
 from agentflow.errors import BadArgument, error_param
-from agentflow.language.expressions import Expression, Offer, make_tuple, offer
+from agentflow.language.expressions import Expression, Offer, checked_conversation, make_tuple, offer
 from agentflow.language.typed.finite import finite_texts
 from agentflow.language.typed.replies import Reply, reader_of_replies
 from agentflow.language.typed.tags import Tag, Tagged, tagged_type
 from agentflow.language.typed.tools import DescribedTool, Tool, described_tool
 from agentflow.language.typed.values import TEXT, ValueType, refuse_several, value_type
-from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
+from agentflow.protocol.chat import ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Whitespace
 from agentflow.protocol.ops import SelectMethod, check_choices
 from agentflow.protocol.sampling import GenParams, is_whole
@@ -413,7 +413,7 @@ def reply(
     if tools is not None or choice != "auto" or not parallel:
         specs = [tool.spec if isinstance(tool, DescribedTool) else tool for tool in given]
         offered = offer(specs, choice, parallel=parallel, where="reply")
-        Conversation((), *offered).check()
+        checked_conversation((), offered)
     return GenExpression(name, generation.params, kind, offer=offered)
 
 

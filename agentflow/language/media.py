@@ -21,7 +21,6 @@ from agentflow.protocol.images import (
     image_file,
     max_file_bytes,
 )
-from agentflow.protocol.sampling import is_whole
 
 DEFAULT_FRAMES = 8
 """The frames of a video that is shown as images."""
@@ -84,10 +83,6 @@ def video(
 
     >>> s += af.user(af.video("match.mp4", num_frames=16), "Who scores?")
     """
-    if num_frames is not None and not is_whole(num_frames, 1, 1_000_000):
-        raise BadArgument(
-            f"video: num_frames must be a whole number above 0, not {num_frames!r}", param="num_frames"
-        )
     check_frames(num_frames)
     if isinstance(source, VideoExpression):
         if not as_images:

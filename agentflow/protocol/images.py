@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from agentflow.errors import BadArgument
+from agentflow.protocol.sampling import is_whole
 
 MAX_IMAGE_BYTES: Final = 20_000_000
 MAX_VIDEO_BYTES: Final = 50_000_000
@@ -140,8 +141,8 @@ def file_source(data: bytes | bytearray) -> str:
 
 def check_frames(num_frames: int | None, param: str = "num_frames") -> None:
     """``BadArgument`` for a number of frames that a video cannot have."""
-    if num_frames is not None and not 1 <= num_frames <= MAX_FRAMES:
-        raise BadArgument(f"video: num_frames must be 1 to {MAX_FRAMES}, not {num_frames}", param=param)
+    if num_frames is not None and not is_whole(num_frames, 1, MAX_FRAMES):
+        raise BadArgument(f"video: num_frames must be 1 to {MAX_FRAMES}, not {num_frames!r}", param=param)
 
 
 def check_source(source: str, param: str) -> None:

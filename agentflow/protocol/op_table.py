@@ -35,7 +35,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.decisions import check_questions
 from agentflow.protocol.events import USE_ANOTHER, Capabilities
-from agentflow.protocol.images import Video, check_frames, check_source
+from agentflow.protocol.images import FILE, Video, check_frames, check_source, max_file_bytes
 from agentflow.protocol.text.transform import check_written
 
 ROOT: Final = 1
@@ -70,6 +70,16 @@ def _check_parts(op: ops.Text | ops.Set) -> None:
 def _parts_label(op: ops.Text | ops.Set, names: Mapping[int, str]) -> str:
     pieces = [part if isinstance(part, str) else f"{{{names[part.var]}}}" for part in op.parts]
     return " ".join("".join(pieces).split())
+
+
+def _check_upload(op: ops.Upload) -> None:
+    most = max_file_bytes(op.kind)
+    if not 0 < op.size <= most:
+        raise BadArgument(f"upload: the file of one {op.kind} has 1 to {most:,} bytes, not {op.size:,}")
+    if not 0 <= op.at <= op.size - len(op.data):
+        raise BadArgument(f"upload: {len(op.data):,} bytes at {op.at:,} of {op.size:,}")
+    if not FILE.fullmatch(op.source):
+        raise BadArgument(f"upload: {op.source[:100]!r} is no digest of a file")
 
 
 def _check_video(op: ops.Video) -> None:
@@ -169,7 +179,7 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Open: OpSpec(is_content=True, opens="state", check=_check_open),
     ops.SubmitGraph: OpSpec(is_content=True, opens="state"),
     ops.Text: _step(check_received=_check_parts, label=_parts_label),
-    ops.Upload: OpSpec(),
+    ops.Upload: OpSpec(check_received=_check_upload),
     ops.Release: OpSpec(),
     ops.Image: _step(
         check_received=lambda op: check_source(op.source, "source"),
@@ -341,7 +351,8 @@ class StateModels:
 def check_sent(op: ops.Op) -> None:
     """Raises ``BadArgument`` for a wrong type in an op of the frontend, or a wrong value that was not checked
     where the program wrote it."""
-    check_types(op)
+    if not isinstance(op, ops.Converse | ops.Tools):  # the program wrote a record that was checked
+        check_types(op)
     op_spec(op).check(op)
 
 

@@ -196,7 +196,7 @@ class Generator(Embedder, Protocol[ContextT]):
         """Closes the turn."""
 
     def image(self, context: ContextT, image: Image) -> None:
-        """Appends an image."""
+        """Appends an image. Called only if ``capabilities.images``."""
 
     def video(self, context: ContextT, video: Video) -> None:
         """Appends a video, whose file has its bytes. Called only if ``capabilities.videos``."""

@@ -36,9 +36,11 @@ from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeEncoding, FakeRunner
 from agentflow.engine.text.state.token_state import medium_mark
 from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded, PromptTooLong
+from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation, Message, read_reply
 from agentflow.protocol.images import Image, PlacedImage, Video, placed_medium
+from agentflow.protocol.op_table import require
 from agentflow.protocol.sampling import GenParams
 
 pytestmark = pytest.mark.anyio
@@ -220,22 +222,19 @@ async def test_a_broken_clip_fails_alone() -> None:
         blind.video_token = ""
         pictures_only = EngineGenerator(client, TEMPLATE, reader=blind)
         assert not pictures_only.capabilities.videos
-        with pytest.raises(NotSupported):
-            ask(pictures_only, "@dog")
-        context = pictures_only.open("")
         turn = Message("user", "", images=(placed_medium(0, Video(clip("dog"))),))
-        await pictures_only.converse(context, Conversation((turn,)))
-        with pytest.raises(NotSupported):
-            await pictures_only.requests.prompt_ids(context)
+        for op in (ops.Video(1, clip("dog").source), ops.Converse(1, Conversation((turn,)))):
+            with pytest.raises(NotSupported):
+                require(op, pictures_only.capabilities)
 
 
 async def test_a_runner_without_a_tower_reads_no_media() -> None:
     async with vision(runner=vision_runner(reads_media=False)) as (generator, _, _):
         assert not generator.capabilities.images
         assert not generator.capabilities.videos
-        for part in ("#cat", "@dog"):
+        for op in (ops.Image(1, picture("cat").source), ops.Video(1, clip("dog").source)):
             with pytest.raises(NotSupported):
-                ask(generator, part)
+                require(op, generator.capabilities)
 
 
 async def test_choices_and_questions_behind_a_picture() -> None:
@@ -261,8 +260,7 @@ async def test_failures_of_pictures() -> None:
         assert (await answer(generator, good))[0] == wanted
         blind = EngineGenerator(client, TEMPLATE)
         with pytest.raises(NotSupported):
-            ask(blind, "#cat")
-        assert not blind.capabilities.images
+            require(ops.Image(1, picture("cat").source), blind.capabilities)
         context = generator.open("")
         generator.image(context, Image("https://example.org/a.png"))
         with pytest.raises(BadArgument, check=has_param("image")):

@@ -49,6 +49,9 @@ def test_constraints_of_older_recordings_are_read():
 
 
 REFUSED = [
+    (Constraint("schema", "[" * 10_000_000), "schema: the source must have 1 to 200000"),
+    (Constraint("regex"), "regex: the source must"),
+    (Constraint("choices", choices=("a", "a")), "choices: 1 to 1000 different ones"),
     (tags(), "tags: 1 to 100"),
     (tags(*[{**AGE, "begin": f"<{n:03}>"} for n in range(101)]), "tags: 1 to 100"),
     (tags({**AGE, "begin": ""}), "tags: begin must be a string of 1 to 200 characters"),

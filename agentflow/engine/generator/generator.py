@@ -113,7 +113,7 @@ class EngineGenerator:
             images=reader is not None,
             videos=reader is not None and bool(reader.video_token),
         )
-        self.requests = TenantRequests(client, tenant, gate, self.capabilities, reader)
+        self.requests = TenantRequests(client, tenant, gate, self.capabilities.model, reader)
         self.limits = self.requests.limits
         self.embedder = EngineEmbedder(self.requests, embedding)
         self.output_token_cache = OutputTokenCache()
@@ -200,15 +200,11 @@ class EngineGenerator:
         context.end_role()
 
     def image(self, context: EngineContext, image: Image) -> None:
-        """Appends an image, which is read before the text after it is encoded. Raises ``NotSupported`` if the
-        model has no vision."""
-        self.capabilities.require_images()
+        """Appends an image, which is read before the text after it is encoded."""
         context.medium(image)
 
     def video(self, context: EngineContext, video: Video) -> None:
-        """Appends a video, which is read before the text after it is encoded. Raises ``NotSupported`` if the
-        model reads no videos."""
-        self.capabilities.require_videos(video.num_frames)
+        """Appends a video, which is read before the text after it is encoded."""
         context.medium(video)
 
     async def converse(self, context: EngineContext, conversation: Conversation) -> None:

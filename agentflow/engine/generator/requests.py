@@ -17,12 +17,11 @@ import anyio.to_thread
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import CHARS_PER_TOKEN, EngineContext, PromptLimits
 from agentflow.engine.media_run import PreparedMedium
-from agentflow.engine.request import check_task
 from agentflow.engine.tenant import AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.state.choices import WINDOW_CHARS, EncodedChoices
 from agentflow.engine.watching.tenant_stats import TenantStats
 from agentflow.errors import BadArgument
-from agentflow.protocol.events import Capabilities, Usage
+from agentflow.protocol.events import Usage
 from agentflow.protocol.images import Image, MediumKind, Video
 from agentflow.runtime.task_group import first_error, open_task_group
 
@@ -62,7 +61,7 @@ class TenantRequests:
         client: the engine.
         tenant: the tenant.
         gate: limits its requests; None: no limits.
-        capabilities: of the model.
+        model: its public name.
         reader: prepares images and videos; None: the model has no vision.
     """
 
@@ -71,7 +70,7 @@ class TenantRequests:
         client: EngineClient,
         tenant: Tenant,
         gate: RequestGate | None,
-        capabilities: Capabilities,
+        model: str,
         reader: MediaPreparer | None,
     ) -> None:
         self.client = client
@@ -79,13 +78,12 @@ class TenantRequests:
         self.gate = gate
         self.reader = reader
         self.limits = PromptLimits(client.tokenizer, client.info)
-        self.stats = TenantStats(tenant, capabilities.model)
+        self.stats = TenantStats(tenant, model)
         self.threads = anyio.CapacityLimiter(ENCODING_THREADS)  # of this tenant only
         self.placeholder_tokens: Mapping[MediumKind, str] = {}
         """The texts that stand for an image and for a video."""
         if reader is not None:
             self.placeholder_tokens = {"image": reader.image_token, "video": reader.video_token}
-        self._capabilities = capabilities
 
     @property
     def is_unlimited(self) -> bool:
@@ -103,8 +101,6 @@ class TenantRequests:
             context: the state.
             num_chars: further characters of the prompt.
         """
-        if context is not None:
-            check_task(False, self.client.info)
         if self.gate is None:
             yield AdmittedRequest(0)
             return
@@ -186,18 +182,12 @@ class TenantRequests:
 
         Raises:
             BadArgument: one of them cannot be read.
-            NotSupported: the model does not read them.
             Overloaded: the media of the tenant, or of all, take too much memory.
             PromptTooLong: the media have too many tokens.
         """
         media = list(context.tokens.unread.values())
         if not media:
             return
-        for medium in media:
-            if isinstance(medium, Video):
-                self._capabilities.require_videos(medium.num_frames)
-            else:
-                self._capabilities.require_images()
         reader, left, num_tokens = self.reader, iter(media), 0
         assert reader is not None
 

@@ -35,7 +35,7 @@ from agentflow.engine.text.tool_format import (
     tool_format,
 )
 from agentflow.engine.text.tool_output import CallMarks, ToolOutput
-from agentflow.errors import BadArgument, NotSupported, no_chat_template
+from agentflow.errors import BadArgument, NotSupported, error_param, no_chat_template
 from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, split_pieces
 from agentflow.protocol.chat import (
     Conversation,
@@ -79,7 +79,9 @@ class ToolUse:
                 )
             jumps = otherwise.jump_forward
             other = PartedConstraint.of(otherwise)
-            return replace(self.calls, instead=other, apart=self.begins, jump_forward=jumps)
+            either = replace(self.calls, instead=other, apart=self.begins, jump_forward=jumps)
+            either.check_instead()
+            return either
         return replace(self.calls, between=None) if self.form.mark else None
 
     def num_turns(self, num_messages: int) -> int:
@@ -103,7 +105,8 @@ class ToolUse:
         return ToolOutput(
             self.form,
             self.callable_names,
-            is_constrained=self.constraint(otherwise) is not None,
+            is_constrained=otherwise is not None
+            or (self.calls is not None and (self.must_call or bool(self.form.mark))),
             begins=self.begins if otherwise is not None else (),
         )
 
@@ -121,7 +124,7 @@ def answer_output(
 
 
 def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
-    """Prepares a conversation, with or without tools, for the engine.
+    """Prepares a conversation that was checked, with or without tools, for the engine.
 
     >>> use = tool_use(template, conversation)
     >>> tokens.tools(use.tools)
@@ -146,7 +149,7 @@ def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
         NotSupported: the model has no chat template.
     """
     choice, tools = conversation.choice, conversation.tools
-    _check_bounds(conversation.check())
+    _check_bounds(conversation)
     messages = named = _with_names(conversation.messages)
     form = tool_format(template.base)
     given = tools
@@ -159,6 +162,8 @@ def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
     allowed = {number: tool for number, tool in enumerate(tools) if choice.name in (None, tool.name)}
     names = tuple([tool.name for tool in allowed.values()])
     calls = _calls(form, allowed, choice)
+    with error_param("tools"):
+        calls.check()
     begins = (form.mark,) if form.mark else tuple([_bare_begin(form, name) for name in names])
     return ToolUse(messages, named, given, form, names, calls, begins, must_call=choice.mode == "required")
 

@@ -1,7 +1,4 @@
-"""The interpreter of a session whose ops come from a client over the network.
-
-Nothing that the client has checked counts: it may be another program, or an older one.
-"""
+"""The interpreter of a session whose ops come from a client over the network, which may send anything."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ class CheckingInterpreter(Interpreter[ContextT]):
     comes: a fork on another model begins only then."""
 
     def _accept(self, op: ops.Op, graph: GraphExecution[ContextT] | None) -> Iterator[None]:
-        if not isinstance(op, ops.Watch):  # it has a ticket instead of a state, and so its error an answer
+        if not isinstance(op, ops.Watch | ops.Upload):  # these are checked where their errors are kept
             check_received_op(op)
         return super()._accept(op, graph)
 

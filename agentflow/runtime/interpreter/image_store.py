@@ -15,7 +15,7 @@ from agentflow.errors import AgentflowError, BadArgument
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.images import DIGEST, Image, MediumKind, Video, detect_media_type, detect_video_type
-from agentflow.protocol.op_table import OPS
+from agentflow.protocol.op_table import check_received_op
 from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 
 _MAX_ERRORS = 256
@@ -55,7 +55,7 @@ class ImageStore:
     def upload(self, op: ops.Upload) -> Iterator[None]:
         """Takes a part of an image, in steps. An error fails the ops that use the image."""
         try:
-            OPS[ops.Upload].check(op)
+            check_received_op(op)
             yield from self._take(op)
         except AgentflowError as error:
             self._partial.pop(op.source, None)
@@ -103,7 +103,6 @@ class ImageStore:
         """The files that the op refers to. ``BadArgument`` if one was not uploaded, or its error."""
         match op:
             case ops.Image() | ops.Video():
-                OPS[type(op)].check(op)
                 return (self._file(op.source, "video" if isinstance(op, ops.Video) else "image"),)
             case ops.Converse(conversation=conversation):
                 return tuple(

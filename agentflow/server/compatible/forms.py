@@ -54,7 +54,7 @@ def read_forms(
     if regex is not None:
         yield f"{prefix}regex", Constraint("regex", regex)
     if choice is not None:
-        yield f"{prefix}choice", _choices(choice, f"{prefix}choice")
+        yield f"{prefix}choice", Constraint("choices", choices=tuple(choice))
     if grammar is not None:
         yield f"{prefix}grammar", _grammar(grammar, f"{prefix}grammar")
     if ebnf is not None:
@@ -66,14 +66,6 @@ def _schema(given: msgspec.Raw, param: str) -> Constraint:
     if bytes(memoryview(given)[:1]) == b'"':
         given = msgspec.Raw(msgspec.json.decode(given, type=str).strip().encode())
     return schema_constraint(given, param)
-
-
-def _choices(choices: list[str], param: str) -> Constraint:
-    constraint = Constraint("choices", choices=tuple(choices))
-    try:
-        return constraint.check()
-    except BadArgument as error:
-        raise invalid_field(param, str(error)) from None
 
 
 def _grammar(source: str, param: str) -> Constraint:

@@ -235,8 +235,7 @@ class EngineRun:
             self.relaxed = tuple([Relaxed(name, ()) for name in use.callable_names])
             unkept.update(use.callable_names)
         try:
-            if constraint is not None:
-                self._generator.capabilities.require(constraint)
+            self._generator.capabilities.require(constraint)
             end = await self._generator.complete(
                 context,
                 params,
@@ -309,14 +308,15 @@ async def _fill(generator: EngineGenerator, request: CompletionRequest, context:
         generator.limits.check_ids(prompt.ids)
         context.tokens.only(prompt.ids)
     elif isinstance(prompt, Continuation):
-        generator.limits.check_ids(prompt.ids)
         after, num_before = await _after_answer(generator, request, prompt.messages)
         context.tokens.only((*prompt.ids, *after.tokens.ids()[num_before:]))
     else:
         context.tokens.attach_to(
             generator.rendered_prefixes, request.cache_salt.encode("utf-8", "backslashreplace")
         )
-        await generator.fill_conversation(context, request.conversation, opens_turn=request.opens_turn)
+        conversation = request.conversation
+        await generator.requests.encode_beside(num_chars(conversation), conversation.check)
+        await generator.fill_conversation(context, conversation, opens_turn=request.opens_turn)
         generator.keep(context, request.kept)
 
 

@@ -233,7 +233,7 @@ def _make_messages(body: DecisionRequest, model: str) -> tuple[Message, ...]:
     turns = Turns(())
     for number, raw in enumerate(items):
         turns.add(reader.read(raw, f"input[{number}]"), f"input[{number}]")
-    return tuple(turns.messages)
+    return Conversation(tuple(turns.messages)).check().messages
 
 
 def _make_questions(body: DecisionRequest) -> list[Question]:

@@ -16,7 +16,7 @@ from support.spans import Recorded, recording_spans
 
 import agentflow as af
 from agentflow.protocol import ops
-from agentflow.protocol.op_table import op_spec
+from agentflow.protocol.op_table import check_received_op
 from agentflow.protocol.sampling import GenParams
 
 PHASES = ("server.request", ["queue", "prefill", "decode"])
@@ -115,7 +115,7 @@ def test_a_request_without_a_readable_trace_has_its_own(
 )
 def test_a_trace_that_is_too_long_is_rejected(op: ops.Op):
     with pytest.raises(af.errors.BadArgument):
-        op_spec(op).check(op)
+        check_received_op(op)
 
 
 @pytest.mark.anyio

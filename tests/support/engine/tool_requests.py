@@ -79,7 +79,7 @@ def request(choice: ToolChoice = AUTO, tools: tuple[ToolSpec, ...] = REGULAR, **
 
 
 def use_of(template: ChatTemplate, asked: CompletionRequest) -> ToolUse:
-    return tool_use(template, asked.conversation)
+    return tool_use(template, asked.conversation.check())
 
 
 def calls_of(pieces: Sequence[ReplyPiece]) -> list[CalledTool]:

@@ -147,13 +147,11 @@ class ApiGenerator:
         context.end_role()
 
     def image(self, context: ApiContext, image: Image) -> None:
-        """Appends an image. ``NotSupported`` if the model has no vision."""
-        self.capabilities.require_images()
+        """Appends an image."""
         context.show(image)
 
     def video(self, context: ApiContext, video: Video) -> None:
-        """Appends a video. ``NotSupported`` if the model reads none, or chooses the frames itself."""
-        self.capabilities.require_videos(video.num_frames)
+        """Appends a video."""
         context.show(video)
 
     async def converse(self, context: ApiContext, conversation: Conversation) -> None:

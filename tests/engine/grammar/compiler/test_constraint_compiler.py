@@ -133,16 +133,13 @@ async def test_calls_for_a_running_constraint_wait_for_it(tmp_path):
 @pytest.mark.parametrize(
     ("constraint", "error"),
     [
-        (Constraint("schema", "[" * 10_000_000), BadArgument),
-        (Constraint("regex"), BadArgument),
-        (Constraint("choices", choices=("a", "a")), BadArgument),
         (Constraint("choices", choices=("a" * 150_000, "b" * 50_001)), RequestRefused),
         (Constraint("regex", "a\ud800"), BadArgument),
         (Constraint("choices", choices=("a", "\udfff")), BadArgument),
     ],
-    ids=["10 MB", "empty", "twice", "large choices", "surrogate", "surrogate in choices"],
+    ids=["large choices", "surrogate", "surrogate in choices"],
 )
-async def test_invalid_constraints_are_rejected_before_they_are_sent(constraint, error):
+async def test_constraints_that_cannot_be_sent_are_rejected(constraint, error):
     async with opened() as compiler:
         with pytest.raises(error, match=f"^{constraint.kind}: "):
             await compiler.compile(constraint, tenant="mallory")
