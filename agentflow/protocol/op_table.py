@@ -163,9 +163,9 @@ class OpSpec:
     opens: str = ""  # the field with the states that the op creates
     outcome: str = "set"  # the participle for the error if the op never ran: "x was not *generated*"
     # Raises ``BadArgument`` for a wrong value that the frontend checks when it sends the op.
-    check: Callable[[Any], None] = field(default=lambda op: None)
+    check: Callable[[Any], object] = field(default=lambda op: None)
     # The same for a value that it checks earlier, where the program writes it, such as ``gen``'s parameters.
-    check_received: Callable[[Any], None] = field(default=lambda op: None)
+    check_received: Callable[[Any], object] = field(default=lambda op: None)
     # Raises ``NotSupported`` where the backend cannot run the op.
     require: Callable[[Any, Capabilities], None] = field(default=lambda op, capabilities: None)
     # Its text in a drawing of a graph, given the names of variables; an op without one is not drawn.
