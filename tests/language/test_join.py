@@ -204,18 +204,6 @@ async def test_only_the_branches_of_the_state_are_joined():
         await s
 
 
-async def test_joins_over_the_wire(server):
-    async with af.session(server.url) as flow, flow.state() as s:
-        async with s.fork(3) as branches:
-            for index, branch in enumerate(branches):
-                branch += f"say {index} " + af.gen("x")
-        s.join(branches, separator=", ")
-        values = await branches.gather("x")
-        assert values == [f"{index}" for index in range(3)]
-        assert await s.text() == ", ".join([f"say {index} {value}" for index, value in enumerate(values)])
-    await server.wait_until_idle()
-
-
 @given(
     plan=st.lists(
         st.lists(st.sampled_from(["text", "gen", "upper", "inner"]), max_size=4), min_size=1, max_size=4

@@ -227,23 +227,6 @@ async def returns_at_once(s: af.State) -> str:
     return "at once"
 
 
-async def test_an_exception_of_the_program_is_raised_unchanged_by_the_session():
-    async def open_and_fail() -> None:
-        async with af.session(backend=backend) as flow:
-            await flow.run(fail_beside_a_gen)
-
-    backend = Stepped({"": "never"})
-    with pytest.raises(OwnError):
-        await open_and_fail()
-    assert_idle(backend)
-
-
-async def fail_beside_a_gen(s: af.State) -> None:
-    s += af.gen("x")
-    await settle()
-    raise OwnError
-
-
 @pytest.mark.on_trio
 @pytest.mark.parametrize("num_words", range(6))
 async def test_cancelling_a_run_leaves_nothing_of_it(num_words):

@@ -7,7 +7,6 @@ import anyio.lowlevel
 import pytest
 from support.observed_backends import Stepped, Unbatched, settle
 from support.programs import echo
-from support.session_peer import HANG
 
 import agentflow as af
 
@@ -181,19 +180,3 @@ async def test_a_race_in_a_program_leaves_nothing_running():
             await backend.allow(12)
         assert results == ["one"]
         assert backend.generator.num_running == 0
-
-
-async def test_over_the_wire(server):
-    async with af.session(server.url) as flow, flow.state() as s:
-        branches = s.fork(3)
-        for branch in branches:
-            branch += HANG + af.gen("x")
-
-        async def cancel(branch: af.State) -> None:
-            await anext(aiter(branch["x"]))
-            s.cancel()
-            await branch["x"]
-
-        with pytest.raises(BaseExceptionGroup) as failure:
-            await in_tasks(cancel, branches)
-        assert [type(error) for error in failure.value.exceptions] == [af.Cancelled]

@@ -279,19 +279,6 @@ async def test_the_length_of_a_text_is_limited(how):
     assert_idle(backend)
 
 
-async def test_set_and_read_over_the_wire(server):
-    async with af.session(server.url) as flow, flow.state() as s:
-        s += "say this" + af.gen("x")
-        s.set("q", f"why {s['x'].upper()}?")
-        s += s["q"]
-        assert await s["q"] == "why THIS?"
-        assert await s.text() == "say thisthiswhy THIS?"
-        assert s["q"].finish_reason == "set"
-        with pytest.raises(af.errors.NotSupported):
-            s.token_ids()
-    await server.wait_until_idle()
-
-
 @pytest.mark.parametrize("how", ["embedded", "server", "unbatched"])
 async def test_a_branch_is_read_after_its_block_is_left(how, server):
     backend = {

@@ -210,23 +210,6 @@ async def test_messages_show_images_in_turns_and_are_read_again():
             assert (await again.messages())[:1] == messages
 
 
-async def test_turns_over_the_wire(server):
-    async with af.session(server.url) as flow, flow.state() as s:
-        s += af.system("be kind")
-        async with s.user():
-            s += "a question"
-            branch = s.copy()
-            branch += " of mine"
-            branch.end()
-        branch += af.assistant(af.gen("x"))
-        assert await branch.messages() == [
-            {"role": "system", "content": "be kind"},
-            {"role": "user", "content": "a question of mine"},
-            {"role": "assistant", "content": "mine</user><assistant>"},
-        ]
-        assert await s.text() == "<system>be kind</system><user>a question</user>"
-
-
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
 @pytest.mark.parametrize("expression", [af.gen("x"), af.select("x", ["yes"]), af.reply("x")])
 async def test_a_generation_right_after_a_turn_is_a_turn_of_its_own(role, expression):

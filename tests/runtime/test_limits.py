@@ -106,14 +106,6 @@ async def test_a_state_that_waits_for_another_has_its_own_deadline():
         assert await s["x"] == "one two"
 
 
-async def test_a_gen_within_its_limits_succeeds():
-    async with opened() as flow, flow.state() as s:
-        s.limit(deadline_s=3600, output_tokens=1000)
-        s += af.gen("x")
-        assert await s["x"] == "yes"
-        await s
-
-
 async def test_a_task_group_fails_with_a_branch_past_its_deadline():
     async with opened(Stepped(["one two three"] * 3)) as flow, flow.state() as s:
         async with s.fork(3) as branches:
