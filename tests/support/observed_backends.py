@@ -18,7 +18,6 @@ from agentflow.backends.scripted import Script, Scripted, ScriptedContext, Scrip
 from agentflow.language.program import ProgramFunction
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
-from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Event, Usage
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, OnText
@@ -97,11 +96,7 @@ class Unbatched:
 
 class _Unconstrained(ScriptedGenerator):
     async def generate(
-        self,
-        context: ScriptedContext,
-        params: GenParams,
-        on_text: OnText,
-        constraint: Constraint | None = None,
+        self, context: ScriptedContext, params: GenParams, on_text: OnText, *rest: Any, **options: Any
     ) -> Generated:
         return await super().generate(context, params, on_text)
 
@@ -128,11 +123,7 @@ class SteppedGenerator(ScriptedGenerator):
             await settle()
 
     async def generate(
-        self,
-        context: ScriptedContext,
-        params: GenParams,
-        on_text: OnText,
-        constraint: Constraint | None = None,
+        self, context: ScriptedContext, params: GenParams, on_text: OnText, *rest: Any, **options: Any
     ) -> Generated:
         words = str(self._answer(self._call(context, "gen", params.resolved()))).split(" ")
         self.num_running += 1

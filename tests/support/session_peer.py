@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 
@@ -12,7 +13,6 @@ from agentflow.backends.scripted import Script, ScriptedContext, ScriptedGenerat
 from agentflow.errors import AgentflowError
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection
-from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Delta, Event, Reached, StateFailed, Stats, StatsReply, Value, VarFailed
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, OnText
@@ -40,18 +40,13 @@ class HangingGenerator(ScriptedGenerator):
         self.num_begun = 0
 
     async def generate(
-        self,
-        context: ScriptedContext,
-        params: GenParams,
-        on_text: OnText,
-        constraint: Constraint | None = None,
-        on_reasoning: OnText | None = None,
+        self, context: ScriptedContext, params: GenParams, on_text: OnText, *rest: Any, **options: Any
     ) -> Generated:
         self.num_begun += 1
         if self.generate_fault is not None:
             raise self.generate_fault
         if not context.text.removesuffix("</user><assistant>").endswith(HANG):
-            return await super().generate(context, params, on_text, constraint)
+            return await super().generate(context, params, on_text, *rest, **options)
         self.num_running += 1
         self.has_hung.set()
         try:

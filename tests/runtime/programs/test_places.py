@@ -19,9 +19,8 @@ from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import GenParams
-from agentflow.runtime.generator import Generated, OnText, StateHint
+from agentflow.runtime.generator import Generated, StateHint
 from agentflow.runtime.interpreter import interpreter as interpreter_module
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.programs.graph import ProgramGraph
@@ -44,15 +43,9 @@ class PlacedGenerator(ScriptedGenerator):
             self._latest[id(context)] = context, hint.place
             self.places.append(hint.place)
 
-    async def generate(
-        self,
-        context: ScriptedContext,
-        params: GenParams,
-        on_text: OnText,
-        constraint: Constraint | None = None,
-    ) -> Generated:
+    async def generate(self, context: ScriptedContext, *rest: Any, **options: Any) -> Generated:
         self.at_begin.append((context.text[-1], self._latest[id(context)][1]))
-        return await super().generate(context, params, on_text, constraint)
+        return await super().generate(context, *rest, **options)
 
     def begun_with(self, ending: str) -> list[Place]:
         """The places of the gens whose prompt has this ending, when they began."""
@@ -140,14 +133,8 @@ async def independent(s: af.State, item: str) -> list[str]:
 class Together(PlacedGenerator):
     """Ends no gen before four have begun."""
 
-    async def generate(
-        self,
-        context: ScriptedContext,
-        params: GenParams,
-        on_text: OnText,
-        constraint: Constraint | None = None,
-    ) -> Generated:
-        found = await super().generate(context, params, on_text, constraint)
+    async def generate(self, context: ScriptedContext, *rest: Any, **options: Any) -> Generated:
+        found = await super().generate(context, *rest, **options)
         while len(self.at_begin) < 4:
             await anyio.lowlevel.checkpoint()
         return found

@@ -18,7 +18,6 @@ from support.holds import until
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import RunFailed
-from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, OnText, StateHint
 from agentflow.server import app as app_module
@@ -57,12 +56,7 @@ class GatedGenerator(ScriptedGenerator):
         self.hints.append(hint)
 
     async def generate(
-        self,
-        context: ScriptedContext,
-        params: GenParams,
-        on_text: OnText,
-        constraint: Constraint | None = None,
-        on_reasoning: OnText | None = None,
+        self, context: ScriptedContext, params: GenParams, on_text: OnText, *rest: Any, **options: Any
     ) -> Generated:
         self.params.append(params)
         if context.text.endswith(FAIL):
@@ -74,8 +68,8 @@ class GatedGenerator(ScriptedGenerator):
                 await self.released.wait()
             finally:
                 self.num_waiting -= 1
-            return await super().generate(context, params, lambda _: None, constraint)
-        return await super().generate(context, params, on_text, constraint)
+            return await super().generate(context, params, lambda _: None, *rest, **options)
+        return await super().generate(context, params, on_text, *rest, **options)
 
 
 @dataclass

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import RunFailed
-from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime import loop_turns
-from agentflow.runtime.generator import Generated, OnText, SessionModels
+from agentflow.runtime.generator import Generated, SessionModels
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.programs.program import (
     ProgramInput,
@@ -38,18 +37,11 @@ class FailingGenerator(ScriptedGenerator):
     def __init__(self) -> None:
         super().__init__(lambda prompt: f"<{prompt}>")
 
-    async def generate(
-        self,
-        context: ScriptedContext,
-        params: GenParams,
-        on_text: OnText,
-        constraint: Constraint | None = None,
-        on_reasoning: OnText | None = None,
-    ) -> Generated:
+    async def generate(self, context: ScriptedContext, *rest: Any, **options: Any) -> Generated:
         await anyio.lowlevel.checkpoint()
         if context.text.endswith(FAIL):
             raise RunFailed("as asked")
-        return await super().generate(context, params, on_text, constraint)
+        return await super().generate(context, *rest, **options)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import random
 import zlib
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -19,9 +20,7 @@ import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.sampling import GenParams
-from agentflow.runtime.generator import Generated, OnText
+from agentflow.runtime.generator import Generated
 
 CHOICES = ["yes", "no"]
 ASIDE = "an aside "
@@ -61,15 +60,9 @@ class ClumsyGenerator(ScriptedGenerator):
         super().__init__(answer if fails else _answer_all)
         self._pause = Clumsy(seed)
 
-    async def generate(
-        self,
-        context: ScriptedContext,
-        params: GenParams,
-        on_text: OnText,
-        constraint: Constraint | None = None,
-    ) -> Generated:
+    async def generate(self, context: ScriptedContext, *rest: Any, **options: Any) -> Generated:
         await self._pause()
-        return await super().generate(context, params, on_text, constraint)
+        return await super().generate(context, *rest, **options)
 
 
 class ClumsyBackend:
