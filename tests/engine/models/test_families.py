@@ -115,14 +115,8 @@ def logprobs_by(runner: TorchRunner, texts: list[list[int]]) -> list[list[float]
         work = [(w, min(len(w.tokens) - 1 - w.num_computed, int(driver.rng.integers(1, 30)))) for w in left]
         if driver.rng.random() < 0.2:
             work = [(w, 1) for w in left]  # as they decode
-        work.sort(key=lambda pair: pair[1] > 1)
-        ends = [(w, w.num_computed, w.num_computed + n) for w, n in work]
-        targets = np.concatenate([w.tokens[begin + 1 : end + 1] for w, begin, end in ends])
-        output = driver.step(work, rows=np.arange(len(targets)), target_ids=targets, needs_logprobs=True)
-        assert output.logprobs is not None
-        lengths = np.cumsum([end - begin for _, begin, end in ends])[:-1]
-        for (walker, _, _), part in zip(ends, np.split(output.logprobs, lengths), strict=True):
-            found[walkers.index(walker)] += part.tolist()
+        for walker, part in driver.score(work, {id(w): w.tokens[1:] for w in left}):
+            found[walkers.index(walker)] += part
     return found
 
 

@@ -80,14 +80,8 @@ def logprobs_of(driver: Driver, walkers: list[Walker], *, max_chunk: int) -> lis
             (w, min(len(w.tokens) - 1 - w.num_computed, int(driver.rng.integers(1, max_chunk + 1))))
             for w in left
         ]
-        work.sort(key=lambda pair: pair[1] > 1)
-        ends = [(w, w.num_computed, w.num_computed + count) for w, count in work]
-        targets = np.concatenate([w.tokens[begin + 1 : end + 1] for w, begin, end in ends])
-        output = driver.step(work, rows=np.arange(len(targets)), target_ids=targets, needs_logprobs=True)
-        assert output.logprobs is not None
-        lengths = np.cumsum([end - begin for _, begin, end in ends])[:-1]
-        for (walker, _, _), part in zip(ends, np.split(output.logprobs, lengths), strict=True):
-            found[walkers.index(walker)] += part.tolist()
+        for walker, part in driver.score(work, {id(w): w.tokens[1:] for w in left}):
+            found[walkers.index(walker)] += part
     return found
 
 

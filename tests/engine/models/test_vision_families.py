@@ -81,14 +81,8 @@ def computed(driver: Driver, walkers: Sequence[Walker], max_chunk: int) -> list[
             end = min(len(walker.tokens), walker.num_computed + int(driver.rng.integers(1, max_chunk)))
             inside = [run for run in walker.media if run.sees_all and run.start < end < run.end]
             work.append((walker, (inside[0].end if inside else end) - walker.num_computed))
-        work.sort(key=lambda pair: pair[1] > 1)
-        spans = [(w, w.num_computed, w.num_computed + n) for w, n in work]
-        targets = np.concatenate([targets_of(w)[begin:end] for w, begin, end in spans])
-        output = driver.step(work, rows=np.arange(len(targets)), target_ids=targets, needs_logprobs=True)
-        assert output.logprobs is not None
-        lengths = np.cumsum([end - begin for _, begin, end in spans])[:-1]
-        for (walker, _, _), part in zip(spans, np.split(output.logprobs, lengths), strict=True):
-            found[walkers.index(walker)] += part.tolist()
+        for walker, part in driver.score(work, {id(w): targets_of(w) for w in left}):
+            found[walkers.index(walker)] += part
     return found
 
 

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from block_cases import random_blocks, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import NATIVE_KERNELS, NATIVE_PARAMS, NativeAt
@@ -34,26 +35,14 @@ ONE_OF_EACH_FORMAT = ("Q8_0", "Q4_1", "Q6_K", "Q4_K")  # in which Triton has the
 IN = 512  # two blocks of the largest types
 # Scales of K blocks are products of two numbers, which the panels round to float16.
 TOLERANCE = dict.fromkeys(BLOCK_TYPES, 1e-6) | dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), 1e-3)
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 def random_matrix(block_type: str, num_out: int, seed: int, num_in: int = IN) -> BlockMatrix:
-    """Any bytes are valid blocks; only their float16 numbers must have a sensible size."""
-    rng = np.random.default_rng(seed)
-    per_block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
-    blocks = rng.integers(0, 256, (num_out, num_in // per_block, num_bytes), dtype=np.uint8)
-    for at in HALVES.get(block_type, (0,)):
-        numbers = rng.uniform(-1e-2, 1e-2, blocks.shape[:2]).astype(np.float16)
-        blocks[..., at : at + 2] = numbers.view(np.uint8).reshape(*blocks.shape[:2], 2)
-    return BlockMatrix(block_type, blocks.reshape(num_out, -1), (num_out, num_in))
+    return random_blocks(np.random.default_rng(seed), block_type, num_out, num_in)
 
 
 def dequantised(matrix: BlockMatrix) -> torch.Tensor:
     return torch.from_numpy(gguf.dequantize(matrix.rows, gguf.GGMLQuantizationType[matrix.type]))
-
-
-def error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
 @KERNELS
@@ -63,8 +52,8 @@ def test_rows_have_the_dequantised_values(kernels: NativeAt, block_type: str) ->
     ids = torch.tensor([0, 69, 31, 32, 5, 5])
     weight = kernels.linear.pack_blocks([matrix], None)
     expected = dequantised(matrix)[ids]
-    assert error(kernels.linear.embed(ids, weight, torch.float32), expected) < TOLERANCE[block_type]
-    assert error(kernels.linear.embed(ids, weight, torch.bfloat16), expected) < 3e-3
+    assert relative_error(kernels.linear.embed(ids, weight, torch.float32), expected) < TOLERANCE[block_type]
+    assert relative_error(kernels.linear.embed(ids, weight, torch.bfloat16), expected) < 3e-3
     if isinstance(kernels, NativeAt):
         with pytest.raises(IndexError):
             kernels.linear.embed(torch.tensor([70]), weight, torch.float32)
@@ -126,7 +115,10 @@ def test_errors_of_bfloat16_products_stay_below_one_percent(kernels: NativeAt, b
     x = torch.randn(30, IN, generator=torch.Generator().manual_seed(7)).bfloat16()
     expected = x.double() @ dequantised(matrix).double().t()
     assert (
-        error(kernels.linear.multiply_exactly(x, kernels.linear.pack_blocks([matrix], None)), expected) < 1e-2
+        relative_error(
+            kernels.linear.multiply_exactly(x, kernels.linear.pack_blocks([matrix], None)), expected
+        )
+        < 1e-2
     )
 
 
@@ -184,7 +176,9 @@ def test_stacked_matrices_may_differ_in_type(kernels: NativeAt) -> None:
     parts = [random_matrix(name, size, seed=3) for name, size in (("Q4_K", 64), ("Q8_0", 32), ("Q6_K", 33))]
     x = torch.randn(5, IN, generator=torch.Generator().manual_seed(3))
     expected = torch.cat([x @ dequantised(part).t() for part in parts], dim=1)
-    assert error(kernels.linear.multiply(x, kernels.linear.pack_blocks(parts, None)), expected) < 1e-3
+    assert (
+        relative_error(kernels.linear.multiply(x, kernels.linear.pack_blocks(parts, None)), expected) < 1e-3
+    )
 
 
 def test_incompatible_blocks_are_not_packed() -> None:

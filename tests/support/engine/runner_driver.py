@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,21 @@ class Driver:
         for sequence, token in zip(finished, output.token_ids.tolist(), strict=True):
             sequence.tokens.append(token)
         return output
+
+    def score(
+        self, work: Sequence[tuple[Walker, int]], targets: Mapping[int, Sequence[int]]
+    ) -> Iterator[tuple[Walker, list[float]]]:
+        """Computes so many next tokens of each, and yields the log-probabilities of its targets after them.
+        ``targets``: by the ``id`` of a sequence, the target after each of its tokens."""
+        work = sorted(work, key=lambda pair: pair[1] > 1)
+        spans = [(w, slice(w.num_computed, w.num_computed + num_rows)) for w, num_rows in work]
+        target_ids = np.concatenate([targets[id(w)][span] for w, span in spans])
+        rows = np.arange(len(target_ids))
+        output = self.step(work, rows=rows, target_ids=target_ids, needs_logprobs=True)
+        assert output.logprobs is not None
+        ends = np.cumsum([num_rows for _, num_rows in work])[:-1]
+        for (sequence, _), part in zip(work, np.split(output.logprobs, ends), strict=True):
+            yield sequence, part.tolist()
 
     def allot_slots(self, work: Sequence[tuple[Walker, int]]) -> None:
         """A slot for each row."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from block_cases import random_blocks, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
@@ -44,10 +45,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 RELATIVE_ERROR = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of a whole result, by Euclid's norm."""
 SEEDS = st.integers(0, 1000)
-
-
-def relative_error(result: Tensor, expected: Tensor) -> float:
-    return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
 @given(st.integers(1, 9), st.sampled_from([16, 32]), st.integers(1, 150), SEEDS, st.booleans())
@@ -223,7 +220,7 @@ def test_f42r_mixtures_with_quantised_weights(block_type: str, num_rows: int, nu
     rng = np.random.default_rng(0)
     packed, values = [], []
     for weight, _ in case.matrices:
-        matrix = random_blocks(rng, block_type, *weight.shape)
+        matrix = random_matrix(rng, block_type, *weight.shape)
         made = TRITON.pack_blocks([matrix], None, gated=len(packed) % 2 == 0, device=DEVICE)
         assert made is not None
         packed.append(made)
@@ -237,23 +234,14 @@ def test_f42r_mixtures_with_quantised_weights(block_type: str, num_rows: int, nu
     assert relative_error(result, exact) < 1e-2
 
 
-def random_blocks(rng: np.random.Generator, block_type: str, num_out: int, num_in: int) -> BlockMatrix:
+def random_matrix(rng: np.random.Generator, block_type: str, num_out: int, num_in: int) -> BlockMatrix:
     """Any codes, with numbers of a sensible size."""
-    if block_type == "F8_E4M3":
-        rows = rng.integers(0, 0x60, (num_out, 4 + num_in), dtype=np.uint8)
-        rows[:, 4:] |= rng.integers(0, 2, (num_out, num_in), dtype=np.uint8) << 7
-        rows[:, :4] = np.array([0.02], dtype=np.float32).view(np.uint8)
-        return BlockMatrix(block_type, rows, (num_out, num_in))
-    size, num_values, halves = {"Q4_1": (20, 32, (0, 2)), "Q8_0": (34, 32, (0,)), "Q6_K": (210, 256, (208,))}[
-        block_type
-    ]
-    num_in_blocks = -(-num_in // num_values)
-    blocks = rng.integers(0, 256, (num_out, num_in_blocks, size), dtype=np.uint8)
-    for at in halves:
-        most = 1e-5 if block_type == "Q6_K" else 1e-3
-        numbers = rng.uniform(-most, most, blocks.shape[:2]).astype(np.float16)
-        blocks[..., at : at + 2] = numbers.view(np.uint8).reshape(*blocks.shape[:2], 2)
-    return BlockMatrix(block_type, blocks.reshape(num_out, -1), (num_out, num_in))
+    if block_type != "F8_E4M3":
+        return random_blocks(rng, block_type, num_out, num_in, 1e-5 if block_type == "Q6_K" else 1e-3)
+    rows = rng.integers(0, 0x60, (num_out, 4 + num_in), dtype=np.uint8)
+    rows[:, 4:] |= rng.integers(0, 2, (num_out, num_in), dtype=np.uint8) << 7
+    rows[:, :4] = np.array([0.02], dtype=np.float32).view(np.uint8)
+    return BlockMatrix(block_type, rows, (num_out, num_in))
 
 
 def test_blocks_fit_the_rows_of_most_experts() -> None:
@@ -283,7 +271,7 @@ def test_f42r_experts_that_cannot_be_grouped_are_left_to_the_caller(
     """Those of several formats, and with another activation. A warning says so once for all layers."""
     mixture._warn.cache_clear()
     gate_up, down = (TRITON.pack(torch.randn(*shape, device=DEVICE), None) for shape in ((96, 64), (64, 48)))
-    matrix = random_blocks(np.random.default_rng(0), "Q8_0", 96, 64)
+    matrix = random_matrix(np.random.default_rng(0), "Q8_0", 96, 64)
     quantised = TRITON.pack_blocks([matrix], None, gated=True, device=DEVICE)
     assert quantised is not None
     alike, mixed = [Mlp(gate_up, down)] * 2, [Mlp(gate_up, down), Mlp(quantised, down)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from block_cases import random_blocks, relative_error
 
-from agentflow.kernels.inputs import BlockMatrix, LinearWeight
+from agentflow.kernels.inputs import LinearWeight
 from agentflow.kernels.platforms import triton_kernels
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
@@ -17,30 +18,13 @@ TRITON = triton_kernels()
 pytestmark = pytest.mark.only_gpu
 
 GPU = torch.device("cuda")
-BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18}
-BYTES |= {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-
-
-def random_matrix(block_type: str, num_out: int, num_in: int) -> BlockMatrix:
-    """Any bytes are valid blocks; only their float16 numbers must have a sensible size."""
-    rng = np.random.default_rng(0)
-    per_block = 256 if block_type.endswith("_K") else 32
-    blocks = rng.integers(0, 256, (num_out, num_in // per_block, BYTES[block_type]), dtype=np.uint8)
-    for at in HALVES.get(block_type, (0,)):
-        numbers = rng.uniform(-1e-2, 1e-2, blocks.shape[:2]).astype(np.float16)
-        blocks[..., at : at + 2] = numbers.view(np.uint8).reshape(*blocks.shape[:2], 2)
-    return BlockMatrix(block_type, blocks.reshape(num_out, -1), (num_out, num_in))
 
 
 def packed(block_type: str, num_out: int, num_in: int, bias: torch.Tensor | None = None) -> LinearWeight:
-    weight = TRITON.linear.pack_blocks([random_matrix(block_type, num_out, num_in)], bias, device=GPU)
+    matrix = random_blocks(np.random.default_rng(0), block_type, num_out, num_in)
+    weight = TRITON.linear.pack_blocks([matrix], bias, device=GPU)
     assert weight is not None
     return weight
-
-
-def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("block_type", BLOCK_TYPES)
