@@ -13,7 +13,7 @@ from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from anyio.lowlevel import checkpoint
 from pydantic import BaseModel, Field, TypeAdapter
 from support.apis import anthropic_answers as answers
-from support.apis.api_sessions import api_session, failure
+from support.apis.api_sessions import anthropic_session, failure
 from support.apis.fake_server import (
     Answer,
     AnyAnswer,
@@ -65,8 +65,7 @@ async def opened(
     script: Script, model: str = OLD, **options: Any
 ) -> AsyncIterator[tuple[af.Session, FakeServer]]:
     """A session on a fake server."""
-    options = {"api_key": KEY, "max_retries": 0, **options}
-    async with api_session(script, lambda url: Anthropic(model, base_url=url, **options)) as (flow, server):
+    async with anthropic_session(script, model, api_key=KEY, **options) as (flow, server):
         yield flow, server
         for request in server.received:
             is_old = request.headers["anthropic-version"] == "2023-06-01"  # the client speaks the later one

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from support.apis import openai_answers as answers
-from support.apis.fake_server import AnyAnswer, Hold, Received, fake_server
+from support.apis.api_sessions import ApiSession, openai_session
+from support.apis.fake_server import AnyAnswer, Hold, Received, Script, fake_server
 
 import agentflow as af
 from agentflow.errors import BadArgument, BudgetExceeded, NotSupported
@@ -27,16 +28,17 @@ def model(url: str, name: str = "m") -> af.OpenAI:
     return af.OpenAI(name, base_url=f"{url}/v1", api_key="k", max_retries=0)
 
 
+def opened(script: Script, **session: Any) -> ApiSession:
+    return openai_session(script, "m", session={"prices": {"m": PRICE}, **session})
+
+
 async def test_a_value_a_run_and_the_session_have_their_costs() -> None:
     async def ask(s: af.State, question: str) -> float:
         s += af.user(question) + af.assistant(af.gen("x"))
         await s["x"]
         return s["x"].usage.cost
 
-    async with (
-        fake_server(answer) as server,
-        af.session(backend=model(server.url), prices={"m": PRICE}) as flow,
-    ):
+    async with opened(answer) as (flow, _):
         assert await flow.run(ask, "Hi") == pytest.approx(COST)
         assert flow.runs[-1].usage.cost == pytest.approx(COST)
         assert await flow.map(ask, ["a", "b"]) == [pytest.approx(COST)] * 2
@@ -44,28 +46,25 @@ async def test_a_value_a_run_and_the_session_have_their_costs() -> None:
 
 
 async def test_a_call_for_several_values_is_paid_once() -> None:
-    async with fake_server(answer) as server:
-        async with af.session(backend=model(server.url), prices={"m": PRICE}) as flow, flow.state() as s:
-            s += af.user("Who?")
-            s += af.assistant("Name: ", af.gen("name", stop="\n"), "\nJob: ", af.gen("job", stop="\n"))
-            await s
-            assert s["name"].usage.cost + s["job"].usage.cost == pytest.approx(COST)
+    async with opened(answer) as (flow, server), flow.state() as s:
+        s += af.user("Who?")
+        s += af.assistant("Name: ", af.gen("name", stop="\n"), "\nJob: ", af.gen("job", stop="\n"))
+        await s
+        assert s["name"].usage.cost + s["job"].usage.cost == pytest.approx(COST)
         assert len(server.received) == 1
 
 
 async def test_a_call_that_could_exceed_the_cap_is_not_sent() -> None:
-    async with fake_server(answer) as server:
-        options: dict[str, Any] = {"prices": {"m": PRICE}, "max_cost": 0.001}
-        async with af.session(backend=model(server.url), **options) as flow, flow.state() as s:
-            s += af.user("Hi")
-            branch = s.copy()
-            branch += af.gen("x", max_tokens=1_000)
-            with pytest.raises(BudgetExceeded) as raised:
-                await branch["x"]
-            assert raised.value.param == "max_cost"
-            assert server.received == []
-            s += af.gen("x", max_tokens=10)
-            await s["x"]
+    async with opened(answer, max_cost=0.001) as (flow, server), flow.state() as s:
+        s += af.user("Hi")
+        branch = s.copy()
+        branch += af.gen("x", max_tokens=1_000)
+        with pytest.raises(BudgetExceeded) as raised:
+            await branch["x"]
+        assert raised.value.param == "max_cost"
+        assert server.received == []
+        s += af.gen("x", max_tokens=10)
+        await s["x"]
 
 
 async def test_sessions_of_one_backend_have_separate_caps() -> None:
@@ -110,51 +109,48 @@ async def test_concurrent_calls_share_the_cap() -> None:
 
 
 async def test_a_refused_call_costs_nothing() -> None:
-    async with fake_server([answers.WRONG_KEY, answers.text_stream("Hi")]) as server:
-        options: dict[str, Any] = {"prices": {"m": PRICE}, "max_cost": 0.15}
-        async with af.session(backend=model(server.url), **options) as flow, flow.state() as s:
-            s += af.user("Hi")
-            branch = s.copy()
-            branch += af.gen("x", max_tokens=10_000)
-            with pytest.raises(af.errors.NotAuthorized):
-                await branch["x"]
-            s += af.gen("x", max_tokens=10_000)
-            assert await s["x"] == "Hi"
+    async with (
+        opened([answers.WRONG_KEY, answers.text_stream("Hi")], max_cost=0.15) as (flow, _),
+        flow.state() as s,
+    ):
+        s += af.user("Hi")
+        branch = s.copy()
+        branch += af.gen("x", max_tokens=10_000)
+        with pytest.raises(af.errors.NotAuthorized):
+            await branch["x"]
+        s += af.gen("x", max_tokens=10_000)
+        assert await s["x"] == "Hi"
 
 
 async def test_an_answer_that_is_lost_before_it_is_shown_may_cost_the_most() -> None:
     cut = answers.stream(answers.text_chunks("a"), done=False)
-    async with fake_server([cut, answers.text_stream("a")]) as server:
-        options: dict[str, Any] = {"prices": {"m": PRICE}, "max_cost": 0.15}
-        url = f"{server.url}/v1"
-        backend = af.OpenAI("m", base_url=url, api_key="k", max_retries=0, on_unsupported="retry")
-        async with af.session(backend=backend, **options) as flow, flow.state() as s:
-            s += af.user("Hi")
-            branch = s.copy()
-            branch += af.gen("x", regex="a|b", max_tokens=10_000)
-            with pytest.raises(af.errors.ServerLost):
-                await branch["x"]
-            s += af.gen("x", max_tokens=10_000)
-            with pytest.raises(BudgetExceeded):
-                await s["x"]
+    session = {"prices": {"m": PRICE}, "max_cost": 0.15}
+    opening = openai_session([cut, answers.text_stream("a")], "m", session=session, on_unsupported="retry")
+    async with opening as (flow, _), flow.state() as s:
+        s += af.user("Hi")
+        branch = s.copy()
+        branch += af.gen("x", regex="a|b", max_tokens=10_000)
+        with pytest.raises(af.errors.ServerLost):
+            await branch["x"]
+        s += af.gen("x", max_tokens=10_000)
+        with pytest.raises(BudgetExceeded):
+            await s["x"]
 
 
 async def test_a_call_that_is_left_costs_about_what_was_written() -> None:
     hold = Hold()
     left = answers.stream(answers.text_chunks("a", "b"), hold)
-    async with fake_server([left, answers.text_stream("a")]) as server:
-        options: dict[str, Any] = {"prices": {"m": PRICE}, "max_cost": 0.15}
-        async with af.session(backend=model(server.url), **options) as flow, flow.state() as s:
-            s += af.user("Hi")
-            branch = s.copy()
-            branch += af.gen("x", max_tokens=10_000)  # at most $0.1
-            async for _ in branch["x"]:
-                break
-            branch.cancel()
-            await server.wait_until_gone()
-            s += af.gen("x", max_tokens=10_000)
-            assert await s["x"] == "a"
-            assert 0 < (await flow.stats()).cost < 0.01
+    async with opened([left, answers.text_stream("a")], max_cost=0.15) as (flow, server), flow.state() as s:
+        s += af.user("Hi")
+        branch = s.copy()
+        branch += af.gen("x", max_tokens=10_000)  # at most $0.1
+        async for _ in branch["x"]:
+            break
+        branch.cancel()
+        await server.wait_until_gone()
+        s += af.gen("x", max_tokens=10_000)
+        assert await s["x"] == "a"
+        assert 0 < (await flow.stats()).cost < 0.01
 
 
 async def test_a_cap_needs_the_price_of_the_model() -> None:

@@ -15,10 +15,10 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsStr
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 from pydantic import TypeAdapter
 from support.apis import anthropic_answers, openai_answers, responses_answers
+from support.apis.api_sessions import anthropic_session, compatible_session, openai_session
 from support.apis.fake_server import FakeServer, fake_server
 
 import agentflow as af
-from agentflow.backends.apis.anthropic import Anthropic
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http import file_slots
 from agentflow.backends.apis.http.file_slots import (
@@ -55,14 +55,14 @@ async def opened(
     api: str, num_answers: int = 1, **options: Any
 ) -> AsyncIterator[tuple[af.Session, FakeServer]]:
     """A session over one of the APIs."""
-    async with fake_server([ANSWERS[api]] * num_answers) as server:
-        backend: Any
-        if api == "messages":
-            backend = Anthropic("claude-opus-4-5", base_url=server.url, api_key="sk-1", max_retries=0)
-        else:
-            backend = OpenAI("gpt-4o", base_url=f"{server.url}/v1", api_key="sk-1", api=api, max_retries=0)
-        async with af.session(backend=backend, **options) as flow:
-            yield flow, server
+    script = [ANSWERS[api]] * num_answers
+    opening = (
+        anthropic_session(script, session=options)
+        if api == "messages"
+        else openai_session(script, api=api, session=options)
+    )
+    async with opening as (flow, server):
+        yield flow, server
         for request in server.received:
             types = TypeAdapter(TYPES[api])
             types.dump_json(types.validate_python(request.json))
@@ -158,15 +158,14 @@ async def test_the_chat_api_has_the_image_of_a_result_in_the_next_message() -> N
 
 async def test_a_server_of_vllm_is_sent_videos() -> None:
     clip = b"\x00\x00\x00\x18ftypmp42 and more"
-    async with fake_server([ANSWERS["chat"]]) as server:
-        backend = af.OpenAICompatible(f"{server.url}/v1", "m", flavour="vllm", videos=True)
-        async with af.session(backend=backend) as flow, flow.state() as s:
-            s += af.user("What happens? ", af.video(clip)) + af.assistant(af.gen("x"))
-            assert await s["x"] == "A cat"
-            assert "What happens? <video>" in await s.text()
-            with pytest.raises(af.errors.NotSupported) as caught:
-                s += af.user(af.video(clip, num_frames=4))
-            assert caught.value.param == "num_frames"
+    opening = compatible_session([ANSWERS["chat"]], videos=True)
+    async with opening as (flow, server), flow.state() as s:
+        s += af.user("What happens? ", af.video(clip)) + af.assistant(af.gen("x"))
+        assert await s["x"] == "A cat"
+        assert "What happens? <video>" in await s.text()
+        with pytest.raises(af.errors.NotSupported) as caught:
+            s += af.user(af.video(clip, num_frames=4))
+        assert caught.value.param == "num_frames"
     part = server.last.json["messages"][0]["content"][1]
     assert part == {
         "type": "video_url",
@@ -187,11 +186,9 @@ async def test_only_the_user_and_tools_show_images() -> None:
 
 
 async def test_a_model_without_vision_takes_no_image() -> None:
-    async with fake_server([]) as server:
-        backend = OpenAI("gpt-3.5-turbo", base_url=f"{server.url}/v1", api_key="sk-1")
-        async with af.session(backend=backend) as flow, flow.state() as s:
-            with pytest.raises(af.errors.NotSupported):
-                s += af.user(af.image(DATA))
+    async with openai_session([], "gpt-3.5-turbo") as (flow, _), flow.state() as s:
+        with pytest.raises(af.errors.NotSupported):
+            s += af.user(af.image(DATA))
 
 
 @pytest.mark.parametrize("api", TYPES)

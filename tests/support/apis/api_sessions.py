@@ -35,6 +35,14 @@ def openai_session(
     )
 
 
+def anthropic_session(
+    script: Script, model: str = "claude-opus-4-5", *, session: Any = None, **options: Any
+) -> ApiSession:
+    """A session with Anthropic's backend. ``session``: options of ``af.session``."""
+    options = {"api_key": "sk-1", "max_retries": 0, **options}
+    return api_session(script, lambda url: af.Anthropic(model, base_url=url, **options), **(session or {}))
+
+
 def compatible_session(script: Script, flavour: Any = "vllm", **options: Any) -> ApiSession:
     """A session with a compatible server."""
     options = {"max_retries": 0, **options}

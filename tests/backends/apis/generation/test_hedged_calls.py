@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 from support.apis import anthropic_answers, openai_answers
-from support.apis.api_sessions import ApiSession, openai_session
+from support.apis.api_sessions import ApiSession, anthropic_session, openai_session
 from support.apis.fake_server import (
     Answer,
     AnyAnswer,
@@ -203,17 +203,13 @@ async def test_the_first_branch_goes_ahead_with_two_requests() -> None:
         served += 1
         return RawAnswer([Hold()]) if served == 1 else anthropic_answers.text_stream("a")
 
-    async with fake_server(script) as server:
-        backend = af.Anthropic(
-            "claude-opus-4-5", base_url=server.url, api_key="k", hedge_after_s=NOW, max_retries=0
-        )
-        async with af.session(backend=backend) as flow, flow.state() as s:
-            s += af.user(prompt)
-            branches = s.fork(3)
-            for branch in branches:
-                branch += af.assistant(af.gen("x"))
-            with anyio.fail_after(20):
-                assert [await branch["x"] for branch in branches] == ["a"] * 3
+    async with anthropic_session(script, hedge_after_s=NOW) as (flow, _), flow.state() as s:
+        s += af.user(prompt)
+        branches = s.fork(3)
+        for branch in branches:
+            branch += af.assistant(af.gen("x"))
+        with anyio.fail_after(20):
+            assert [await branch["x"] for branch in branches] == ["a"] * 3
 
 
 async def test_the_next_model_answers_if_both_fail() -> None:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.apis import anthropic_answers, responses_answers
 from support.apis import openai_answers as answers
-from support.apis.api_sessions import ApiSession, api_session, openai_session
+from support.apis.api_sessions import ApiSession, anthropic_session, openai_session
 from support.apis.api_sessions import compatible_session as compatible
 from support.apis.fake_server import Answer, Received, fake_server
 from support.apis.grammar_strategies import TEXTS, engine_texts, grammars, patterns
@@ -187,8 +187,7 @@ class Vendor:
         script = [self.words(text) for text in texts]
         if self.api != "anthropic":
             return openai_session(script, api=self.api)
-        options: Any = {"api_key": "k", "max_retries": 0}
-        return api_session(script, lambda url: af.Anthropic("claude-opus-5-5", base_url=url, **options))
+        return anthropic_session(script, "claude-opus-5-5")
 
 
 each_vendor = pytest.mark.parametrize(

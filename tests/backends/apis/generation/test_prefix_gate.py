@@ -10,6 +10,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from support.apis import openai_answers, responses_answers
+from support.apis.api_sessions import openai_session
 from support.apis.fake_server import Answer, Hold, fake_server
 
 import agentflow as af
@@ -150,24 +151,22 @@ async def test_branches_wait_for_the_first_answer_of_openai(api: Any, prefix: st
     """If the prefix is long enough for the cache."""
     reached, begun = Hold(), Hold()
     script = [held_answer(api, reached, begun), *[whole_answer(api)] * 3]
-    async with fake_server(script) as server:
-        backend = af.OpenAI("gpt-4o", api=api, base_url=server.url, api_key="sk-1", max_retries=0)
-        async with af.session(backend=backend) as flow, flow.state() as s:
-            s += af.user(prefix)
-            branches = s.fork(4)
-            for number, branch in enumerate(branches):
-                branch += af.user(f"Question {number}") + af.assistant(af.gen("x"))
-            await reached.reached.wait()
-            if prefix == LONG:
-                for _ in range(20):
-                    await checkpoint()
-                assert len(server.received) == 1
-            else:
-                await server.wait_for_requests(4)
-            reached.go_on()
+    async with openai_session(script, api=api) as (flow, server), flow.state() as s:
+        s += af.user(prefix)
+        branches = s.fork(4)
+        for number, branch in enumerate(branches):
+            branch += af.user(f"Question {number}") + af.assistant(af.gen("x"))
+        await reached.reached.wait()
+        if prefix == LONG:
+            for _ in range(20):
+                await checkpoint()
+            assert len(server.received) == 1
+        else:
             await server.wait_for_requests(4)
-            begun.go_on()
-            assert [await branch["x"] for branch in branches] == ["Hello"] * 4
+        reached.go_on()
+        await server.wait_for_requests(4)
+        begun.go_on()
+        assert [await branch["x"] for branch in branches] == ["Hello"] * 4
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.apis import openai_answers as answers
+from support.apis.api_sessions import openai_session
 from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Hold, Received, fake_server
 
 import agentflow as af
@@ -255,30 +256,26 @@ async def test_the_first_value_is_visible_before_the_call_has_ended() -> None:
     steps = [answers.event(chunk) for chunk in chunks[:3]]
     rest = [answers.event(chunk) for chunk in (*chunks[3:], *answers.ending("stop"))]
     body = [*steps, hold, *rest, answers.DONE]
-    async with fake_server([Answer(body, content_type=answers.EVENT_STREAM)]) as server:
-        backend = af.OpenAI("gpt-4o", base_url=f"{server.url}/v1", api_key="k")
-        async with af.session(backend=backend) as flow, flow.state() as s:
-            s += af.user("Who?") + af.assistant(
-                af.gen("name", stop="\n"), "\nJob: ", af.gen("job", stop="\n")
-            )
-            assert await s["name"] == "Ada"
-            assert not s["job"].is_done
-            hold.go_on()
-            assert await s["job"] == "engineer"
+    answer = Answer(body, content_type=answers.EVENT_STREAM)
+    async with openai_session([answer]) as (flow, _), flow.state() as s:
+        s += af.user("Who?") + af.assistant(af.gen("name", stop="\n"), "\nJob: ", af.gen("job", stop="\n"))
+        assert await s["name"] == "Ada"
+        assert not s["job"].is_done
+        hold.go_on()
+        assert await s["job"] == "engineer"
 
 
 @pytest.mark.parametrize("end", ["cancel", "close"])
 async def test_a_call_that_nothing_needs_any_more_is_left(end: str) -> None:
     body = [*[answers.event(chunk) for chunk in answers.text_chunks("Ada", "\n")], Hold()]
-    async with fake_server([Answer(body, content_type=answers.EVENT_STREAM)]) as server:
-        backend = af.OpenAI("gpt-4o", base_url=f"{server.url}/v1", api_key="k")
-        async with af.session(backend=backend) as flow:
-            s = flow.state()
-            s += af.user("Who?")
-            s += af.assistant(af.gen("name", stop="\n"), "\nJob: ", af.gen("job", stop="\n"))
-            assert await s["name"] == "Ada"
-            getattr(s, end)()
-            await server.wait_until_gone()
+    answer = Answer(body, content_type=answers.EVENT_STREAM)
+    async with openai_session([answer]) as (flow, server):
+        s = flow.state()
+        s += af.user("Who?")
+        s += af.assistant(af.gen("name", stop="\n"), "\nJob: ", af.gen("job", stop="\n"))
+        assert await s["name"] == "Ada"
+        getattr(s, end)()
+        await server.wait_until_gone()
 
 
 PIECES = st.sampled_from(["A: ", "B: ", "x", "yy", "\n", ";", "\nB: ", ";A: "])

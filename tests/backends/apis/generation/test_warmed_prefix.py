@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 from support.apis import anthropic_answers, openai_answers, responses_answers
-from support.apis.fake_server import Answer, FakeServer, Hold, Received, Script, fake_server
+from support.apis.api_sessions import (
+    ApiSession,
+    anthropic_session,
+    compatible_session,
+    openai_session,
+)
+from support.apis.fake_server import Answer, FakeServer, Hold, Received, Script
 
 import agentflow as af
 
@@ -23,17 +27,11 @@ MODELS = {"chat": "gpt-4o", "responses": "gpt-4o", "messages": "claude-sonnet-4-
 PRICE = af.Price(input=1_000_000.0, output=0.0)
 
 
-@asynccontextmanager
-async def opened(script: Script, api: Api, **options: Any) -> AsyncIterator[tuple[af.Session, FakeServer]]:
-    async with fake_server(script) as server:
-        given: dict[str, Any] = {"base_url": server.url, "api_key": "sk-1", "max_retries": 0}
-        backend: Any = (
-            af.Anthropic(MODELS[api], **given)
-            if api == "messages"
-            else af.OpenAI(MODELS[api], api=api, **given)
-        )
-        async with af.session(backend=backend, prices={MODELS[api]: PRICE}, **options) as flow:
-            yield flow, server
+def opened(script: Script, api: Api, **session: Any) -> ApiSession:
+    session = {"prices": {MODELS[api]: PRICE}, **session}
+    if api == "messages":
+        return anthropic_session(script, MODELS[api], session=session)
+    return openai_session(script, MODELS[api], session=session, api=api)
 
 
 def answer(api: Api, *, prompt: int = 9) -> Answer:
@@ -176,12 +174,11 @@ async def test_nothing_is_sent_where_it_does_not_pay(api: Api) -> None:
 
 @pytest.mark.parametrize("flavour", ["vllm", "llamacpp", "generic"])
 async def test_nothing_is_sent_to_compatible_servers(flavour: Any) -> None:
-    async with fake_server(lambda _: answer("chat")) as server:
-        backend = af.OpenAICompatible(server.url, "m", flavour=flavour)
-        async with af.session(backend=backend) as flow, flow.state() as s:
-            s += af.user(LONG)
-            s.hint(forks=3)
-            await silent(flow, server, "chat")
+    opening = compatible_session(lambda _: answer("chat"), flavour)
+    async with opening as (flow, server), flow.state() as s:
+        s += af.user(LONG)
+        s.hint(forks=3)
+        await silent(flow, server, "chat")
 
 
 @pytest.mark.parametrize("api", APIS)
