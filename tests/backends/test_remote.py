@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterator
 from typing import Literal
 
 import anyio
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.language.wire_program import check_program
+from support.server.module_servers import module_fixture
 from support.session_peer import HANG, count_words, gen, opened
 from support.tcp_proxy import Budget, proxied
 from support.wire_server import ThreadServer, thread_server
@@ -36,11 +36,10 @@ pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 Encoding = Literal["msgpack", "json"]
 
 
-@pytest.fixture(scope="module")
-def strict_server() -> Iterator[ThreadServer]:
-    """A server with small frames, one session and a grace that is over at once."""
-    with thread_server(ServerLimits(frame_bytes=4096, max_sessions=1, resume_grace_s=0.05)) as running:
-        yield running
+strict_server = module_fixture(
+    thread_server, ServerLimits(frame_bytes=4096, max_sessions=1, resume_grace_s=0.05)
+)
+"""A server with small frames, one session and a grace that is over at once."""
 
 
 @pytest.mark.parametrize("encoding", ["msgpack", "json"])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.api_server import ApiServer, api_server
 from support.docs import health_refusals, http_refusals, op_refusals, session_refusals
 from support.server.apis import CHAT, MESSAGES
+from support.server.module_servers import module_server
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = (PAGES / "errors.md").read_text(encoding="utf-8")
@@ -33,12 +32,8 @@ FAILURES = table("Errors of single ops")
 HEALTH = table("Health and metrics")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    """For what needs no other settings."""
-    with api_server() as running:
-        yield running
-        running.assert_idle()
+server = module_server()
+"""For what needs no other settings."""
 
 
 @pytest.mark.parametrize(

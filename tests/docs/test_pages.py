@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,13 +11,14 @@ from typing import Any
 import anyio
 import pytest
 from openai import OpenAI
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import MODEL, ApiServer
 from support.apis.fake_server import fake_server
 from support.docs import page_apis
 from support.docs.page_blocks import DOCS, ROOT, Block, blocks_of, compiled, pages, run_block, with_packages
 from support.docs.page_model import ESSAY, SCRIPT
 from support.fake_engine import embedding_engine
 from support.programs import by_end
+from support.server.module_servers import module_server
 
 import agentflow as af
 from agentflow import integrations
@@ -82,11 +82,7 @@ def on_a_server(block: Block, url: str) -> Block:
     return block._replace(source=source.replace("import httpx\n", "import httpx2 as httpx\n"))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(embedding=FOLDER, embedder=embedding_engine(256, 64)) as running:
-        yield running
-        running.assert_idle()
+server = module_server(embedding=FOLDER, embedder=embedding_engine(256, 64))
 
 
 @pytest.mark.anyio

@@ -7,17 +7,17 @@ from __future__ import annotations
 import importlib
 import io
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import essay_judge
 import pytest
 from example_session import session_at
 from rich.console import Console
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import MODEL, ApiServer
 from support.fake_engine import ConstrainedEngine
 from support.logit_runner import logit_runner
 from support.server.http_clients import only_asyncio
+from support.server.module_servers import module_server
 
 from agentflow.errors import RequestRefused, RunFailed
 
@@ -49,11 +49,7 @@ CANNOT = {*CONTINUES, "react", "describe_image"}
 """Also without turns, and with an image for a model that reads none, of which only its server knows."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(ConstrainedEngine(runner=logit_runner(max_context=4096))) as running:
-        yield running
-        running.assert_idle()
+server = module_server(lambda: ConstrainedEngine(runner=logit_runner(max_context=4096)))
 
 
 @pytest.fixture(autouse=True)

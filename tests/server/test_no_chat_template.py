@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import MODEL, ApiServer
 from support.chat_template_shapes import CHATML
 from support.engine.random_model import write_random_model
 from support.fake_engine import FakeEngine
 from support.server.http_clients import only_asyncio
+from support.server.module_servers import module_server
 
 import agentflow as af
 from agentflow.engine.options import EngineOptions
@@ -38,10 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(template=ChatTemplate(None), constraints=False) as running:
-        yield running
+server = module_server(template=ChatTemplate(None), constraints=False)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -12,6 +11,7 @@ import pytest
 from support.api_server import ApiServer
 from support.engine.tool_template_shapes import LLAMA
 from support.server.apis import CHAT, MESSAGES, RESPONSES, Api, post
+from support.server.module_servers import module_fixture
 from support.server.openai_peer import any_text_server
 from support.server.scripted_model import scripted_server
 
@@ -40,10 +40,7 @@ def scripted(before: str) -> str:
     return CALL % ('["a", "a"]' if "invalid" in before else '["a", "b"]')
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with scripted_server(scripted) as running:
-        yield running
+server = module_fixture(scripted_server, scripted)
 
 
 any_text = pytest.fixture(any_text_server, scope="module")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
-from support.api_server import EMBEDDER, MODEL, ApiServer, api_server
+from support.api_server import EMBEDDER, MODEL, ApiServer
 from support.apis import openai_answers as answers
-from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Hold, Received, Script, fake_server
+from support.apis.api_sessions import ApiSession, compatible_session, openai_session
+from support.apis.fake_server import Answer, AnyAnswer, Hold, Received, Script, fake_server
 from support.fake_engine import embedding_engine
+from support.server.module_servers import module_server
 
 import agentflow as af
 from agentflow.errors import (
@@ -52,14 +52,9 @@ def embedded(request: Received, **changes: Any) -> Answer:
     return Answer(json.dumps(body | changes).encode())
 
 
-@asynccontextmanager
-async def opened(script: Script = embedded, **options: Any) -> AsyncIterator[tuple[af.Session, FakeServer]]:
+def opened(script: Script = embedded, **options: Any) -> ApiSession:
     """A session with a model for chats and one for embeddings."""
-    async with fake_server(script) as server:
-        base: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "k", "max_retries": 0}
-        backend = af.OpenAI(**{"model": "gpt-4.1-mini", "embed_model": SMALL, **base, **options})
-        async with af.session(backend=backend) as flow:
-            yield flow, server
+    return openai_session(script, **{"model": "gpt-4.1-mini", "embed_model": SMALL, **options})
 
 
 async def test_texts_are_embedded_in_their_order() -> None:
@@ -140,10 +135,8 @@ async def test_options_that_the_model_does_not_have(
 )
 async def test_requests_stay_within_the_limits_of_the_server(flavour: Any, most: int, encoding: str) -> None:
     texts = [f"{number}" for number in range(300)]
-    async with fake_server(embedded) as server:
-        backend = af.OpenAICompatible(f"{server.url}/v1", "m", flavour=flavour, embed_model="e")
-        async with af.session(backend=backend) as flow:
-            assert await flow.embed(texts) == [vector(text, 4) for text in texts]
+    async with compatible_session(embedded, flavour, embed_model="e") as (flow, server):
+        assert await flow.embed(texts) == [vector(text, 4) for text in texts]
     assert max(len(request.json["input"]) for request in server.received) == most
     assert {request.json["encoding_format"] for request in server.received} == {encoding}
 
@@ -199,23 +192,21 @@ async def test_a_server_that_ignores_dimensions() -> None:
 
 async def test_costs_of_embeddings() -> None:
     prices = {SMALL: af.Price(input=1e6, output=0), "gpt-4.1-mini": af.Price(input=1, output=1)}
-    async with fake_server(embedded) as server:
-        backend = af.OpenAI("gpt-4.1-mini", base_url=f"{server.url}/v1", api_key="k", embed_model=SMALL)
-        async with af.session(backend=backend, prices=prices, max_cost=200.0) as flow:
-            await flow.embed(["a", "b"])
-            assert (await flow.stats()).cost == flow.runs[-1].usage.cost == 2.0
-            with pytest.raises(BudgetExceeded):
-                await flow.embed("x" * 200)
+    async with opened(embedded, session={"prices": prices, "max_cost": 200.0}) as (flow, server):
+        await flow.embed(["a", "b"])
+        assert (await flow.stats()).cost == flow.runs[-1].usage.cost == 2.0
+        with pytest.raises(BudgetExceeded):
+            await flow.embed("x" * 200)
     assert len(server.received) == 1
 
 
 async def test_embeddings_that_the_server_does_not_count_are_estimated() -> None:
     prices = {SMALL: af.Price(input=1e6, output=1e6), "gpt-4.1-mini": af.Price(input=1, output=1)}
-    async with fake_server(lambda request: embedded(request, usage=None)) as server:
-        backend = af.OpenAI("gpt-4.1-mini", base_url=f"{server.url}/v1", api_key="k", embed_model=SMALL)
-        async with af.session(backend=backend, prices=prices, max_cost=200.0) as flow:
-            await flow.embed("x" * 40)  # its output costs nothing, as there is none
-            assert 10 < (await flow.stats()).cost < 100
+    async with opened(
+        lambda request: embedded(request, usage=None), session={"prices": prices, "max_cost": 200.0}
+    ) as (flow, _):
+        await flow.embed("x" * 40)  # its output costs nothing, as there is none
+        assert 10 < (await flow.stats()).cost < 100
 
 
 async def test_embeddings_that_are_left_cost_about_their_input() -> None:
@@ -225,23 +216,17 @@ async def test_embeddings_that_are_left_cost_about_their_input() -> None:
         answers.stream(hold),
         Answer(b'{"data":[{"embedding":[1.0]}],"usage":{"prompt_tokens":1}}'),
     ]
-    async with fake_server(script) as server:
-        backend = af.OpenAI("gpt-4.1-mini", base_url=f"{server.url}/v1", api_key="k", embed_model=SMALL)
-        async with af.session(backend=backend, prices=prices, max_cost=800.0) as flow:
-            async with anyio.create_task_group() as group:
-                group.start_soon(flow.embed, text)
-                with anyio.fail_after(20):
-                    await hold.reached.wait()
-                group.cancel_scope.cancel()
-            await server.wait_until_gone()
-            await flow.embed(text)  # at most a token a byte: more than half of the cap
+    async with opened(script, session={"prices": prices, "max_cost": 800.0}) as (flow, server):
+        async with anyio.create_task_group() as group:
+            group.start_soon(flow.embed, text)
+            with anyio.fail_after(20):
+                await hold.reached.wait()
+            group.cancel_scope.cancel()
+        await server.wait_until_gone()
+        await flow.embed(text)  # at most a token a byte: more than half of the cap
 
 
-@pytest.fixture(scope="module")
-def server() -> Any:
-    with api_server(embedder=embedding_engine(SIZE, 64)) as running:
-        yield running
-        running.assert_idle()
+server = module_server(embedder=embedding_engine(SIZE, 64))
 
 
 async def test_our_own_server_gives_the_embeddings_of_its_session(server: ApiServer) -> None:

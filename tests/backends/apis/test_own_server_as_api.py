@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import anyio
 import pytest
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import MODEL, ApiServer
 from support.fake_engine import FakeEngine
 from support.logit_runner import logit_runner
+from support.server.module_servers import module_server
 
 import agentflow as af
 from agentflow.backends.apis.compatible import OpenAICompatible
@@ -24,11 +24,7 @@ def engine() -> FakeEngine:
     return FakeEngine(runner=logit_runner(max_context=1024))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(engine()) as running:
-        yield running
-        running.assert_idle()
+server = module_server(engine)
 
 
 def client(server: ApiServer, flavour: Any = "vllm", **options: Any) -> OpenAICompatible:

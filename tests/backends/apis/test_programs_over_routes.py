@@ -3,7 +3,7 @@ the same engine. All sample greedily, so results are equal wherever the route ca
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,10 +18,11 @@ import react
 import self_consistency
 import skeleton_of_thought
 from backends.apis import test_own_server_as_api as programs
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import MODEL, ApiServer
 from support.fake_engine import ConstrainedEngine
 from support.logit_runner import logit_runner
 from support.server.http_clients import only_asyncio
+from support.server.module_servers import module_server
 
 import agentflow as af
 from agentflow.errors import AgentflowError, NotSupported, RunFailed
@@ -134,11 +135,7 @@ def engine() -> ConstrainedEngine:
     return ConstrainedEngine(runner=logit_runner(max_context=2048))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(engine()) as running:
-        yield running
-        running.assert_idle()
+server = module_server(engine)
 
 
 def backend_of(route: str, server: ApiServer) -> Backend:

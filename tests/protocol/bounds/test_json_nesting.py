@@ -4,14 +4,14 @@ deep."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import MODEL, ApiServer
+from support.server.module_servers import module_server
 
 from agentflow.engine.text.chat_template import ToolDialect, message_values, to_json
 from agentflow.protocol.bounds.json_bounds import MOST_NESTING, nests_deeper
@@ -90,10 +90,7 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server() as running:
-        yield running
+server = module_server()
 
 
 @pytest.mark.parametrize(("request_with", "value", "depths"), REQUESTS)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import anthropic
 import httpx2
 import pytest
 from support.faulty_servers import FAULTS, FaultyKeys
-from support.server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer
+from support.server.anthropic_peer import HELLO, anthropic_peer
 from support.server.http_clients import CLIENTS
+from support.server.module_servers import module_fixture
 
 from agentflow.server.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS
 
-
-@pytest.fixture(scope="module")
-def peer() -> Iterator[AnthropicPeer]:
-    with anthropic_peer("right", tenants=FaultyKeys(), constraints=False) as running:
-        yield running
-        running.server.assert_idle()
+peer = module_fixture(anthropic_peer, "right", tenants=FaultyKeys(), constraints=False)
 
 
 def test_a_key_comes_in_either_header(peer):

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import anthropic
 import anyio
 import anyio.to_thread
 import pydantic
 import pytest
-from support.server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer, asking
+from support.server.anthropic_peer import HELLO, anthropic_peer, asking
+from support.server.module_servers import module_fixture
 
 MARKS = "<|im_start|>{}\n{}<|im_end|>\n"
 
 
-@pytest.fixture(scope="module")
-def peer() -> Iterator[AnthropicPeer]:
-    with anthropic_peer() as running:
-        yield running
-        running.server.assert_idle()
+peer = module_fixture(anthropic_peer)
 
 
 def test_an_answer_is_a_message(peer):

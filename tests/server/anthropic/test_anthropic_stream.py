@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 
 import anthropic
 import pytest
 from support.server.anthropic_peer import AnthropicPeer, anthropic_peer, asking
+from support.server.module_servers import module_fixture
 
-
-@pytest.fixture(scope="module")
-def peer() -> Iterator[AnthropicPeer]:
-    with anthropic_peer(constraints=False) as running:
-        yield running
-        running.server.assert_idle()
+peer = module_fixture(anthropic_peer, constraints=False)
 
 
 def events_of(peer: AnthropicPeer, **params) -> list[tuple[str, dict]]:

@@ -4,12 +4,11 @@ The model of these tests draws its tokens; what is called is kept valid by the t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import anthropic
 import anyio.to_thread
 import pytest
-from support.server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer, asking
+from support.server.anthropic_peer import HELLO, anthropic_peer, asking
+from support.server.module_servers import module_fixture
 
 SCHEMA = {
     "type": "object",
@@ -22,11 +21,7 @@ CLOCK = {"name": "clock", "input_schema": {"type": "object", "properties": {}, "
 ANY = {"type": "any", "disable_parallel_tool_use": True}
 
 
-@pytest.fixture(scope="module")
-def peer() -> Iterator[AnthropicPeer]:
-    with anthropic_peer() as running:
-        yield running
-        running.server.assert_idle()
+peer = module_fixture(anthropic_peer)
 
 
 def check_call(block) -> None:

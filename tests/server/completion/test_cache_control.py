@@ -4,7 +4,7 @@ and that it stays when memory is short."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import httpx2
@@ -12,6 +12,7 @@ import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import TOKENIZER, FakeEngine
 from support.sent_requests import SentRequests
+from support.server.module_servers import module_server
 
 from agentflow.engine.simulator.fake_runner import FakeRunner
 
@@ -22,10 +23,7 @@ SHORT, LONG = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
 PATHS = {"anthropic": "/v1/messages", "openai": "/v1/chat/completions"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server() as server:
-        yield server
+server = module_server()
 
 
 @pytest.fixture

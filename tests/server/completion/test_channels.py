@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import ConstrainedEngine
 from support.server.http_clients import only_asyncio
+from support.server.module_servers import module_fixture
 from support.thinking_models import CHANNEL_MODEL, in_channels
 from test_thinking import JSON, CheckResumed, ask, asking, deltas_of, generator_of, resuming
 
@@ -167,10 +167,7 @@ async def test_the_next_turn_has_the_tokens_that_were_generated() -> None:
         assert (await ask(generator, again)).text == "A bear."
 
 
-@pytest.fixture(scope="module")
-def check_channels_resumed() -> Iterator[CheckResumed]:
-    with resuming(CHANNEL_MODEL) as check:
-        yield check
+check_channels_resumed = module_fixture(resuming, CHANNEL_MODEL)
 
 
 @given(

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.direct_compiler import direct_compiler
 from support.fake_engine import FakeEngine
+from support.server.module_servers import module_fixture
 from support.thinking_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_MODEL, ThinkingModel
 
 from agentflow.engine.generator.generator import EngineGenerator
@@ -206,10 +207,7 @@ def resuming(model: ThinkingModel) -> Iterator[CheckResumed]:
         yield lambda request, num_tokens: portal.call(check_resumed, generator, request, num_tokens)
 
 
-@pytest.fixture(scope="module")
-def check_qwen_resumed() -> Iterator[CheckResumed]:
-    with resuming(QWEN_MODEL) as check:
-        yield check
+check_qwen_resumed = module_fixture(resuming, QWEN_MODEL)
 
 
 @given(num_tokens=st.integers(1, 60), budget=st.sampled_from([None, 0, 1, 4]), is_constrained=st.booleans())

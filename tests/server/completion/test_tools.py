@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -10,6 +9,7 @@ import pytest
 from support.api_server import ApiServer
 from support.fake_engine import TOKENIZER
 from support.server.apis import CHAT, MESSAGES, OLLAMA, RESPONSES, Api, ask
+from support.server.module_servers import module_fixture
 from support.server.openai_peer import any_text_server
 from support.server.scripted_model import scripted_server
 
@@ -39,11 +39,8 @@ def over(*apis: Api) -> Any:
     return pytest.mark.parametrize("api", apis, ids=[api.name for api in apis])
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    """Its model calls the weather tool twice, and reports when it has a result."""
-    with scripted_server(lambda before: REPORT if "sunny" in before else CALLS) as running:
-        yield running
+server = module_fixture(scripted_server, lambda before: REPORT if "sunny" in before else CALLS)
+"""Its model calls the weather tool twice, and reports when it has a result."""
 
 
 any_text = pytest.fixture(any_text_server, scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx2
@@ -12,17 +12,14 @@ import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
 from support.server.apis import APIS, CHAT, RESPONSES, TEXT, Api
+from support.server.module_servers import module_server
 from support.thinking_models import QWEN_MODEL
 
 from agentflow.engine.request import Origin
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.server.http.caller import Caller
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server() as server:
-        yield server
+server = module_server()
 
 
 @pytest.fixture

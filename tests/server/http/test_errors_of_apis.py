@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -12,15 +11,12 @@ from support.api_server import ApiServer, api_server
 from support.fake_engine import FakeEngine
 from support.faulty_servers import KEY, failing_engine, tenants
 from support.server.apis import APIS, CHAT, MESSAGES, Api, post, refused
+from support.server.module_servers import module_server
 
 EACH_API = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(tenants=tenants(), constraints=False) as running:
-        yield running
-        running.assert_idle()
+server = module_server(tenants=tenants(), constraints=False)
 
 
 def body(api: Api, **fields: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from support.fake_engine import TOKENIZER, FakeEngine
 from support.holds import Hold
 from support.server.apis import CHAT, MESSAGES, TEXT, Api
 from support.server.disconnecting_clients import disconnect, post
+from support.server.module_servers import module_server
 
 from agentflow.engine.generator.requests import MAX_INLINE_CHARS
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
@@ -110,11 +111,8 @@ def test_a_client_that_goes_while_its_prompt_is_tokenized(
     assert len(decoded) == 1
 
 
-@pytest.fixture(scope="module")
-def compiling_server() -> Iterator[ApiServer]:
-    """Its constraints say what happens to the process that compiles them."""
-    with api_server(compile_loader=LOADER) as running:
-        yield running
+compiling_server = module_server(compile_loader=LOADER)
+"""Its constraints say what happens to the process that compiles them."""
 
 
 def held_at(api: Api, hold: Hold, stream: bool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from support.fake_engine import TOKENIZER, FakeEngine
 from support.faulty_servers import KEY, tenants
 from support.server.apis import CHAT, MESSAGES, TEXT, Api, post, refused
 from support.server.exchanges import Exchange, exchange, service
+from support.server.module_servers import module_server
 
 from agentflow.engine.generator.context import PIECE_CHARS
 from agentflow.engine.simulator.fake_runner import FakeRunner
@@ -40,10 +41,7 @@ for _ in range(180):
     DEEP = [DEEP]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(FakeEngine(), constraints=False) as running:
-        yield running
+server = module_server(constraints=False)
 
 
 def asked(server: ApiServer, api: Api, path: str = "", key: str = "any", **body: Any) -> httpx2.Response:

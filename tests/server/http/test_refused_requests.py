@@ -10,6 +10,7 @@ import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import embedding_engine
 from support.server.apis import CHAT, MESSAGES, OLLAMA, SGLANG, Api, post, refused
+from support.server.module_servers import module_server
 from support.server.openai_peer import logit_engine_of_server
 from support.server.refused_requests import (
     EMBEDDING,
@@ -29,12 +30,8 @@ from agentflow.server.config.limits import HttpLimits
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.fixture(scope="module")
-def generating() -> Iterator[ApiServer]:
-    # However often streams are kept alive, a request that is refused has its status.
-    with api_server(logit_engine_of_server(), limits=HttpLimits(stream_keepalive_s=0.01)) as running:
-        yield running
-        running.assert_idle()
+# However often streams are kept alive, a request that is refused has its status.
+generating = module_server(logit_engine_of_server, limits=HttpLimits(stream_keepalive_s=0.01))
 
 
 @pytest.fixture(scope="module")

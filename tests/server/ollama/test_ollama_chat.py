@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.api_server import MODEL, ApiServer
 from support.server.apis import CHAT, ask
+from support.server.module_servers import module_fixture
 from support.server.ollama_peer import ASKED, SAME, answer, error, lines, post, read_lines
 from support.server.openai_peer import logit_server
 from support.server.scripted_model import scripted_server
@@ -20,11 +20,8 @@ DURATIONS = ("load_duration", "prompt_eval_duration", "eval_duration")
 server = pytest.fixture(logit_server, scope="module")
 
 
-@pytest.fixture(scope="module")
-def agent() -> Iterator[ApiServer]:
-    """Its model writes the report."""
-    with scripted_server(lambda _: REPORT) as running:
-        yield running
+agent = module_fixture(scripted_server, lambda _: REPORT)
+"""Its model writes the report."""
 
 
 @pytest.mark.parametrize("name", [MODEL, f"{MODEL}:latest"])

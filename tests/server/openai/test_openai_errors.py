@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -13,6 +13,7 @@ from support.fake_engine import TOKENIZER, FakeEngine
 from support.faulty_servers import FAULTS, FaultyKeys
 from support.server.apis import CHAT, MESSAGES, RESPONSES, Api, post
 from support.server.http_clients import CLIENTS, ClientKind
+from support.server.module_servers import module_server
 from support.server.openai_peer import MESSAGES as TURNS
 from support.server.openai_peer import called, sync_client
 
@@ -27,10 +28,7 @@ CALLS: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(tenants=FaultyKeys(), constraints=False) as running:
-        yield running
+server = module_server(tenants=FaultyKeys(), constraints=False)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pydantic
 import pytest
 from support.api_server import MODEL, ApiServer
+from support.server.module_servers import module_fixture
 from support.server.openai_peer import any_text_server, logit_server, sync_client
 from support.server.scripted_model import scripted_server
 
@@ -42,11 +42,8 @@ def scripted(before: str) -> str:
     return "It is sunny." if "sunny" in before else f"Let me look.\n{CALL}"
 
 
-@pytest.fixture(scope="module")
-def calling() -> Iterator[ApiServer]:
-    """A server whose model follows the script."""
-    with scripted_server(scripted) as running:
-        yield running
+calling = module_fixture(scripted_server, scripted)
+"""A server whose model follows the script."""
 
 
 def asked(**fields: Any) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import MODEL, ApiServer
 from support.fake_engine import TOKENIZER
+from support.server.module_servers import module_server
 from support.server.openai_peer import MESSAGES, logit_engine_of_server
 
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -23,11 +23,7 @@ TEMPLATE = ChatTemplate(
 )
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(logit_engine_of_server(), template=TEMPLATE) as running:
-        yield running
-        running.assert_idle()
+server = module_server(logit_engine_of_server, template=TEMPLATE)
 
 
 def post(server: ApiServer, path: str, **body: Any) -> httpx2.Response:

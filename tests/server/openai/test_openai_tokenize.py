@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import MODEL, ApiServer
 from support.fake_engine import TOKENIZER, FakeEngine
+from support.server.module_servers import module_server
 from support.server.openai_peer import (
     MAX_CONTEXT,
     MESSAGES,
@@ -65,11 +65,8 @@ def test_an_empty_text_has_no_tokens(server: ApiServer) -> None:
     assert post(server, "/detokenize", tokens=[]) == (200, {"prompt": ""})
 
 
-@pytest.fixture(scope="module")
-def prefixed() -> Iterator[ApiServer]:
-    """Its tokenizer puts ``<s>`` in front of every text."""
-    with api_server(FakeEngine(tokenizer=Tokenizer(sentencepiece())), constraints=False) as running:
-        yield running
+prefixed = module_server(lambda: FakeEngine(tokenizer=Tokenizer(sentencepiece())), constraints=False)
+"""Its tokenizer puts ``<s>`` in front of every text."""
 
 
 @pytest.mark.parametrize(

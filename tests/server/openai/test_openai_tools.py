@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import jsonschema
@@ -13,6 +12,7 @@ import pytest
 from support.api_server import MODEL, ApiServer
 from support.server.apis import CHAT, ask
 from support.server.http_clients import CLIENTS, ClientKind, only_asyncio
+from support.server.module_servers import module_fixture
 from support.server.openai_peer import any_text_server, async_client, called, sync_client
 from support.server.scripted_model import scripted_server
 
@@ -43,11 +43,8 @@ class Report(pydantic.BaseModel):
 anyio_backend = pytest.fixture(only_asyncio)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    """Its model calls the tool twice, and repeats its result."""
-    with scripted_server(lambda before: REPORT if "sunny" in before else CALLS) as running:
-        yield running
+server = module_fixture(scripted_server, lambda before: REPORT if "sunny" in before else CALLS)
+"""Its model calls the tool twice, and repeats its result."""
 
 
 any_text = pytest.fixture(any_text_server, scope="module")

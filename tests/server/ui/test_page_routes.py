@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
 
 import httpx2
 import pytest
 from support.api_server import ApiServer, api_server
 from support.faulty_servers import tenants
+from support.server.module_servers import module_server
 
 from agentflow.server.ui.pages import STATIC, policy
 
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(tenants=tenants(), constraints=False) as running:
-        yield running
+server = module_server(tenants=tenants(), constraints=False)
 
 
 def get(server: ApiServer, path: str, **headers: str) -> httpx2.Response:

@@ -58,8 +58,9 @@ def asking(**params: Any) -> dict[str, Any]:
 
 @contextmanager
 def anthropic_peer(key: str = "any", **options: Any) -> Iterator[AnthropicPeer]:
-    """``options``: of ``api_server``."""
+    """``options``: of ``api_server``. The server is idle at the end."""
     with api_server(**options) as server:
         requests = server.observe_requests()
         with anthropic.Anthropic(api_key=key, base_url=server.url, max_retries=0) as client:
             yield AnthropicPeer(server, client, requests)
+        server.assert_idle()
