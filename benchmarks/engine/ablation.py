@@ -185,6 +185,7 @@ class AblatedEngine:
         ):
             for name in names:
                 setattr(part, name, self._timed(getattr(part, name)))
+        memory.on_cached, memory.on_evict = scheduler.waiting.tokens_cached, scheduler.waiting.tokens_evicted
 
     def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

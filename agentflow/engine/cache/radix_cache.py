@@ -164,7 +164,11 @@ class RadixCache:
         self.clock += 1
         if match.node.parent is None:
             match = PrefixMatch(self._root(cache_key), 0)  # the former root may be gone
-        found = self._walk(match, run)
+        if match.node.children or match.node.parent is None:
+            found = self._walk(match, run)
+        else:
+            self._used(match.node)
+            found = match
         existing, end = found.num_tokens, len(run) // TOKEN_BYTES
         if existing == end:
             return found, existing
@@ -382,14 +386,16 @@ class RadixCache:
         return root
 
     def _grow(self, node: Node, run: TokenRun, slots: SlotArray, start: int, new_prompt: int) -> None:
+        account, num_new = node.account, len(slots) - start
         node.run += run[start * TOKEN_BYTES :]
         node.slots = np.concatenate((node.slots, slots[start:]))
         node.num_prompt += new_prompt
         node.last_access = self.clock
-        node.account.num_locked += len(slots) - start
-        node.account.num_held += len(slots) - start
-        self.num_locked += len(slots) - start
-        self._entered(node.account, len(slots) - start)
+        account.num_locked += num_new
+        account.num_held += num_new
+        self.num_locked += num_new
+        self.num_cached += num_new
+        self._holdings.entered(account, num_new)
 
     def _add_leaf(self, parent: Node, run: TokenRun, slots: SlotArray, start: int, new_prompt: int) -> Node:
         # A copy: the caller's slots are a buffer that changes later.
@@ -402,13 +408,10 @@ class RadixCache:
         _add_child(parent, leaf)
         leaf.account.leaves.num_leaves += 0 if was_leaf else 1
         leaf.account.leaves.push(leaf)
-        self._entered(leaf.account, len(leaf.slots))
+        self._accounts[leaf.account.owner] = leaf.account
+        self.num_cached += len(leaf.slots)
+        self._holdings.entered(leaf.account, len(leaf.slots))
         return leaf
-
-    def _entered(self, account: Account, num_tokens: int) -> None:
-        self._accounts[account.owner] = account
-        self._holdings.entered(account, num_tokens)
-        self.num_cached += num_tokens
 
     def _left(self, account: Account, num_tokens: int) -> None:
         self._holdings.left(account, num_tokens)

@@ -260,10 +260,8 @@ class InProgressPrefixes:
         """Whether a running request is about to compute the first token that ``request``, of which ``match``
         tokens are cached, could then take from the cache. Only a request that computes ahead counts on
         another one that does: these get few tokens of a step beside others."""
-        if match >= request.num_reusable:
-            return False
         here = self._at.get((request.cache_key, match, request.cached_id(match)))
-        if here is None:
+        if here is None or match >= request.num_reusable:
             return False
         run = request.run(match)
         is_ahead = request.origin.is_ahead

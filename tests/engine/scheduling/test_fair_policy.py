@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.engine.requests import request_of
+from support.engine.scheduler_harness import Harness
 from support.examples import examples
 from support.faults import has_param
 
@@ -856,3 +857,59 @@ def test_the_patience_of_requests_is_on_the_clock_of_the_scheduler(now, chosen):
     scheduler.add(request_of(1, np.append(prefix, 7).astype(np.int32), 1, SamplingParams()))
     assert scheduler.schedule() is not None
     assert [*scheduler.running] == [chosen]
+
+
+plain = st.tuples(
+    st.sampled_from([0, 20, 50]),  # tokens that the prompts share
+    st.integers(1, 60),  # others
+    st.sampled_from("aaab"),
+    st.sampled_from([0, 0, 0, 1]),  # priority
+    st.sampled_from(["latency", "latency", "throughput"]),
+    st.integers(1, 4),  # outputs
+    st.integers(0, 3),  # steps until the next one
+)
+times_and_groups = st.tuples(st.sampled_from([math.inf, math.inf, 1.0]), st.integers(0, 1), st.integers(0, 1))
+
+
+@examples(300)
+@given(
+    plan=st.lists(st.tuples(plain, st.just((math.inf, 0, 0))), min_size=2, max_size=20)
+    | st.lists(st.tuples(plain, times_and_groups), min_size=2, max_size=20),
+    num_slots=st.sampled_from([130, 200, 1000]),
+    max_running=st.integers(2, 6),
+    places=st.dictionaries(st.integers(0, 30), st.tuples(st.integers(1, 3), st.integers(0, 1)), max_size=2),
+)
+def test_a_search_that_is_not_repeated_has_the_same_result(plan, num_slots, max_running, places):
+    """Against a policy that searches each time that it is asked for the next request."""
+    kept, searching = harnesses = [
+        Harness(num_slots, clock=lambda: 0.0, token_budget=16, max_running=max_running) for _ in range(2)
+    ]
+    next_of_queue = tenant_queue.TenantQueue.next
+
+    def searched(queue, prompts, is_blocked):
+        if queue in searching.scheduler.waiting._tenants.values():
+            queue.changed()
+            queue._has_searched = True
+        return next_of_queue(queue, prompts, is_blocked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tenant_queue.TenantQueue, "next", searched)
+        for harness in harnesses:
+            num_steps = 0
+            for number, (one, (deadline, group, program)) in enumerate(plan):
+                shared, size, tenant, priority, objective, count, steps = one
+                prompt = [*range(1, shared + 1), *range(100 * number + 100, 100 * number + 100 + size)]
+                origin = {"tenant": tenant, "priority": priority, "objective": objective}
+                origin |= {"task_group": group, "program": program, "state": number % 3 + 1}
+                harness.add(number, prompt, count, deadline=deadline, **origin)
+                for _ in range(steps):
+                    if num_steps in places:
+                        state, program = places[num_steps]
+                        harness.scheduler.place(state, program, 0, "latency")
+                    harness.step()
+                    num_steps += 1
+            harness.run()
+    for ours, theirs in zip(kept.batches, searching.batches, strict=True):
+        assert ours.req_rows.tolist() == theirs.req_rows.tolist()
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert ours.positions.tolist() == theirs.positions.tolist()

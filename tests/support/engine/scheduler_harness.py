@@ -4,8 +4,10 @@ The fake runner's next token hashes everything the page table shows, so any mist
 sharing, chunking, eviction or preemption changes an output or raises.
 """
 
+import time
 import zlib
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from support.engine.requests import request_of
@@ -44,7 +46,13 @@ class Harness:
     collected, if there is one to launch."""
 
     def __init__(
-        self, num_slots: int = 256, *, ahead: bool = False, feature_bytes: float | None = None, **config
+        self,
+        num_slots: int = 256,
+        *,
+        ahead: bool = False,
+        feature_bytes: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **config,
     ) -> None:
         self.runner = FakeRunner(
             num_slots=num_slots,
@@ -59,6 +67,7 @@ class Harness:
             max_context=128,
             config=SchedulerConfig(**config),
             policies=SIMULATED_POLICIES,
+            clock=clock,
             media=self.media,
         )
         self.copy, self.copied = TableCopy(), np.full_like(self.scheduler.memory.table.slots, -1)

@@ -94,8 +94,10 @@ class FairLongestPrefix(Policy):
         tenant = self._tenants.get(request.tenant)
         if tenant is None or request.id not in tenant.arrivals.waiting:
             request.origin = origin
-            if tenant is not None and request.id in tenant.aside:
-                self._bring_back(tenant)
+            if tenant is not None:
+                tenant.changed()
+                if request.id in tenant.aside:
+                    self._bring_back(tenant)
             return
         match = tenant.count_match(request)
         tenant.take_out(request)
@@ -146,6 +148,8 @@ class FairLongestPrefix(Policy):
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         """A request of the tenant with the lowest charge that can use a chunk. Within a step charges only
         grow, and a tenant that cannot use one cannot use a later one either."""
+        if is_blocked is None and len(prompts) == 1:
+            return self._next_from(self._tenants[prompts[0].tenant], prompts, None)
         if is_blocked is None:  # only a tenant with a running prompt can use it
             names = {request.tenant for request in prompts}
             tenant = min([self._tenants[name] for name in names], key=_charge_key, default=None)
@@ -162,7 +166,9 @@ class FairLongestPrefix(Policy):
         self, tenant: TenantQueue, prompts: Sequence[Request], is_blocked: IsBlocked | None
     ) -> Request | None:
         self._in_step[tenant] = None
-        return tenant.next([request for request in prompts if request.tenant == tenant.name], is_blocked)
+        if len(self._tenants) > 1:
+            prompts = [request for request in prompts if request.tenant == tenant.name]
+        return tenant.next(prompts, is_blocked)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         name, number = request.cache_key.tenant, request.origin.program
@@ -270,7 +276,7 @@ class FairLongestPrefix(Policy):
             used, _, tenant = self._by_charge[0]
             if not self._has_requests(tenant):
                 heapq.heappop(self._by_charge)
-            elif used != tenant.used:
+            elif used != tenant.used and len(self._by_charge) > 1:
                 heapq.heapreplace(self._by_charge, (*_charge_key(tenant), tenant))
             else:
                 return tenant

@@ -145,6 +145,12 @@ class TenantQueue:
         self.oldest: Request | None = None
         self.oldest_tokens = self.other_tokens = 0
         self.may_begin = True
+        self._chosen: Request | None = None  # the first that waits, if it was found in this step
+        self._has_searched = False  # in this step
+        # Since the last change of the line:
+        self._found: _Found | None = None
+        self._first_prompt: Request | None = None  # goes before ``_passed``
+        self._passed: Request | None = None
         self.open_groups: dict[Hashable, None] = {}
         self.preempted = Preempted()
         self.aside: dict[int, Request] = {}
@@ -170,12 +176,14 @@ class TenantQueue:
 
     def lose_patience(self, request: Request, patience_end: float) -> None:
         """The patience of a waiting request ends earlier than it did."""
+        self.changed()
         request.patience_end = patience_end
         self._patience_ends.add(patience_end, request)
 
     def put_in(self, request: Request, run: TokenRun, match: int, program: TenantProgram | None) -> None:
         """Gives an arrived request its place in the order. Its times, which stay, are not part of the place.
         The arguments are those of ``add``."""
+        self.changed()
         rank = (*_objective_rank(request), 0 if program is None else self._level(program))
         if len(self.few) < MAX_FEW and (self.few or not self._num_at):
             self.few.append(_Few(request, run, match, rank, self._is_short(request, match)))
@@ -197,6 +205,7 @@ class TenantQueue:
 
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
+        self.changed()
         if self.preempted.pop(request.id, None) is not None or self.aside.pop(request.id, None) is not None:
             return
         self.arrivals.remove(request)
@@ -207,6 +216,7 @@ class TenantQueue:
 
     def take_out(self, request: Request) -> None:
         """Reverses ``put_in``."""
+        self.changed()
         if self.few:
             self.few.remove(self._find_few(request))
         else:
@@ -260,18 +270,22 @@ class TenantQueue:
     def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
         """As in ``WaitingTree``."""
         for one in self.few:
-            if one.request.cache_key == cache_key:
-                one.match = max(one.match, one.common(run))
+            if one.request.cache_key == cache_key and (common := one.common(run)) > one.match:
+                one.match = common
+                self.changed()
         for tree in self.trees:
-            tree.tokens_cached(cache_key, run)
+            if tree.tokens_cached(cache_key, run):
+                self.changed()
 
     def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
         """As in ``WaitingTree``."""
         for one in self.few:
             if one.match > kept and one.request.cache_key == cache_key and one.common(run()) > kept:
                 one.match = kept
+                self.changed()
         for tree in self.trees:
-            tree.tokens_evicted(cache_key, run, kept)
+            if tree.tokens_evicted(cache_key, run, kept):
+                self.changed()
 
     def _plant(self, one: _Few) -> None:
         if not self.trees:
@@ -293,22 +307,67 @@ class TenantQueue:
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         """The request that gets the next chunk, in the order of the module's docstring."""
-        self.oldest = prompts[0] if prompts else None
-        if self.oldest is not None and OLDEST_PART * self.oldest_tokens < self.other_tokens:
-            return self.oldest
+        oldest = self.oldest = prompts[0] if prompts else None
+        if oldest is not None and OLDEST_PART * self.oldest_tokens < self.other_tokens:
+            return oldest
         chosen: Request | None = None
         if is_blocked is not None and self.num_waiting and self.may_begin:
-            due = self._first_due(is_blocked)
-            if due is not None:
-                return due
-            if self.may_begin:
-                chosen = self._first_waiting(is_blocked)
+            chosen = self._chosen
+            if chosen is None or chosen.is_held_back:
+                chosen, is_due = self._search(is_blocked)
+                if is_due:
+                    return chosen
+                self._chosen = chosen
                 self.may_begin = chosen is not None  # within a step requests only become blocked
-        if prompts:
-            first = min(prompts, key=self._urgency)
-            if chosen is None or self._urgency(chosen) >= self._urgency(first):
-                return first
-        return chosen
+        if oldest is None:
+            return chosen
+        first = oldest if len(prompts) == 1 else min(prompts, key=self._urgency)
+        if chosen is None or (first is self._first_prompt and chosen is self._passed):
+            return first
+        if self._urgency(chosen) < self._urgency(first):
+            return chosen
+        self._first_prompt, self._passed = first, chosen
+        return first
+
+    def changed(self) -> None:
+        """The requests that wait, their order or their matches have changed, or a prompt's place has."""
+        self._chosen = self._found = self._first_prompt = self._passed = None
+
+    def _search(self, is_blocked: IsBlocked) -> tuple[Request | None, bool]:
+        """The first waiting request that is not blocked, if there is one, and whether it goes before all
+        running prompts. The step's first search asks again whom the last one asked, and ends there if none of
+        them is blocked and nothing has changed."""
+        found, is_first = self._found, not self._has_searched
+        self._has_searched = True
+        if not is_first:
+            return self._search_all(is_blocked)
+        if found is not None and not self.preempted:
+            for request, match in found.asked:
+                if is_blocked(request, match):
+                    break
+            else:
+                return found.first, False
+        asked: list[tuple[Request, int | None]] = []
+        num_blocked = 0
+
+        def ask(request: Request, match: int | None) -> bool:
+            nonlocal num_blocked
+            asked.append((request, match))
+            blocked = is_blocked(request, match)
+            num_blocked += blocked
+            return blocked
+
+        self._found = None
+        first, is_due = self._search_all(ask)
+        if first is not None and not is_due and not num_blocked and not self._prefers:
+            self._found = _Found(first, asked)
+        return first, is_due
+
+    def _search_all(self, is_blocked: IsBlocked) -> tuple[Request | None, bool]:
+        due = self._first_due(is_blocked)
+        if due is not None:
+            return due, True
+        return self._first_waiting(is_blocked) if self.may_begin else None, False
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charges for ``num_tokens`` tokens of the request."""
@@ -321,7 +380,9 @@ class TenantQueue:
     def start_step(self) -> None:
         """Forgets the tokens that prompts got in the last step."""
         self.oldest, self.oldest_tokens, self.other_tokens = None, 0, 0
-        self.may_begin = True
+        self.may_begin, self._chosen, self._has_searched = True, None, False
+        if self._first_prompt is not None and self._first_prompt.num_generated:
+            self._first_prompt = None  # the tokens that it has to compute count now
         for tree in self.trees:
             tree.start_step()
 
@@ -342,6 +403,8 @@ class TenantQueue:
     def _first_waiting(self, is_blocked: IsBlocked) -> Request | None:
         """The first request that is not blocked, of the highest priority that has one: a preferred request,
         or the first in the trees."""
+        if not self._prefers:
+            return self._first_in_trees(is_blocked)
         highest = max(self._num_at, default=0)
         preferred = self._first_preferred(highest, is_blocked)
         if preferred is not None:
@@ -352,6 +415,12 @@ class TenantQueue:
         if found.origin.priority != highest:
             preferred = self._first_preferred(found.origin.priority, is_blocked)
         return preferred or self._continuing_before(found, is_blocked) or found
+
+    @property
+    def _prefers(self) -> bool:
+        """Whether a request may be preferred to the first in the trees."""
+        has_times = self._deadlines.heaps or self._patience_ends.heaps
+        return bool(has_times or self.open_groups or self._continuing)
 
     def _first_preferred(self, priority: int, is_blocked: IsBlocked) -> Request | None:
         """Of the requests with this priority: the first deadline, then the first whose patience has ended,
@@ -500,6 +569,14 @@ class _Few:
 
 def _order_of_few(one: _Few) -> tuple[_Rank, int]:
     return one.rank, -one.match
+
+
+class _Found(NamedTuple):
+    """The first request that waits, and the requests that were asked to find it, with their matches. None of
+    them was blocked, nor preferred."""
+
+    first: Request
+    asked: Sequence[tuple[Request, int | None]]
 
 
 class _Place(NamedTuple):

@@ -169,24 +169,30 @@ class WaitingTree:
                     parent.uncached.pop(node.first_token, None)
             node = parent
 
-    def tokens_cached(self, cache_key: Hashable, run: TokenRun) -> None:
-        """The whole of ``run`` is cached now."""
+    def tokens_cached(self, cache_key: Hashable, run: TokenRun) -> bool:
+        """The whole of ``run`` is cached now. Returns whether the match of a request has changed."""
+        has_changed = False
         for root in self.roots.get(cache_key, _NO_ROOTS).values():
             for child, common in _along(root, run):
                 if common > child.cached:
                     self._set_cached(child, common)
+                    has_changed = True
+        return has_changed
 
-    def tokens_evicted(self, cache_key: Hashable, run: Callable[[], TokenRun], kept: int) -> None:
+    def tokens_evicted(self, cache_key: Hashable, run: Callable[[], TokenRun], kept: int) -> bool:
         """Of the run that ``run()`` returns, and of all its continuations, only the first ``kept`` tokens are
-        still cached."""
+        still cached. Returns whether the match of a request has changed."""
         roots = self.roots.get(cache_key)
         if roots is None:
-            return
+            return False
         evicted = run()
+        has_changed = False
         for root in roots.values():
             for child, common in _along(root, evicted):
                 if child.cached and child.start + common > kept:
                     self._set_cached(child, min(child.cached, max(0, kept - child.start)))
+                    has_changed = True
+        return has_changed
 
     def start_step(self) -> None:
         """A step is being planned: requests that were blocked may be free again."""
