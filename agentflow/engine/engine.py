@@ -225,16 +225,13 @@ class Engine:
             len(batch.token_ids), self.scheduler.num_decode_tokens, self.scheduler.waiting.num_waiting
         )
         self._in_flight.append(launched)
-        self._announce(batch)
-        # With launches ahead, another processor computes the forward pass meanwhile.
-        if batch.sampled.masks is not None and not self._num_ahead:
-            batch.sampled.fill_masks()
         launched.began = time.perf_counter()
         self.times[_SCHEDULE].count(STEP_BOUNDS_S, launched.began - began)
         try:
             launched.handle = self._runner.launch(batch)
         except Exception as error:  # raised when its turn comes: batches complete in order
             launched.error = error
+        self._announce(batch)
         return True
 
     def _encode(self) -> None:
@@ -494,14 +491,21 @@ class Engine:
         self._outbox.append(StepBegins(len(batch.token_ids)))
 
     def _meanwhile(self) -> None:
-        """Delivers the previous step's messages while a batch runs. An error is raised only after the batch,
-        which did not cause it."""
+        """Does while a batch runs what the next one does not depend on: makes the rest of the previous step's
+        messages and delivers them, and learns from the time of the step. An error of the delivery is raised
+        only after the batch, which did not cause it."""
+        self.scheduler.cost.settle()
         try:
             self._deliver_outbox()
         except Exception as error:
             self._delivery_error = error
 
+    def _report_texts(self) -> None:
+        for request, error in self._outputs.report():
+            self._fail(request.id, _as_failure(error, "cannot process the request's output"))
+
     def _deliver_outbox(self) -> None:
+        self._report_texts()
         self._add_reports()
         if self._outbox:
             delivered = [*self._outbox]
@@ -511,6 +515,7 @@ class Engine:
             self.times[_DELIVER].count(STEP_BOUNDS_S, time.perf_counter() - began)
 
     def _fail(self, request_id: int, error: AgentflowError) -> None:
+        self._report_texts()  # it needs the request's text
         self._outbox.append(Failed(request_id, error.code, str(error), error.param))
         self._drop(request_id)
 

@@ -2,6 +2,9 @@
 
 A request's tokens become text, which may end it (``detokenizer``). A grammar, or the budget of its reasoning
 (``constrained``), may force the tokens that follow. ``Outputs`` reports them, and the end of the request.
+
+A token whose text cannot end its request is put aside: nothing that the next batch contains depends on its text.
+The engine lets ``report`` make its text and its message while that batch runs.
 """
 
 from __future__ import annotations
@@ -22,6 +25,17 @@ from agentflow.protocol.text.stop_pattern import shared_time
 
 MAX_TENANTS = 4096
 """Tenants whose time for searches is remembered."""
+
+
+_Aside = tuple[Row, bool, int | None]
+"""A row with one token, whether it is free of stops, and ``ConstrainedRequest.answer_at`` behind it."""
+
+
+def _progress(row: Row, text: str, answer_at: int | None) -> Progress:
+    """The message about sampled tokens."""
+    request = row.request
+    logprobs = row.logprobs if request.params.wants_logprobs else ()
+    return Progress(request.id, text, row.token_ids, logprobs, row.tops, answer_at=answer_at)
 
 
 class Outputs:
@@ -52,6 +66,7 @@ class Outputs:
         self._searches: OrderedDict[str, CpuAllowance] = OrderedDict()  # by tenant, the last used one last
         self._constrained: dict[int, ConstrainedRequest] = {}
         self._finish_reasons: dict[int, str] = {}  # of requests whose text is complete, but not yet scored
+        self._aside: list[_Aside] = []  # in the order of the batch
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -111,32 +126,64 @@ class Outputs:
         text, constrained = self._texts[request.id], self._constrained.get(request.id)
         if token_id in self._end_ids and not params.ignore_eos:
             jump = None if constrained is None else constrained.end_reasoning()
-            if jump is None:
+            if constrained is None or jump is None:
                 self._finish(request, "eos")
             else:
-                self._report(row, "", constrained)
+                self._report(row, "", constrained.answer_at)
                 self._jump(request, text, jump)
         elif token_id in params.stop_token_ids and not (
             text.is_in_call or (constrained is not None and constrained.is_thinking)
         ):
             self._finish(request, "stop", token_id)
-        else:
+        elif text.may_stop:
             is_free = constrained is not None and not constrained.read(token_id)
-            self._report(row, text.push(token_id, is_free=is_free), constrained)
+            answer_at = None if constrained is None else constrained.answer_at
+            self._report(row, text.push(token_id, is_free=is_free), answer_at)
             if constrained is not None and not text.stopped:
                 jump = constrained.update()
                 if jump is not None:
                     self._jump(request, text, jump)
             self.end_if_complete(request)
+        else:
+            is_free, answer_at, jump = False, None, None
+            if constrained is not None:
+                is_free, answer_at = not constrained.read(token_id), constrained.answer_at
+                jump = constrained.update()
+            if jump is None and not self._is_complete(request, constrained):
+                self._aside.append((row, is_free, answer_at))
+                return
+            self._report(row, text.push(token_id, is_free=is_free), answer_at)
+            if jump is not None:
+                self._jump(request, text, jump)
+            self.end_if_complete(request)
 
-    def _report(self, row: Row, text: str, constrained: ConstrainedRequest | None) -> None:
+    @staticmethod
+    def _is_complete(request: Request, constrained: ConstrainedRequest | None) -> bool:
+        """Whether the request has as many tokens as it may have, or its grammar's text is complete."""
+        if request.num_generated >= request.max_new_tokens:
+            return True
+        return constrained is not None and constrained.is_complete()
+
+    def report(self) -> list[tuple[Request, Exception]]:
+        """Reports the tokens that were put aside, before all other messages: they are the oldest. Returns the
+        requests for which that fails."""
+        aside, self._aside = self._aside, []
+        messages: list[FromEngine] = []
+        failed: list[tuple[Request, Exception]] = []
+        for row, is_free, answer_at in aside:
+            text = self._texts.get(row.request.id)
+            if text is None:
+                continue
+            try:
+                messages.append(_progress(row, text.push(row.token_ids[0], is_free=is_free), answer_at))
+            except Exception as error:
+                failed.append((row.request, error))
+        self._outbox[:0] = messages
+        return failed
+
+    def _report(self, row: Row, text: str, answer_at: int | None) -> None:
         """Reports sampled tokens."""
-        request = row.request
-        logprobs = row.logprobs if request.params.wants_logprobs else ()
-        answer_at = None if constrained is None else constrained.answer_at
-        self._outbox.append(
-            Progress(request.id, text, row.token_ids, logprobs, row.tops, answer_at=answer_at)
-        )
+        self._outbox.append(_progress(row, text, answer_at))
 
     def _jump(self, request: Request, text: TextEnd, jump: Jump) -> None:
         """Appends the tokens that the grammar, or the budget of reasoning, forces. None behind a stop."""

@@ -2,7 +2,8 @@
 
 A batch is a ``ForwardInput`` with one row per token to compute. An ``Adapter`` changes the products of some
 rows. ``AttentionBatch`` has the positions that each row attends to; its last rows may belong to trees
-(``TreeAttention``). ``ChoiceRows`` describes how to choose a token for each row of logits.
+(``TreeAttention``). ``ChoiceRows`` describes how to choose a token for each row of logits, and ``Likelihoods``
+has the log-probabilities that are wanted beside them.
 """
 
 from __future__ import annotations
@@ -204,6 +205,23 @@ class ChoiceRows:
     masked_rows: IntArray | None = None  # [M]: the rows with a mask; None: no row has one
     # [M, any]: the allowed tokens of ``masked_rows``, as bits of 32-bit words, lowest bit first.
     mask_words: NDArray[np.uint32] | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Likelihoods:
+    """Arrays for the log-probabilities of S rows, of unmodified logits, which a forward pass writes. A row whose
+    logits are not finite has the token ``NOT_FINITE``, and its numbers here have no meaning."""
+
+    logprobs: FloatArray  # [S], of the row's token
+    ranks: IntArray | None = None  # [S]: how many tokens are at least as likely as the row's, itself included
+    # [S, any]: the likeliest tokens, as in ``Sampler.likeliest``, and their log-probabilities
+    top_ids: IntArray | None = None
+    top_logprobs: FloatArray | None = None
+    wants_top: NDArray[np.bool_] | None = None  # [S]: other rows of these two are not written; None: all are
+    # Further tokens to score: their rows, which ascend, and ids.
+    scored_rows: IntArray | None = None
+    scored_ids: IntArray | None = None
+    scored_logprobs: FloatArray | None = None
 
 
 def tree_block(head: NDArray[np.int32], paths: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:

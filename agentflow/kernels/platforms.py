@@ -20,7 +20,7 @@ from agentflow.kernels.attention.backend import AttentionBackend
 from agentflow.kernels.attention.reference_attention import ReferenceAttention
 from agentflow.kernels.attention.torch_attention import TorchAttention
 from agentflow.kernels.decoder_weights import DecoderWeights
-from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray, LinearWeight
+from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray, Likelihoods, LinearWeight
 from agentflow.kernels.linear.method import LinearMethod
 from agentflow.kernels.linear.reference_linear import ReferenceLinear
 from agentflow.kernels.linear.torch_linear import TorchLinear
@@ -51,8 +51,20 @@ class Forward(Protocol):
         """Writes the KV of all rows. The result is the normed last hidden states of ``given.rows``, [S,
         hidden_size]."""
 
-    def start_tokens(self, given: ForwardInput, choice: ChoiceRows) -> Callable[[], IntArray]:
-        """Writes the KV of all rows. The result is the tokens that ``Sampler.choose`` chooses, [S]."""
+    def start_tokens(
+        self,
+        given: ForwardInput,
+        make_choice: Callable[[], ChoiceRows],
+        likelihoods: Likelihoods | None = None,
+    ) -> Callable[[], IntArray]:
+        """Writes the KV of all rows. The result is the tokens that ``Sampler.choose`` chooses, [S].
+
+        Args:
+            given: the rows.
+            make_choice: how to choose; called while the forward pass runs, which does not need it before its
+                end.
+            likelihoods: arrays for the log-probabilities; None: none are wanted.
+        """
 
 
 @dataclass(frozen=True)

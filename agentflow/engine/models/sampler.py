@@ -24,16 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.engine.batch import BatchOutput, FloatArray, IntArray, LogitEdits, SampledRows
-from agentflow.kernels.inputs import ChoiceRows
+from agentflow.kernels.inputs import ChoiceRows, Likelihoods
 from agentflow.kernels.sampling.no_choice import NOT_FINITE
 from agentflow.kernels.sampling.sampler import Sampler
 from agentflow.kernels.uploads import upload
 from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
-
-
-def wants_only_tokens(sampled: SampledRows) -> bool:
-    """Whether there are rows, and all of them need only ``Sampler.choose`` on unedited logits."""
-    return len(sampled.rows) > 0 and sampled.edits is None and not sampled.needs_logprobs
 
 
 def choose_tokens(logits: Tensor, sampled: SampledRows, sampler: Sampler) -> BatchOutput:
@@ -178,6 +173,43 @@ def choice_rows(sampled: SampledRows) -> ChoiceRows:
         uniforms(sampled.seeds, sampled.positions) if is_random else np.zeros(len(sampled.rows)),
         None if masks is None else masks.rows,
         None if masks is None else masks.words,
+    )
+
+
+def empty_likelihoods(sampled: SampledRows, vocab_size: int) -> Likelihoods | None:
+    """Returns arrays for the log-probabilities that the rows need, for ``Forward.start_tokens``; None if they
+    need none."""
+    if not sampled.needs_logprobs:
+        return None
+    num, counts, scored = len(sampled.rows), sampled.top_counts, sampled.scored
+    wants_top = top_ids = top_logprobs = None
+    if counts is not None:
+        shape = num, min(MAX_TOP_LOGPROBS, vocab_size)
+        wants_top = counts > 0
+        top_ids, top_logprobs = np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.float32)
+    return Likelihoods(
+        np.empty(num, dtype=np.float32),
+        np.empty(num, dtype=np.int64) if _needs_ranks(sampled) else None,
+        top_ids,
+        top_logprobs,
+        wants_top,
+        None if scored is None else scored.rows,
+        None if scored is None else scored.token_ids,
+        None if scored is None else np.empty(len(scored.rows), dtype=np.float32),
+    )
+
+
+def make_output(token_ids: IntArray, found: Likelihoods | None) -> BatchOutput:
+    """Returns the results of ``Forward.start_tokens`` as a batch's output."""
+    if found is None:
+        return BatchOutput(token_ids, None)
+    return BatchOutput(
+        token_ids,
+        found.logprobs,
+        found.top_ids,
+        found.top_logprobs,
+        found.scored_logprobs,
+        ranks=found.ranks,
     )
 
 

@@ -28,8 +28,9 @@ from agentflow.engine.models.pooling import EmbeddingHead
 from agentflow.engine.models.sampler import (
     choice_rows,
     choose_tokens,
+    empty_likelihoods,
     make_embedding_output,
-    wants_only_tokens,
+    make_output,
 )
 from agentflow.engine.models.transformers_model import TransformersModel, load_transformers
 from agentflow.engine.models.vision.encoding import TowerEncoding
@@ -49,7 +50,7 @@ from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.engine.store.model_identity import model_identity
 from agentflow.errors import BadArgument
 from agentflow.kernels.device_stream import DeviceStream
-from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ChoiceRows, ForwardInput
+from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ForwardInput, Likelihoods
 from agentflow.kernels.platforms import Kernels, kernels_for
 from agentflow.kernels.ranks import Ranks
 
@@ -132,13 +133,19 @@ _MEMORY_WORDS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "out of memory")
 _FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [CUDA]")
 
 
+def _is_chosen_in_pass(sampled: SampledRows) -> bool:
+    """Whether a forward pass in one call may choose the tokens: there are some, their logits fit into memory
+    together, and no logit is edited."""
+    return 0 < len(sampled.rows) <= MAX_LOGIT_ROWS and sampled.edits is None
+
+
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """A batch of ``TorchRunner`` that is running. ``tokens`` or ``hidden`` is set, and waits for its end."""
 
     sampled: SampledRows
-    choice: ChoiceRows | None  # the rows' parameters for ``Sampler.choose``, if only tokens are needed
     tokens: Callable[[], IntArray] | None = None
+    likelihoods: Likelihoods | None = None  # beside ``tokens``, if any are needed
     hidden: Callable[[], Tensor] | None = None
 
 
@@ -324,35 +331,26 @@ class TorchRunner:
             return self._ahead.launch(batch, given)
         assert batch.pending is None
         sampled, model = batch.sampled, self._model
-        choice = None
-        if (
-            self._embedding_head is None
-            and len(sampled.rows) <= MAX_LOGIT_ROWS
-            and wants_only_tokens(sampled)
-        ):
-            choice = choice_rows(sampled)
         if isinstance(model, Decoder) and model.whole_forward is not None:
-            if choice is not None and not model.is_part:
-                return _Launched(sampled, choice, tokens=model.whole_forward.start_tokens(given, choice))
-            return _Launched(sampled, choice, hidden=model.whole_forward.start_hidden(given))
+            if model.is_part or self._embedding_head is not None or not _is_chosen_in_pass(sampled):
+                return _Launched(sampled, hidden=model.whole_forward.start_hidden(given))
+            likelihoods = empty_likelihoods(sampled, self.info.vocab_size)
+            tokens = model.whole_forward.start_tokens(given, partial(choice_rows, sampled), likelihoods)
+            return _Launched(sampled, tokens, likelihoods)
         if self._device.type == "cpu":  # this thread computes, after it has delivered earlier results
-            return _Launched(sampled, choice, hidden=partial(model.forward, given))
+            return _Launched(sampled, hidden=partial(model.forward, given))
         hidden = model.forward(given)  # launches kernels and does not wait for them
-        return _Launched(sampled, choice, hidden=lambda: hidden)
+        return _Launched(sampled, hidden=lambda: hidden)
 
     @torch.inference_mode()
     def _collect(self, launched: _Launched) -> BatchOutput:
         sampled = launched.sampled
         if launched.tokens is not None:
-            return BatchOutput(launched.tokens(), None)
+            return make_output(launched.tokens(), launched.likelihoods)
         assert launched.hidden is not None
         hidden = launched.hidden()
         if self._embedding_head is not None:
             return make_embedding_output(sampled, self._embedding_head(hidden))
-        if launched.choice is not None:
-            logits, sampler = self._model.logits(hidden), self._kernels.sampler
-            tokens = sampler.choose(logits, sampler.stage(launched.choice, logits.device))
-            return BatchOutput(tokens.cpu().numpy(), None)
         outputs: list[BatchOutput] = []
         for part in divide_rows(sampled):
             logits = self._model.logits(hidden[len(outputs) * MAX_LOGIT_ROWS :][: len(part.rows)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentflow.engine.batch import BatchOutput
@@ -49,7 +50,7 @@ class Launched:
 
     rows: list[Row]
     scored: list[ScoredNodes]  # the rows and nodes of trees that have tokens to score
-    features: StepFeatures  # its costs, for ``StepCost``
+    features: Callable[[], StepFeatures]  # makes its costs, for ``StepCost``
 
 
 class InFlight:
@@ -68,7 +69,7 @@ class InFlight:
         self._prefills = prefills
         self._counters = counters
 
-    def launch(self, rows: list[Row], features: StepFeatures, *, is_scored: bool) -> None:
+    def launch(self, rows: list[Row], features: Callable[[], StepFeatures], *, is_scored: bool) -> None:
         """The batch of these rows is launched, after the batches in flight. ``is_scored``: it scores
         tokens of trees."""
         scored: list[ScoredNodes] = []

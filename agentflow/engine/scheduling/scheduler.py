@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.blocks import OnBlocks
@@ -272,13 +273,13 @@ class Scheduler:
         try:
             shared = self.memory.readers.prefixes() if len(self.running) > 1 else ()
             batch = build_batch(rows, slots, self.memory.table, shared, self._sampling, before)
-            features = batch_features(batch)
         except Exception:
             self.memory.slots.release(slots)
             for request in draft.tokens:
                 request.node_slots = request.node_slots[: request.num_nodes_computed]
             raise
         self.num_decode_tokens = draft.num_decode
+        features = partial(batch_features, batch)
         self._in_flight.launch(rows, features, is_scored=batch.sampled.scored is not None)
         return batch
 
@@ -510,7 +511,7 @@ class Scheduler:
         self._count_step()
         return results
 
-    def _observe(self, features: StepFeatures, took_s: float) -> None:
+    def _observe(self, features: Callable[[], StepFeatures], took_s: float) -> None:
         self.cost.observe(features, took_s)
         if self._pace is not None:
             self._pace.ran(took_s)

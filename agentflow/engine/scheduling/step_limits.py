@@ -10,7 +10,7 @@ prompts are averaged separately, so that a long stretch of decoding does not era
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,9 +48,14 @@ def batch_features(batch: Batch) -> StepFeatures:
 
 
 class StepCost:
-    """Durations of steps in seconds. All are zero until a step was observed."""
+    """Durations of steps in seconds. All are zero until a step was observed.
+
+    A step that was observed is added up later: when a duration is asked for, or by ``settle``, which an engine
+    calls while the next step runs.
+    """
 
     def __init__(self) -> None:
+        self._observed: list[tuple[Callable[[], StepFeatures], float]] = []  # and not added up yet
         self._base_s = self._token_s = self._logits_s = self._read_s = self._pair_s = 0.0
         # Normal equations of steps without and with chunks.
         self._matrices = [np.zeros((NUM_FEATURES, NUM_FEATURES)) for _ in range(2)]
@@ -62,17 +67,20 @@ class StepCost:
 
     def decode_s(self, num_tokens: int, num_sampled: int, num_read: int) -> float:
         """A step without chunks: scheduled tokens, rows of logits, and tokens of KV that are read."""
+        self.settle()
         return (
             self._base_s + self._token_s * num_tokens + self._logits_s * num_sampled + self._read_s * num_read
         )
 
     def row_s(self, num_read: int) -> float:
         """Seconds that one more request adds to a step that decodes."""
+        self.settle()
         return self._token_s + self._logits_s + self._read_s * num_read
 
     def chunk_s(self, num_tokens: int, context: int, *, is_first: bool) -> float:
         """Seconds that a chunk of a prompt adds to a step, after ``context`` earlier tokens. ``is_first``:
         the step's first chunk of this request, which also reads its context."""
+        self.settle()
         pairs = num_tokens * (context + num_tokens / 2)
         read_s = self._read_s * context if is_first else 0.0
         return self._token_s * num_tokens + self._pair_s * pairs + read_s
@@ -81,6 +89,7 @@ class StepCost:
         """The largest chunk that takes at most ``seconds``, by ``chunk_s``; 2**31 if unlimited."""
         if seconds == math.inf:
             return 2**31
+        self.settle()
         seconds -= self._read_s * context if is_first else 0.0
         if seconds <= 0:
             return 0
@@ -89,8 +98,22 @@ class StepCost:
         divisor = linear + math.sqrt(linear * linear + 4 * quadratic * seconds)
         return int(min(2 * seconds / divisor, 2**31)) if divisor > 0 else 2**31
 
-    def observe(self, features: StepFeatures, took_s: float) -> None:
+    def observe(self, features: Callable[[], StepFeatures], took_s: float) -> None:
         """Learns from a step with these features and duration."""
+        self._observed.append((features, took_s))
+        self.is_known = True
+        if len(self._observed) >= FIT_EVERY:
+            self.settle()
+
+    def settle(self) -> None:
+        """Adds up the steps that were observed."""
+        if not self._observed:
+            return
+        for features, took_s in self._observed:
+            self._add(features(), took_s)
+        self._observed.clear()
+
+    def _add(self, features: StepFeatures, took_s: float) -> None:
         kind = 1 if features[4] > 0 else 0
         relative = features / took_s
         keep = 1 - 1 / MEMORY_STEPS
@@ -101,7 +124,6 @@ class StepCost:
         target += relative
         np.maximum(self._scale, relative, out=self._scale)
         self._num_observed += 1
-        self.is_known = True
         if self._num_observed < 4 * FIT_EVERY or self._num_observed % FIT_EVERY == 0:
             self._fit()
 

@@ -121,7 +121,7 @@ class CountingScheduler(Scheduler):
                 pairs += row.num_tokens * (row.end - row.num_tokens / 2)
         self.num_decode_tokens = draft.num_decode
         features = np.array([1.0, num_tokens, num_sampled, float(num_read + num_others), pairs])
-        self._in_flight.launch(rows, features, is_scored=False)
+        self._in_flight.launch(rows, lambda: features, is_scored=False)
         return 1.0, num_tokens, num_sampled, float(num_read), pairs
 
     def complete_step(self, took_s: float) -> list[Row]:

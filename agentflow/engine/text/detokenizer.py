@@ -180,6 +180,8 @@ class TextEnd:
         self._calls = None if calls is None else _CallScan(calls)
         self._stops = [_Stop(string) for string in stop]
         self._pattern = None if stop_regex is None else StopPattern(stop_regex, searches)
+        self.may_stop = bool(self._stops) or self._pattern is not None
+        """Whether the text can end it."""
         self._beginnings = frozenset(one.string[0] for one in self._stops)
         self._min_tokens = min_tokens
         self._held = ""

@@ -6,6 +6,7 @@
 #include <bit>
 #include <vector>
 
+#include "likelihoods.h"
 #include "simd.h"
 #include "team.h"
 
@@ -26,6 +27,14 @@ struct Choices {
 };
 
 constexpr int64_t RUN = 32;
+constexpr int64_t NO_TOKEN = -1, NOT_FINITE = -2;  // as in no_choice.py
+
+// The results that a forward pass writes for its sampled rows. The caller may fill this in while the pass runs.
+struct Wanted {
+    Choices choices;  // without logits
+    Likelihoods likelihoods;
+    int64_t* tokens;  // [S]; null: nothing is wanted
+};
 
 class RowChoice {
   public:
@@ -47,8 +56,6 @@ class RowChoice {
 
   private:
     int64_t num_runs() const { return (num_ + RUN - 1) / RUN; }
-
-    static constexpr int64_t NO_TOKEN = -1, NOT_FINITE = -2;  // as in no_choice.py
 
     // The sum of each block is kept, so that only one block is added up again to find the drawn token.
     static constexpr int64_t BLOCK = 1024;
@@ -251,9 +258,16 @@ class RowChoice {
     const float* highest_ = nullptr;  // unless the row has a mask
 };
 
-inline void choose(const Choices& choices, int64_t* tokens) {
+// `likelihoods`: null, or without `logprobs`, if none are wanted.
+inline void choose(const Choices& choices, int64_t* tokens, const Likelihoods* likelihoods = nullptr) {
+    const bool has_likelihoods = likelihoods && likelihoods->logprobs;
+    const int64_t size = choices.vocab_size;
     team().loop(choices.num_rows, Team::ONE_BY_ONE, [&](int64_t first, int64_t end, int) {
-        for (int64_t row = first; row < end; row++) tokens[row] = RowChoice(choices, row).token();
+        for (int64_t row = first; row < end; row++) {
+            tokens[row] = RowChoice(choices, row).token();
+            if (!has_likelihoods) continue;
+            tokens[row] = write_likelihoods(*likelihoods, row, choices.logits + row * size, size, tokens[row], NOT_FINITE);
+        }
     });
 }
 

@@ -165,8 +165,8 @@ class Forward {
         for (int64_t t = 0; t < rows_.num_sampled; t++) normalize(residual(t), w_.final_norm, out + t * w_.hidden_size);
     }
 
-    // Chooses the tokens of the sampled rows and writes them to out [num_sampled].
-    void choose_tokens(const Weight& head, Choices choices, int64_t* out) {
+    // Writes what is wanted of the sampled rows, once the caller has joined the team: it may tell then.
+    void choose_tokens(const Weight& head, const Wanted& wanted) {
         if (rows_.num_sampled == 0) return;
         prepare(w_.final_norm);
         grow(m_.logits, num_ * head.num_out);
@@ -176,10 +176,13 @@ class Forward {
             const LogitMap by{w_.logit_scale, w_.logit_cap};
             head_linear<S>(m_.normed.data(), m_.hidden_stride, num_, head, by, m_.logits.data(), m_.highest.data());
         }
+        team().await_caller();
+        if (!wanted.tokens) return;  // the caller has failed
         const Timed timed(CHOICE);
+        Choices choices = wanted.choices;
         choices.logits = m_.logits.data();
         choices.highest = m_.highest.data();
-        choose(choices, out);
+        choose(choices, wanted.tokens, &wanted.likelihoods);
     }
 
   private:

@@ -254,12 +254,13 @@ EXPORT void af_part_seconds(double* out) {
     std::fill(part_seconds, part_seconds + NUM_PARTS, 0.0);
 }
 
-// Starts a forward pass, which af_finish_forward ends; all arguments must live until then. It writes the tokens of the sampled
-// rows if `choices` is given, else their normed hidden states. `adapters`: null if no row uses one. If the status is not OK,
-// nothing was started; NO_SUCH_INDEX means that there is no such token or position.
+// Starts a forward pass, which af_finish_forward ends; all arguments must live until then. It writes the results that are
+// `wanted`, which is read after the call of af_finish_forward; if this is null, it writes the normed hidden states of the
+// sampled rows. `adapters`: null if no row uses one. If the status is not OK, nothing was started; NO_SUCH_INDEX means that there
+// is no such token or position.
 EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
                             const Adapters* adapters, void* const* kv_layers, void* hidden, const Weight* head,
-                            const Choices* choices, int64_t* tokens) {
+                            const Wanted* wanted) {
     return guarded([&] {
         check_rows(*weights, *rows);
         std::unique_lock<std::mutex> lock(team().in_use);
@@ -269,7 +270,7 @@ EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Ro
                 static Activations<S> memory;
                 Forward<S> forward(*weights, *rows, *batch, adapters, memory);
                 forward.run(kv_layers);
-                if (choices) forward.choose_tokens(*head, *choices, tokens);
+                if (wanted) forward.choose_tokens(*head, *wanted);
                 else forward.write_hidden(static_cast<S*>(hidden));
             });
         });

@@ -1,7 +1,9 @@
-// The log-sum-exp of rows of logits, and their highest ones. One thread processes a whole row.
+// The log-sum-exp of rows of logits, their highest ones, and the log-probabilities of single tokens. One thread processes a whole
+// row.
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -9,6 +11,19 @@
 #include "team.h"
 
 namespace agentflow {
+
+// The log-probabilities that are wanted of S rows, as inputs.Likelihoods. Null: not wanted.
+struct Likelihoods {
+    float* logprobs;  // [S]: of the rows' tokens
+    int64_t* ranks;   // [S]: how many tokens are at least as likely as the row's, itself included
+    int64_t num_top;
+    const bool* wants_top;  // [S]; null: all rows want the likeliest tokens
+    int64_t* top_ids;       // [S][num_top]
+    float* top_logprobs;    // [S][num_top]
+    int64_t num_scored;
+    const int64_t *scored_rows, *scored_ids;  // [num_scored]; the rows ascend
+    float* scored_logprobs;                   // [num_scored]
+};
 
 // The logits of tokens first to first + 15; minus infinity past the vocabulary.
 ALWAYS_INLINE Vec logits_from(const float* logits, int64_t first, int64_t vocab_size) {
@@ -63,6 +78,38 @@ inline void likeliest(const float* logits, int64_t vocab_size, int64_t num, floa
             if (token >= num && token < vocab_size && logits[token] > values[num - 1]) insert(token);
         }
     }
+}
+
+// How many logits are at least `least`.
+inline int64_t num_at_least(const float* logits, int64_t vocab_size, float least) {
+    const Vec bound = broadcast(least);
+    int64_t count = 0;
+    for (int64_t first = 0; first < vocab_size; first += LANES) {
+        const uint32_t within = (1u << std::min<int64_t>(LANES, vocab_size - first)) - 1;
+        count += std::popcount(at_least(logits_from(logits, first, vocab_size), bound) & within);
+    }
+    return count;
+}
+
+// Writes what is wanted of row `row` with these logits, and returns its token, or `not_finite` if the logits are not.
+inline int64_t write_likelihoods(const Likelihoods& to, int64_t row, const float* logits, int64_t vocab_size, int64_t token,
+                                 int64_t not_finite) {
+    const float total = log_sum(logits, vocab_size);
+    if (!std::isfinite(total)) token = not_finite;
+    const float own = logits[std::max<int64_t>(token, 0)];
+    to.logprobs[row] = own - total;
+    if (to.ranks) to.ranks[row] = num_at_least(logits, vocab_size, own);
+    if (to.top_ids && (!to.wants_top || to.wants_top[row])) {
+        float* values = to.top_logprobs + row * to.num_top;
+        likeliest(logits, vocab_size, to.num_top, values, to.top_ids + row * to.num_top);
+        for (int64_t i = 0; i < to.num_top; i++) values[i] -= total;
+    }
+    const auto [first, end] = std::equal_range(to.scored_rows, to.scored_rows + to.num_scored, row);
+    for (const int64_t* at = first; at < end; at++) {
+        const int64_t i = at - to.scored_rows;
+        to.scored_logprobs[i] = logits[to.scored_ids[i]] - total;
+    }
+    return token;
 }
 
 }  // namespace agentflow

@@ -95,6 +95,7 @@ class Team {
     // hold `in_use` and call `finish`.
     void start(std::function<void()> job) {
         job_ = std::move(job);
+        has_caller_.store(false);
         start_workers();
         is_elsewhere_ = num_threads_ > 1 && num_workers_ > 0;
         if (!is_elsewhere_) return;
@@ -105,9 +106,19 @@ class Team {
 
     // Runs pieces of the job's loops until the job is done, and rethrows its exception.
     void finish() {
+        has_caller_.store(true);
         if (!is_elsewhere_) return job_();
         serve(1, [this] { return is_finished_.load(); });
         if (job_failure_) std::rethrow_exception(std::exchange(job_failure_, nullptr));
+    }
+
+    // Waits until the caller of `start` has called `finish`. The job then sees all that the caller wrote before. Only a job may
+    // call it.
+    void await_caller() const {
+        for (int pauses = 0; !has_caller_.load(); pauses++) {
+            if (pauses < YIELD_PAUSES) _mm_pause();
+            else sched_yield();
+        }
     }
 
     // Held during `loop`, or from `start` to `finish`: one forward pass runs at a time.
@@ -318,7 +329,7 @@ class Team {
     std::exception_ptr failure_, job_failure_;  // of a loop's first failing piece; of the job
     std::atomic<bool> has_failed_{false};
     bool is_elsewhere_ = false;
-    std::atomic<bool> is_started_{false}, is_finished_{true};
+    std::atomic<bool> is_started_{false}, is_finished_{true}, has_caller_{false};
     uint32_t epoch_ = 0;
     std::atomic<int> num_threads_{1}, num_refused_{0};
     int num_workers_ = 0;

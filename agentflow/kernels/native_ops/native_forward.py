@@ -14,18 +14,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels.decoder_weights import DecoderWeights, LatentWeights
-from agentflow.kernels.inputs import Adapter, AdapterRows, ChoiceRows, ForwardInput, IntArray, LinearWeight
+from agentflow.kernels.inputs import (
+    Adapter,
+    AdapterRows,
+    ChoiceRows,
+    ForwardInput,
+    IntArray,
+    Likelihoods,
+    LinearWeight,
+)
 from agentflow.kernels.native_library import native_level
 from agentflow.kernels.native_ops.native_linear import NativeLinear
 from agentflow.kernels.native_ops.structures import (
     NativeAdapterRows,
     NativeAdapters,
     NativeLayerAdapter,
+    NativeWanted,
     PackedHeads,
     array_address,
+    fill_choices,
+    fill_likelihoods,
     native_adapter,
     native_batch,
-    native_choices,
     native_decoder,
     native_rows,
     native_weight,
@@ -50,7 +60,7 @@ class NativeForward:
     def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
         hidden_size = self._weights.embedding.shape[1]
         out = torch.empty(len(given.rows), hidden_size, dtype=self._dtype)
-        finish = self._start(given, out.data_ptr(), None, None, None)
+        finish = self._start(given, out.data_ptr(), None, None)
 
         def hidden() -> Tensor:
             finish()
@@ -58,13 +68,26 @@ class NativeForward:
 
         return hidden
 
-    def start_tokens(self, given: ForwardInput, choice: ChoiceRows) -> Callable[[], IntArray]:
+    def start_tokens(
+        self,
+        given: ForwardInput,
+        make_choice: Callable[[], ChoiceRows],
+        likelihoods: Likelihoods | None = None,
+    ) -> Callable[[], IntArray]:
         out = np.empty(len(given.rows), dtype=np.int64)
-        choices = native_choices(choice, self._head.shape[0])
-        finish = self._start(given, None, self._native_head, choices, array_address(out))
+        wanted = NativeWanted()
+        finish = self._start(given, None, self._native_head, wanted)
 
         def tokens() -> IntArray:
-            finish()
+            choices = wanted.choices
+            try:
+                choice = make_choice()
+                fill_choices(choices, choice, self._head.shape[0])
+                if likelihoods is not None:
+                    fill_likelihoods(wanted.likelihoods, likelihoods)
+                wanted.tokens = array_address(out)
+            finally:  # the pass ends in any case, and without ``tokens`` it writes nothing
+                finish()
             return out
 
         return tokens

@@ -30,6 +30,7 @@ from agentflow.kernels.inputs import (
     AttentionBatch,
     ChoiceRows,
     ForwardInput,
+    Likelihoods,
     LinearWeight,
     LowRank,
 )
@@ -240,6 +241,25 @@ class NativeChoices(Structure):
     )
 
 
+class NativeLikelihoods(Structure):
+    _fields_ = (
+        ("logprobs", c_void_p),
+        ("ranks", c_void_p),
+        ("num_top", c_int64),
+        ("wants_top", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_logprobs", c_void_p),
+        ("num_scored", c_int64),
+        ("scored_rows", c_void_p),
+        ("scored_ids", c_void_p),
+        ("scored_logprobs", c_void_p),
+    )
+
+
+class NativeWanted(Structure):
+    _fields_ = (("choices", NativeChoices), ("likelihoods", NativeLikelihoods), ("tokens", c_void_p))
+
+
 class NativeStatus(c_int):
     """The result of a function that can fail; anything but 0 becomes an exception."""
 
@@ -292,7 +312,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [
             *(c_int, POINTER(NativeDecoder), POINTER(NativeInputRows), POINTER(NativeBatch)),
             *(POINTER(NativeAdapters), c_void_p, c_void_p),
-            *(POINTER(NativeWeight), POINTER(NativeChoices), c_void_p),
+            *(POINTER(NativeWeight), POINTER(NativeWanted)),
         ],
     ),
     "af_finish_forward": (NativeStatus, []),
@@ -517,7 +537,14 @@ def native_batch(batch: AttentionBatch) -> NativeBatch:
 
 def native_choices(rows: ChoiceRows, vocab_size: int) -> NativeChoices:
     """Returns a structure that points to the arrays, which must outlive it. ``logits`` is not set."""
-    made = NativeChoices(None, len(rows.targets), vocab_size)
+    made = NativeChoices()
+    fill_choices(made, rows, vocab_size)
+    return made
+
+
+def fill_choices(made: NativeChoices, rows: ChoiceRows, vocab_size: int) -> None:
+    """Sets all fields but ``logits`` of an empty structure, as in ``native_choices``."""
+    made.num_rows, made.vocab_size = len(rows.targets), vocab_size
     made.targets = array_address(rows.targets)
     made.temperatures = array_address(rows.temperatures)
     made.top_ps = array_address(rows.top_ps)
@@ -530,7 +557,24 @@ def native_choices(rows: ChoiceRows, vocab_size: int) -> NativeChoices:
         made.arrays = (places, np.ascontiguousarray(rows.mask_words))
         made.mask_places, made.mask_words = map(array_address, made.arrays)
         made.num_words = rows.mask_words.shape[1]
-    return made
+
+
+def fill_likelihoods(made: NativeLikelihoods, given: Likelihoods) -> None:
+    """Lets an empty structure point to the arrays, which must outlive it."""
+    made.logprobs = array_address(given.logprobs)
+    if given.ranks is not None:
+        made.ranks = array_address(given.ranks)
+    if given.top_ids is not None and given.top_logprobs is not None:
+        made.num_top = given.top_ids.shape[1]
+        made.top_ids, made.top_logprobs = array_address(given.top_ids), array_address(given.top_logprobs)
+        if given.wants_top is not None:
+            made.wants_top = array_address(given.wants_top)
+    if given.scored_logprobs is not None:
+        assert given.scored_rows is not None
+        assert given.scored_ids is not None
+        made.num_scored = len(given.scored_rows)
+        made.scored_rows, made.scored_ids = map(array_address, (given.scored_rows, given.scored_ids))
+        made.scored_logprobs = array_address(given.scored_logprobs)
 
 
 def native_rows(given: ForwardInput, angles: NDArray[np.float32] | None) -> NativeInputRows:

@@ -330,7 +330,7 @@ def test_every_request_ends_and_none_is_overtaken_beyond_the_bound(plan, target_
 def test_the_time_of_every_requests_tokens_stays_within_its_bound(plan, readers_ms):
     """Steps take a part of the longest time that they may, and an error more or less."""
     cost = StepCost()
-    cost.observe(np.array([1.0, 1.0, 1.0, 0.0, 0.0]), 1e-6)
+    cost.observe(lambda: np.array([1.0, 1.0, 1.0, 0.0, 0.0]), 1e-6)
     target_s = 0.010
     paced = pace.Pace(cost, target_s, 64)
     largest_s = (pace.MEAN_PART - pace.PLANNED_PART) * 0.008

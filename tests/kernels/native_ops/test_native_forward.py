@@ -12,14 +12,16 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from kernel_cases import IN_ORDER, NATIVE_KERNELS, SAME_EXAMPLES, Shape, make_case
 from support.examples import examples
 
+from agentflow.engine.batch import SampledRows, ScoredTokens, TokenMasks
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
+from agentflow.engine.models.sampler import choice_rows, choose_tokens, empty_likelihoods, make_output
 from agentflow.kernels.activations import Activation
 from agentflow.kernels.decoder_weights import (
     DecoderWeights,
@@ -265,28 +267,28 @@ class Step:
 
     def run(self, model: Decoder, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states, and the pool after them."""
-        pool = self._pool(model.weights)
+        pool = self.pool(model.weights)
         plan = kernels.attention.plan(self.batch, self.kv.dtype, CPU)
-        hidden = model.forward(self._given(pool, plan))
+        hidden = model.forward(self.inputs(pool, plan))
         return hidden, torch.stack(pool.layers)
 
     def start(self, model: Decoder) -> Callable[[], torch.Tensor]:
         """Starts the forward pass of the native kernels. Returns a function that waits for its hidden
         states."""
-        pool = self._pool(model.weights)
+        pool = self.pool(model.weights)
         assert model.whole_forward is not None
         plan = NATIVE.attention.plan(self.batch, self.kv.dtype, CPU)
-        return model.whole_forward.start_hidden(self._given(pool, plan))
+        return model.whole_forward.start_hidden(self.inputs(pool, plan))
 
     def choose(self, model: Decoder, kernels: Kernels, choice: ChoiceRows) -> list[int]:
         """The tokens of the wanted rows."""
-        pool, plan = self._pool(model.weights), kernels.attention.plan(self.batch, self.kv.dtype, CPU)
-        given = self._given(pool, plan)
+        pool, plan = self.pool(model.weights), kernels.attention.plan(self.batch, self.kv.dtype, CPU)
+        given = self.inputs(pool, plan)
         if model.whole_forward is not None:
-            return model.whole_forward.start_tokens(given, choice)().tolist()
+            return model.whole_forward.start_tokens(given, lambda: choice)().tolist()
         return kernels.sampler.choose(model.logits(model.forward(given)), choice).tolist()
 
-    def _pool(self, weights: DecoderWeights) -> KvPool:
+    def pool(self, weights: DecoderWeights) -> KvPool:
         pool = KvPool(
             num_layers=NUM_LAYERS,
             num_slots=self.kv.shape[1],
@@ -299,7 +301,7 @@ class Step:
             layer.copy_(cached)
         return pool
 
-    def _given(self, pool: KvPool, plan: Any) -> ForwardInput:
+    def inputs(self, pool: KvPool, plan: Any) -> ForwardInput:
         arrays = self.token_ids, self.positions, self.write_slots
         return ForwardInput(*arrays, pool.layers, plan, self.rows, given=self.given)
 
@@ -462,6 +464,55 @@ def test_tokens_are_those_of_the_logits(kernels: Kernels, dtype: torch.dtype, dr
     assert step.choose(model, kernels, choice) == expected
 
 
+@NATIVE_KERNELS
+@DTYPES
+@given(DRAWN, st.booleans(), st.booleans())
+def test_log_probabilities_are_those_of_the_logits(
+    kernels: Kernels, dtype: torch.dtype, drawn: Drawn, is_broken: bool, has_top: bool
+) -> None:
+    """Ranks, the likeliest tokens and further scored tokens, too, to the bit; of rows with masks, and beside
+    a row that is not finite. The choice is made while the pass runs."""
+    step, model = drawn.step(dtype), model_of(drawn.sizes, kernels, dtype)
+    num, rng = len(step.rows), np.random.default_rng(drawn.seed)
+    assume(num)
+    if is_broken:
+        broken = torch.full((1, drawn.sizes.hidden), torch.nan, dtype=dtype)
+        step = replace(step, given=GivenRows(step.rows[:1], broken))
+    masked = np.flatnonzero(rng.random(num) < 0.5)
+    words = rng.integers(0, 2**32, (len(masked), -(-VOCAB // 32)), dtype=np.uint32)
+    made: list[bool] = []
+    sampled = SampledRows(
+        rows=step.rows,
+        target_ids=rng.choice([-1, -1, 7], num),
+        temperatures=rng.choice([0.0, 0.7], num).astype(np.float32),
+        top_ps=rng.choice([1.0, 0.5], num).astype(np.float32),
+        top_ks=np.zeros(num, dtype=np.int64),
+        min_ps=np.zeros(num, dtype=np.float32),
+        seeds=np.arange(num, dtype=np.uint64),
+        positions=np.arange(num),
+        needs_logprobs=True,
+        masks=TokenMasks(masked, lambda: [made.append(True), words][1]),
+        top_counts=rng.choice([0, 3], num) if has_top else None,
+        scored=ScoredTokens(np.sort(rng.integers(0, num, 5)), rng.integers(0, VOCAB, 5)),
+    )
+    whole, pool = model.whole_forward, step.pool(model.weights)
+    assert whole is not None
+    given = step.inputs(pool, kernels.attention.plan(step.batch, dtype, CPU))
+    likelihoods = empty_likelihoods(sampled, VOCAB)
+    tokens = whole.start_tokens(given, lambda: choice_rows(sampled), likelihoods)
+    assert not made
+    found = make_output(tokens(), likelihoods)
+    expected = choose_tokens(model.logits(step.run(model, kernels)[0]), sampled, kernels.sampler)
+    names = ["token_ids", "logprobs", "ranks", "top_ids", "top_logprobs", "scored_logprobs"]
+    if drawn.sizes.cap:  # computed by another polynomial
+        names = names[:2]
+    rtol = 1e-4 if drawn.sizes.cap else 0
+    for one, other in ((getattr(found, name), getattr(expected, name)) for name in names):
+        assert (one is None) == (other is None)
+        if one is not None:
+            np.testing.assert_allclose(one, other, rtol=rtol)
+
+
 @IN_ORDER
 @DTYPES
 @pytest.mark.parametrize("sizes", SIZES, ids=range(len(SIZES)))
@@ -575,9 +626,14 @@ def test_a_caller_that_fails_and_waits_leaves_the_threads_usable(
         finally:
             assert torch.equal(hidden(), expected)
 
-    for _ in range(3):
+    def fail_to_choose() -> None:
+        given = step.inputs(step.pool(model.weights), NATIVE.attention.plan(step.batch, step.kv.dtype, CPU))
+        assert model.whole_forward is not None
+        model.whole_forward.start_tokens(given, lambda: 1 // 0)()
+
+    for failing in (fail, fail_to_choose, fail):
         with pytest.raises(ZeroDivisionError):
-            fail()
+            failing()
         assert torch.equal(step.run(model, NATIVE)[0], expected)
 
 
