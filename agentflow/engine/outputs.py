@@ -3,8 +3,8 @@
 A request's tokens become text, which may end it (``detokenizer``). A grammar, or the budget of its reasoning
 (``constrained``), may force the tokens that follow. ``Outputs`` reports them, and the end of the request.
 
-A token whose text cannot end its request is put aside: nothing that the next batch contains depends on its text.
-The engine lets ``report`` make its text and its message while that batch runs.
+A token whose text cannot end its request is put aside: nothing that the next batch contains depends on its
+text. The engine lets ``report`` make its text and its message while that batch runs.
 """
 
 from __future__ import annotations

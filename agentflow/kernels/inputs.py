@@ -2,8 +2,8 @@
 
 A batch is a ``ForwardInput`` with one row per token to compute. An ``Adapter`` changes the products of some
 rows. ``AttentionBatch`` has the positions that each row attends to; its last rows may belong to trees
-(``TreeAttention``). ``ChoiceRows`` describes how to choose a token for each row of logits, and ``Likelihoods``
-has the log-probabilities that are wanted beside them.
+(``TreeAttention``). ``ChoiceRows`` describes how to choose a token for each row of logits, and
+``Likelihoods`` has the log-probabilities that are wanted beside them.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ class ChoiceRows:
 
 @dataclass(slots=True, frozen=True)
 class Likelihoods:
-    """Arrays for the log-probabilities of S rows, of unmodified logits, which a forward pass writes. A row whose
-    logits are not finite has the token ``NOT_FINITE``, and its numbers here have no meaning."""
+    """Arrays for the log-probabilities of S rows, of unmodified logits, which a forward pass writes. A row
+    whose logits are not finite has the token ``NOT_FINITE``, and its numbers here have no meaning."""
 
     logprobs: FloatArray  # [S], of the row's token
     ranks: IntArray | None = None  # [S]: how many tokens are at least as likely as the row's, itself included

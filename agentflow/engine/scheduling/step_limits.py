@@ -50,8 +50,8 @@ def batch_features(batch: Batch) -> StepFeatures:
 class StepCost:
     """Durations of steps in seconds. All are zero until a step was observed.
 
-    A step that was observed is added up later: when a duration is asked for, or by ``settle``, which an engine
-    calls while the next step runs.
+    A step that was observed is added up later: when a duration is asked for, or by ``settle``, which an
+    engine calls while the next step runs.
     """
 
     def __init__(self) -> None:
