@@ -1,4 +1,4 @@
-"""The backends that run a session's ops.
+"""The backends that run a session's ops. ``protocol/backend`` is their interface.
 
 Reading order: ``open_session`` is ``af.session``, which chooses a backend. ``local`` interprets ops in this
 process with an embedded engine. ``remote`` sends them to a server over a ``websocket``: ``op_queue`` keeps

@@ -1,3 +1,4 @@
 """Programs as data: a ``graph`` can be drawn and submitted as one op, ``optimise`` rewrites it, and ``trace``
-makes it by running a program on a link that only collects ops.
+makes it by running a program on a link that only collects ops. The live graph of a running program is in
+``runtime/programs/graph``.
 """
