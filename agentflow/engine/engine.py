@@ -77,6 +77,9 @@ MAX_REPORTED_BLOCKS = 1024
 READ_S = 0.01
 """The processor time for messages between two steps, unless the last step took longer. Other messages wait
 for the next step, so that the requests that run go on while thousands of others come."""
+SIGN_OF_LIFE_S = 5.0
+"""While all requests wait for a program to be resumed, an empty list of messages is delivered this often, so
+that the engine does not seem to hang."""
 CHARGES_EVERY_S = 0.05
 """The least time between two reports of charges."""
 _SCHEDULE, _RUN, _COMPLETE, _DELIVER = range(len(PHASES))
@@ -332,19 +335,22 @@ class Engine:
         """Handles the queued messages, for as long as the last step took or for ``READ_S``. If there is
         nothing to run, waits for one first, or until a paused program is resumed."""
         num_waiting = self.scheduler.waiting.num_waiting
-        timeout_s = self.scheduler.resumes_in_s if num_waiting else math.inf
+        timeout_s = self.scheduler.resumes_in_s if num_waiting and self._is_stuck else math.inf
         has_work = self.scheduler.running or num_waiting or self._in_flight
         is_idle = not (self._outbox or self._blocks.changes or self._ready) and (
-            not has_work or (self._is_stuck and timeout_s < math.inf)
+            not has_work or timeout_s < math.inf
         )
+        timeout_s = min(timeout_s, SIGN_OF_LIFE_S)
         read_s, began_s = max(READ_S, self._took_s), time.thread_time()
         while is_idle or self._has_stop or time.thread_time() - began_s < read_s:
             if self._ready:
                 self._enter(*self._ready.popleft())
                 continue
             try:
-                message = self._inbox.get(is_idle, None if timeout_s == math.inf else timeout_s)
+                message = self._inbox.get(is_idle, timeout_s if has_work else None)
             except queue.Empty:
+                if is_idle and timeout_s == SIGN_OF_LIFE_S:
+                    self._deliver([])
                 return
             is_idle = False
             match message:

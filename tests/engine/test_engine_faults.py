@@ -17,13 +17,14 @@ from support.examples import examples
 from support.plain_model import PLAIN_IDS, alone, fake_logprob, plain_model_engine
 from support.plain_model import runner as plain_runner
 
+from agentflow.engine import engine as engine_module
 from agentflow.engine import request as request_module
 from agentflow.engine.client import EngineClient
 from agentflow.engine.constrained.grammar_builder import BuiltGrammar
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.request import Request, Submit
+from agentflow.engine.request import Origin, Request, Submit
 from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.rows import batch_builder
@@ -238,3 +239,14 @@ def test_an_engine_that_stops_collects_its_batches_first() -> None:
     engine = SteppedEngine(runner, num_deliveries=3)
     engine.run(Submit(1, [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)))
     assert runner.num_in_flight == 0
+
+
+def test_an_engine_whose_requests_wait_for_a_paused_program_does_not_seem_to_hang(monkeypatch):
+    """A process that is silent while it owes answers is replaced after ``Deadlines.step_s``; a program may
+    be paused for longer."""
+    monkeypatch.setattr(engine_module, "SIGN_OF_LIFE_S", 0.001)
+    monkeypatch.setattr(Scheduler, "resumes_in_s", 3600.0)
+    by_hand = SteppedEngine(plain_runner(), 2)
+    by_hand.engine.scheduler.waiting.pause("", 7)
+    waiting = Submit(1, [5, 6], SamplingParams(), origin=Origin(program=7))
+    assert by_hand.run(waiting) == [[], []]
