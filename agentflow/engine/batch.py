@@ -252,12 +252,13 @@ class BatchOutput:
     embeddings: FloatArray | None = None  # [S, any] of a runner that makes embeddings and nothing else
     ranks: IntArray | None = None  # [S] how many tokens are at least as likely as the row's, itself included
 
-    def list_top(self, row: int, count: int) -> list[tuple[int, float]]:
-        """The ``count`` likeliest tokens of one sampled row, or all if there are fewer."""
+    def list_tops(self, count: int) -> list[list[tuple[int, float]]]:
+        """The ``count`` likeliest tokens of each sampled row with their log-probabilities, or all if there
+        are fewer; no rows if none wants any."""
         if self.top_ids is None or self.top_logprobs is None:
             return []
-        ids, logprobs = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
-        return list(zip(ids, logprobs, strict=True))
+        rows = zip(self.top_ids[:, :count].tolist(), self.top_logprobs[:, :count].tolist(), strict=True)
+        return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in rows]
 
 
 def joined(outputs: Sequence[BatchOutput]) -> BatchOutput:

@@ -340,6 +340,8 @@ class Engine:
         is_idle = not (self._outbox or self._blocks.changes or self._ready) and (
             not has_work or timeout_s < math.inf
         )
+        if not is_idle and not self._ready and self._inbox.empty():  # as in most steps
+            return
         timeout_s = min(timeout_s, SIGN_OF_LIFE_S)
         read_s, began_s = max(READ_S, self._took_s), time.thread_time()
         while is_idle or self._has_stop or time.thread_time() - began_s < read_s:

@@ -3,8 +3,8 @@
 A request's tokens become text, which may end it (``detokenizer``). A grammar, or the budget of its reasoning
 (``constrained``), may force the tokens that follow. ``Outputs`` reports them, and the end of the request.
 
-A token whose text cannot end its request is put aside: nothing that the next batch contains depends on its
-text. The engine lets ``report`` make its text and its message while that batch runs.
+A token whose text cannot end its request is put aside: the next batch does not depend on its text. The engine
+lets ``report`` make its text and its message while that batch runs.
 """
 
 from __future__ import annotations
@@ -146,23 +146,19 @@ class Outputs:
             self.end_if_complete(request)
         else:
             is_free, answer_at, jump = False, None, None
+            is_over = request.num_tokens - request.num_prompt >= request.max_new_tokens
             if constrained is not None:
-                is_free, answer_at = not constrained.read(token_id), constrained.answer_at
-                jump = constrained.update()
-            if jump is None and not self._is_complete(request, constrained):
+                is_free = not constrained.read(token_id)
+                if not constrained.is_open:
+                    answer_at, jump = constrained.answer_at, constrained.update()
+                    is_over = is_over or (jump is None and constrained.is_complete())
+            if jump is None and not is_over:
                 self._aside.append((row, is_free, answer_at))
                 return
             self._report(row, text.push(token_id, is_free=is_free), answer_at)
             if jump is not None:
                 self._jump(request, text, jump)
             self.end_if_complete(request)
-
-    @staticmethod
-    def _is_complete(request: Request, constrained: ConstrainedRequest | None) -> bool:
-        """Whether the request has as many tokens as it may have, or its grammar's text is complete."""
-        if request.num_generated >= request.max_new_tokens:
-            return True
-        return constrained is not None and constrained.is_complete()
 
     def report(self) -> list[tuple[Request, Exception]]:
         """Reports the tokens that were put aside, before all other messages: they are the oldest. Returns the

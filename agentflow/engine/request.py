@@ -564,9 +564,9 @@ def make_rows(work: Sequence[Work]) -> list[Row]:
 
 def _is_plain(request: Request) -> bool:
     """Whether its last token has no other target than the next one, which is sampled."""
-    if request.wants_scores or request.embeds or request.tree is not None:
+    if request.embeds or request.tree is not None or request.max_new_tokens <= 0:
         return False
-    return request.max_new_tokens > 0
+    return not request.wants_scores or request.first_unscored == request.num_tokens
 
 
 def _targets(request: Request, num_tokens: int) -> Targets:

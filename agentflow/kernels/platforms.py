@@ -55,15 +55,17 @@ class Forward(Protocol):
         self,
         given: ForwardInput,
         make_choice: Callable[[], ChoiceRows],
-        likelihoods: Likelihoods | None = None,
-    ) -> Callable[[], IntArray]:
-        """Writes the KV of all rows. The result is the tokens that ``Sampler.choose`` chooses, [S].
+        make_likelihoods: Callable[[], Likelihoods | None] = lambda: None,
+    ) -> Callable[[], tuple[IntArray, Likelihoods | None]]:
+        """Writes the KV of all rows. The result is the tokens that ``Sampler.choose`` chooses, [S], and their
+        log-probabilities.
 
         Args:
             given: the rows.
             make_choice: how to choose; called while the forward pass runs, which does not need it before its
                 end.
-            likelihoods: arrays for the log-probabilities; None: none are wanted.
+            make_likelihoods: likewise the arrays for log-probabilities, which the result has; None: none are
+                wanted.
         """
 
 

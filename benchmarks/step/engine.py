@@ -1,5 +1,10 @@
 """The parts of an engine's step outside the kernels: scheduling, Python, sampling, detokenising, and the
-messages to the server's process."""
+messages to the server's process.
+
+``overhead_share`` is the part of a step's time in which no kernel runs. Work beside the kernels is not in it,
+but is not free: meanwhile the kernels have one thread fewer, and so with two threads it costs half of its
+time. The note of a result has this time, too.
+"""
 
 from __future__ import annotations
 
@@ -108,10 +113,11 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int, kind: str) 
         engine.step()
     before = [phase.total for phase in engine.times]
     team.part_seconds()
-    began = time.perf_counter()
-    for _ in range(NUM_STEPS):
-        engine.step()
-    took = time.perf_counter() - began
+    with _time_beside_kernels() as beside_s:
+        began = time.perf_counter()
+        for _ in range(NUM_STEPS):
+            engine.step()
+        took = time.perf_counter() - began
     parts = team.part_seconds()
     in_kernels = sum(parts[part] for part in KERNEL_PARTS)
     phases = [phase.total - seen for phase, seen in zip(engine.times, before, strict=True)]
@@ -126,9 +132,31 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int, kind: str) 
         f"{num} {kind or 'plain'} streams at {context} tokens, top_p 0.9: "
         f"{1e3 * took / NUM_STEPS:.1f} ms per step, "
         f"{1e3 * in_kernels / NUM_STEPS:.1f} in kernels; around them, ms: {around} (to another process, and "
-        f"while a step runs); of complete, detokenising {text_ms:.2f} (last run)"
+        f"while a step runs); beside kernels {1e3 * sum(beside_s) / NUM_STEPS:.2f} ms, of which detokenising "
+        f"{text_ms:.2f} (last run)"
     )
     return 1 - in_kernels / took, note
+
+
+@contextmanager
+def _time_beside_kernels() -> Iterator[list[float]]:
+    """Yields a list that gets the seconds from the start of each forward pass in one call until the engine's
+    thread joins it."""
+    library, seconds = team.library(), list[float]()
+    really_start, really_finish = library.af_start_forward, library.af_finish_forward
+    began = 0.0
+
+    def start(*arguments: object) -> None:
+        nonlocal began
+        really_start(*arguments)
+        began = time.perf_counter()
+
+    def finish() -> None:
+        seconds.append(time.perf_counter() - began)
+        really_finish()
+
+    with patch.object(library, "af_start_forward", start), patch.object(library, "af_finish_forward", finish):
+        yield seconds
 
 
 def _text_ms(engine: Engine) -> float:
@@ -136,10 +164,10 @@ def _text_ms(engine: Engine) -> float:
     took = 0.0
     really_push = TextEnd.push
 
-    def push(text: TextEnd, token_id: int) -> str:
+    def push(text: TextEnd, token_id: int, *, is_free: bool = False) -> str:
         nonlocal took
         began = time.perf_counter()
-        delta = really_push(text, token_id)
+        delta = really_push(text, token_id, is_free=is_free)
         took += time.perf_counter() - began
         return delta
 

@@ -111,8 +111,9 @@ def test_the_pipeline_equals_the_loop_over_rows_and_tokens(sampler, batch, place
     ]
     assert (output.logprobs is not None) == any(row.params.wants_logprobs for row in batch)
     exact = torch.log_softmax(before.double(), -1).numpy()
+    tops = output.list_tops(20) or [[]] * len(batch)
     for index, row in enumerate(batch):
-        top = output.list_top(index, row.params.top_logprobs)
+        top = tops[index][: row.params.top_logprobs]
         best = np.argsort(-exact[index], kind="stable")[: row.params.top_logprobs]
         assert [token for token, _ in top] == best.tolist()
         np.testing.assert_allclose([value for _, value in top], exact[index][best], rtol=1e-4, atol=1e-5)

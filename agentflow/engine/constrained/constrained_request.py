@@ -53,6 +53,8 @@ class ConstrainedRequest:
             has_end_token = len(tokenizer.encode_written(thinking.end)) == 1
             self._reasoning = ReasoningTokens(thinking, has_end_token=has_end_token)
         self._words: TokenWords | None = None  # of ``next_mask``, once computed
+        self.is_open = False
+        """Whether it is known after ``read`` that nothing is forced next and the text is not complete."""
         self._text: ConstrainedText | None = None
         if message.constraint is None:
             return
@@ -108,6 +110,10 @@ class ConstrainedRequest:
         """Appends a token. Returns whether stops apply to it. Of a first mark that is spelled in several
         tokens, only the last is known to be no part of the answer."""
         reasoning, text = self._reasoning, self._text
+        if reasoning is None and text is not None:
+            self._words = None
+            self.is_open = text.take(token_id)
+            return True
         was_thinking = False
         if reasoning is not None and not reasoning.is_over:
             was_thinking, was_begin = reasoning.is_thinking, reasoning.may_begin

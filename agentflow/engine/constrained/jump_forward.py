@@ -94,11 +94,12 @@ class ConstrainedText:
         words = self._matcher.mask()
         return words & self._vocabulary.beginning_with(self.held) if self.held else words
 
-    def take(self, token_id: int) -> None:
-        """Appends a sampled token. Raises ``ValueError`` if it is not allowed."""
-        self._matcher.take(token_id)
+    def take(self, token_id: int) -> bool:
+        """Appends a sampled token, like ``Matcher.take``. Raises ``ValueError`` if it is not allowed."""
+        is_open = self._matcher.take(token_id)
         self._append(token_id)
         self.held = b""
+        return is_open
 
     def jump(self, max_tokens: int) -> Jump | None:
         """Appends the bytes that are forced now. None if no id changes, or if there would be more than

@@ -188,7 +188,7 @@ class LlguidanceMatcher:
         """See ``Matcher.must_end``."""
         return self.may_end() and not self.mask().any()
 
-    def take(self, token_id: int) -> None:
+    def take(self, token_id: int) -> bool:
         """See ``Matcher.take``."""
         is_text = 0 <= token_id < 32 * len(self._text_tokens) and is_allowed(self._text_tokens, token_id)
         # The library reports an error for a token after a text that must end.
@@ -198,6 +198,7 @@ class LlguidanceMatcher:
             raise ValueError(f"the grammar does not allow token {token_id} here")
         self._taken.append(token_id)
         self._mask = None
+        return False
 
     def take_back(self, num_tokens: int) -> None:
         """See ``Matcher.take_back``."""

@@ -141,6 +141,7 @@ class DfaGrammar:
         self.vocabulary = vocabulary
         self.accepting: list[bool] = dfa.accepting.tolist()
         self.forced = ForcedRuns(dfa)
+        self.open: list[bool] = (~dfa.accepting & (self.forced.forced_byte < 0)).tolist()
         self.num_classes = dfa.transitions.shape[1]
         self.class_table: bytes = dfa.class_of_byte.tobytes()
         self._classes: Indices = dfa.class_of_byte.astype(np.intp)
@@ -155,7 +156,7 @@ class DfaGrammar:
     def nbytes(self) -> int:
         """The approximate memory in use."""
         mask_bytes = self.vocabulary.num_words * 4
-        return self._next.nbytes + len(self.accepting) * 24 + len(self._distinct) * 2 * mask_bytes
+        return self._next.nbytes + len(self.accepting) * 32 + len(self._distinct) * 2 * mask_bytes
 
     def matcher(self) -> DfaMatcher:
         return DfaMatcher(self)
@@ -274,7 +275,7 @@ class DfaMatcher:
         row = grammar.next_states[state * grammar.num_classes : (state + 1) * grammar.num_classes]
         return not any(row)
 
-    def take(self, token_id: int) -> None:
+    def take(self, token_id: int) -> bool:
         grammar, state = self._grammar, self._states[-1]
         table, num_classes = grammar.next_states, grammar.num_classes
         data = grammar.vocabulary.token_bytes[token_id]
@@ -283,6 +284,7 @@ class DfaMatcher:
         if state == DEAD or not data:
             raise ValueError(f"token {token_id} is not allowed here")
         self._states.append(state)
+        return grammar.open[state]
 
     def take_back(self, num_tokens: int) -> None:
         if num_tokens:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -144,8 +144,7 @@ class _Launched:
     """A batch of ``TorchRunner`` that is running. ``tokens`` or ``hidden`` is set, and waits for its end."""
 
     sampled: SampledRows
-    tokens: Callable[[], IntArray] | None = None
-    likelihoods: Likelihoods | None = None  # beside ``tokens``, if any are needed
+    tokens: Callable[[], tuple[IntArray, Likelihoods | None]] | None = None
     hidden: Callable[[], Tensor] | None = None
 
 
@@ -315,38 +314,46 @@ class TorchRunner:
         return isinstance(self._model, Decoder) and self._model.keeps_order
 
     def launch(self, batch: Batch) -> _Launched | DeviceStep:
-        with _failures_of_the_device():
+        try:
             return self._launch(batch)
+        except (RuntimeError, MemoryError) as error:
+            _raise_device_failure(error)
 
     def collect(self, handle: _Launched | DeviceStep) -> BatchOutput:
-        with _failures_of_the_device():
-            return handle.output() if isinstance(handle, DeviceStep) else self._collect(handle)
+        try:
+            if isinstance(handle, DeviceStep):
+                return handle.output()
+            if handle.tokens is not None:
+                return make_output(*handle.tokens())
+            return self._collect(handle)
+        except (RuntimeError, MemoryError) as error:
+            _raise_device_failure(error)
 
-    @torch.inference_mode()
     def _launch(self, batch: Batch) -> _Launched | DeviceStep:
         adapters = _adapter_rows(batch, self._adapters)
         table = None if self._ahead is None else self._ahead.table.sized_for(batch)
         given = make_forward_input(batch, self._kernels, self._kv_pool.layers, adapters, self.media, table)
         if self._ahead is not None:
-            return self._ahead.launch(batch, given)
+            with torch.inference_mode():
+                return self._ahead.launch(batch, given)
         assert batch.pending is None
         sampled, model = batch.sampled, self._model
         if isinstance(model, Decoder) and model.whole_forward is not None:
             if model.is_part or self._embedding_head is not None or not _is_chosen_in_pass(sampled):
                 return _Launched(sampled, hidden=model.whole_forward.start_hidden(given))
-            likelihoods = empty_likelihoods(sampled, self.info.vocab_size)
-            tokens = model.whole_forward.start_tokens(given, partial(choice_rows, sampled), likelihoods)
-            return _Launched(sampled, tokens, likelihoods)
+            to_fill = partial(empty_likelihoods, sampled, self.info.vocab_size)
+            return _Launched(
+                sampled, model.whole_forward.start_tokens(given, partial(choice_rows, sampled), to_fill)
+            )
         if self._device.type == "cpu":  # this thread computes, after it has delivered earlier results
             return _Launched(sampled, hidden=partial(model.forward, given))
-        hidden = model.forward(given)  # launches kernels and does not wait for them
+        with torch.inference_mode():
+            hidden = model.forward(given)  # launches kernels and does not wait for them
         return _Launched(sampled, hidden=lambda: hidden)
 
     @torch.inference_mode()
     def _collect(self, launched: _Launched) -> BatchOutput:
         sampled = launched.sampled
-        if launched.tokens is not None:
-            return make_output(launched.tokens(), launched.likelihoods)
         assert launched.hidden is not None
         hidden = launched.hidden()
         if self._embedding_head is not None:
@@ -392,8 +399,10 @@ class TorchRunner:
     def encode_medium(self, medium: PreparedMedium) -> MediaEncoding:
         if self.media is None:
             raise BadArgument(f"{self.info.model} reads no images", param="image")
-        with _failures_of_the_device():
+        try:
             return _Encoding(self.media.encode(medium), self._device)
+        except (RuntimeError, MemoryError) as error:
+            _raise_device_failure(error)
 
     def feature_bytes(self, medium: PreparedMedium) -> int:
         return 0 if self.media is None else self.media.nbytes(medium)
@@ -440,24 +449,22 @@ class _Encoding:
         return self.inner.flops_per_slice
 
     def run(self, count: int) -> None:
-        with _failures_of_the_device():
+        try:
             self.inner.run(count)
             if self.device.type == "cuda":  # the work is measured, and its errors blame the medium
                 torch.cuda.synchronize(self.device)
+        except (RuntimeError, MemoryError) as error:
+            _raise_device_failure(error)
 
 
-@contextmanager
-def _failures_of_the_device() -> Iterator[None]:
-    """Translates errors of a forward pass that the device caused into ``device_failure``."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        failure = device_failure(error)
-        if failure is None:
-            raise
-        if isinstance(failure, OutOfMemory):
-            torch.cuda.empty_cache()  # the free memory may be fragmented
-        raise failure from error
+def _raise_device_failure(error: RuntimeError | MemoryError) -> NoReturn:
+    """Raises the ``device_failure`` of an error of a forward pass that the device caused, else the error."""
+    failure = device_failure(error)
+    if failure is None:
+        raise error
+    if isinstance(failure, OutOfMemory):
+        torch.cuda.empty_cache()  # the free memory may be fragmented
+    raise failure from error
 
 
 def device_failure(error: RuntimeError | MemoryError) -> OutOfMemory | AcceleratorFault | None:

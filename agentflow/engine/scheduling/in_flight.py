@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentflow.engine.batch import BatchOutput
-from agentflow.engine.request import SAMPLED_ONCE, CacheKey, Request, Row, Work
+from agentflow.engine.request import SAMPLED_ONCE, CacheKey, Request, Row, TopTokens, Work
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.rows.select import ScoredNodes, num_scored_nodes, scored_nodes, store_scores
 from agentflow.engine.scheduling.step_limits import StepFeatures
@@ -97,7 +97,9 @@ class InFlight:
             store_scores(launched.scored, output)
         self.launched.popleft()
         has_prefills, awaited = bool(self._prefills.requests), self._prefills.awaited
-        has_tokens_only = logprobs is None and output.embeddings is None and output.ranks is None
+        tops: Sequence[TopTokens] = ()
+        if output.top_ids is not None:
+            tops = output.list_tops(max([row.request.params.top_logprobs for row in launched.rows]))
         rows: list[Row] = []
         next_output = num_computed = num_generated = 0
         for row in launched.rows:
@@ -121,13 +123,17 @@ class InFlight:
                     awaited.discard(request.id)
                 if has_prefills:
                     self._prefills.advanced(request, row.end, row.first_node)
-                if row.targets is SAMPLED_ONCE and has_tokens_only and not request.params.top_logprobs:
+                if row.targets is SAMPLED_ONCE:
                     row.token_ids = token_ids[first:next_output]
                     request.tokens[request.num_tokens] = token_ids[first]
                     request.num_tokens += 1
                     num_generated += 1
+                    if logprobs is not None:
+                        row.logprobs = logprobs[first:next_output]
+                        if tops and request.params.top_logprobs:
+                            row.tops = [tops[first][: request.params.top_logprobs]]
                 elif row.targets:
-                    self._read(row, first, output, token_ids, logprobs)
+                    self._read(row, first, output, token_ids, logprobs, tops)
             except Exception as error:
                 row.error = error
         self._memory.num_computed += num_computed
@@ -183,6 +189,7 @@ class InFlight:
         output: BatchOutput,
         token_ids: list[int],
         logprobs: list[float] | None,
+        tops: Sequence[TopTokens],
     ) -> None:
         """Stores the results of a row, whose outputs begin at ``first``, and appends its sampled tokens."""
         request, num_sampled = row.request, row.num_sampled
@@ -195,7 +202,8 @@ class InFlight:
         if logprobs is not None and request.tree is None:
             row.logprobs = logprobs[first:end]
         if request.params.top_logprobs:
-            row.tops = [output.list_top(i, request.params.top_logprobs) for i in range(first, end)]
+            count = request.params.top_logprobs
+            row.tops = [tops[i][:count] if tops else [] for i in range(first, end)]
         if output.embeddings is not None:
             row.embedding = output.embeddings[end - 1].tobytes()
         if request.score_from and output.ranks is not None:

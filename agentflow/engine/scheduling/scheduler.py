@@ -310,9 +310,15 @@ class Scheduler:
         if self._pace is not None:
             self._pace.planned(left_out)
         draft.num_decode = draft.num_tokens
+        charge = self.waiting.charge
         for request, num_tokens in draft.tokens.items():
             self._planned = request
-            self._charge(request, request.num_computed + num_tokens, num_tokens)
+            start = request.num_computed
+            if request.num_charged > start or self.pauses.is_used:
+                self._charge(request, start + num_tokens, num_tokens)
+            else:  # as in most steps
+                request.num_charged = start + num_tokens
+                charge(request, num_tokens)
         self._planned = None
         return draft
 

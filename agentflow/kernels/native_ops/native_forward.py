@@ -72,23 +72,24 @@ class NativeForward:
         self,
         given: ForwardInput,
         make_choice: Callable[[], ChoiceRows],
-        likelihoods: Likelihoods | None = None,
-    ) -> Callable[[], IntArray]:
+        make_likelihoods: Callable[[], Likelihoods | None] = lambda: None,
+    ) -> Callable[[], tuple[IntArray, Likelihoods | None]]:
         out = np.empty(len(given.rows), dtype=np.int64)
         wanted = NativeWanted()
         finish = self._start(given, None, self._native_head, wanted)
 
-        def tokens() -> IntArray:
+        def tokens() -> tuple[IntArray, Likelihoods | None]:
             choices = wanted.choices
             try:
                 choice = make_choice()
                 fill_choices(choices, choice, self._head.shape[0])
+                likelihoods = make_likelihoods()
                 if likelihoods is not None:
                     fill_likelihoods(wanted.likelihoods, likelihoods)
                 wanted.tokens = array_address(out)
             finally:  # the pass ends in any case, and without ``tokens`` it writes nothing
                 finish()
-            return out
+            return out, likelihoods
 
         return tokens
 

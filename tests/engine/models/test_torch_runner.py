@@ -219,7 +219,7 @@ def test_edits_and_likeliest_tokens_are_those_of_their_rows(
     assert is_clear[[5, 10, 290, 295]].all()
     assert output.token_ids[is_clear].tolist() == expected[is_clear].tolist()
     for row in (5, 295):
-        top = output.list_top(row, 3)
+        top = output.list_tops(3)[row]
         assert [token for token, _ in top] == best.indices[row].tolist()
         np.testing.assert_allclose([value for _, value in top], best.values[row], atol=1e-3)
 

@@ -285,7 +285,7 @@ class Step:
         pool, plan = self.pool(model.weights), kernels.attention.plan(self.batch, self.kv.dtype, CPU)
         given = self.inputs(pool, plan)
         if model.whole_forward is not None:
-            return model.whole_forward.start_tokens(given, lambda: choice)().tolist()
+            return model.whole_forward.start_tokens(given, lambda: choice)()[0].tolist()
         return kernels.sampler.choose(model.logits(model.forward(given)), choice).tolist()
 
     def pool(self, weights: DecoderWeights) -> KvPool:
@@ -498,10 +498,11 @@ def test_log_probabilities_are_those_of_the_logits(
     whole, pool = model.whole_forward, step.pool(model.weights)
     assert whole is not None
     given = step.inputs(pool, kernels.attention.plan(step.batch, dtype, CPU))
-    likelihoods = empty_likelihoods(sampled, VOCAB)
-    tokens = whole.start_tokens(given, lambda: choice_rows(sampled), likelihoods)
+    tokens = whole.start_tokens(
+        given, lambda: choice_rows(sampled), lambda: empty_likelihoods(sampled, VOCAB)
+    )
     assert not made
-    found = make_output(tokens(), likelihoods)
+    found = make_output(*tokens())
     expected = choose_tokens(model.logits(step.run(model, kernels)[0]), sampled, kernels.sampler)
     names = ["token_ids", "logprobs", "ranks", "top_ids", "top_logprobs", "scored_logprobs"]
     if drawn.sizes.cap:  # computed by another polynomial

@@ -4,8 +4,8 @@ The number of numpy calls does not depend on the number of requests; per request
 
 A ``SamplingTable`` has the sampling parameters of running requests, as arrays indexed by their row of
 ``req_to_token``. They are written once, when a request starts to run; each step gathers them for the rows of
-logits that it samples. One number in each array describes most requests. *Special* requests edit logits or
-want the likeliest tokens: their data is rebuilt in each step, and steps without them skip this.
+logits that it samples. One number in each array describes most requests. *Special* requests edit logits:
+their data is rebuilt in each step, and steps without them skip this.
 """
 
 from __future__ import annotations
@@ -255,13 +255,14 @@ class SamplingTable:
     def __init__(self, max_running: int) -> None:
         self._floats: FloatArray = np.zeros((3, max_running), dtype=np.float32)
         self._temperatures, self._top_ps, self._min_ps = self._floats
-        self._ints: IntArray = np.zeros((2, max_running), dtype=np.int64)
-        self._top_ks = self._ints[0]
+        self._ints: IntArray = np.zeros((3, max_running), dtype=np.int64)
+        self._top_ks, _, self._top_counts = self._ints
         self._seeds: NDArray[np.uint64] = self._ints[1].view(np.uint64)
         self._no_targets: IntArray = np.full(max_running, -1, dtype=np.int64)
         self._special: dict[int, _Special] = {}
         self._constrained: dict[int, Request] = {}
         self._with_logprobs: set[int] = set()
+        self._with_top: set[int] = set()  # that want the likeliest tokens
         self.adapted: set[int] = set()
         """The rows of requests that use an adapter."""
         self.with_media: set[int] = set()
@@ -270,8 +271,10 @@ class SamplingTable:
     def attach(self, request: Request) -> None:
         """The request starts to run, in its row of ``req_to_token``."""
         row, params = request.req_row, request.params
-        if params.has_penalties or params.logit_bias or params.min_tokens or params.top_logprobs:
+        if params.has_penalties or params.logit_bias or params.min_tokens:
             self._special[row] = _Special(request)
+        if params.top_logprobs:
+            self._with_top.add(row)
         if request.next_mask is not None:
             self._constrained[row] = request
         if params.wants_logprobs:
@@ -283,6 +286,7 @@ class SamplingTable:
         self._temperatures[row] = params.temperature
         self._top_ps[row] = params.top_p
         self._top_ks[row] = params.top_k
+        self._top_counts[row] = params.top_logprobs
         self._min_ps[row] = params.min_p
         self._seeds[row] = _sampling_seed(request)
 
@@ -291,6 +295,7 @@ class SamplingTable:
         self._special.pop(request.req_row, None)
         self._constrained.pop(request.req_row, None)
         self._with_logprobs.discard(request.req_row)
+        self._with_top.discard(request.req_row)
         self.adapted.discard(request.req_row)
         self.with_media.discard(request.req_row)
 
@@ -320,9 +325,9 @@ class SamplingTable:
         """
         floats: FloatArray = self._floats.take(req_rows, axis=1)
         ints: IntArray = self._ints.take(req_rows, axis=1)
-        edits, masks, top_counts = None, None, None
+        edits, masks = None, None
         if self._special:
-            edits, top_counts = self._gather_edits(req_rows, target_ids)
+            edits = self._gather_edits(req_rows, target_ids)
         if self._constrained:
             masks = self._gather_masks(req_rows, target_ids)
         return SampledRows(
@@ -338,7 +343,7 @@ class SamplingTable:
             or (target_ids is not None and bool((target_ids >= 0).any())),
             edits=edits,
             masks=masks,
-            top_counts=top_counts,
+            top_counts=ints[2] if self._with_top and ints[2].any() else None,
             scored=scored,
         )
 
@@ -354,23 +359,14 @@ class SamplingTable:
                 masks.append(request.next_mask)
         return TokenMasks(np.array(rows, dtype=np.int64), partial(_computed, masks)) if rows else None
 
-    def _gather_edits(
-        self, req_rows: IntArray, target_ids: IntArray | None
-    ) -> tuple[LogitEdits | None, IntArray | None]:
-        """The logit edits of sampled rows, and how many of the likeliest tokens each row wants."""
+    def _gather_edits(self, req_rows: IntArray, target_ids: IntArray | None) -> LogitEdits | None:
+        """The logit edits of sampled rows."""
         found = [
             (index, self._special[req_row])
             for index, req_row in enumerate(req_rows.tolist())
-            if req_row in self._special
+            if req_row in self._special and (target_ids is None or target_ids[index] < 0)
         ]
-        if not found:
-            return None, None
-        top_counts: IntArray = np.zeros(len(req_rows), dtype=np.int64)
-        for index, special in found:
-            top_counts[index] = special.params.top_logprobs
-        if target_ids is not None:
-            found = [one for one in found if target_ids[one[0]] < 0]
-        return _edits(found) if found else None, top_counts if top_counts.any() else None
+        return _edits(found) if found else None
 
 
 def _computed(masks: Sequence[Callable[[], TokenWords]]) -> MaskWords:
