@@ -261,6 +261,15 @@ def test_a_config_as_older_releases_wrote_it(tmp_path: Path) -> None:
     assert_equal_to_transformers(model, tmp_path)
 
 
+def test_internlm3_is_a_llama_whose_rope_is_dynamic(tmp_path: Path) -> None:
+    """transformers has its config, and no class."""
+    model = saved_model("llama_dynamic", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_equal_to_transformers(model, tmp_path)
+
+
 @pytest.mark.parametrize("head", ["embed_out", "lm_head"])
 def test_gpt_neox_as_older_releases_wrote_it(head: str, tmp_path: Path) -> None:
     """Other names in the config, either name of the head, and masks among the weights."""

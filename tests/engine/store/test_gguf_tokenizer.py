@@ -33,6 +33,8 @@ EXPRESSIONS = {
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (rf"{_WORD}|\p{{N}}{{1,3}}|{_REST}",),
     "dbrx": (rf"{_WORD}|\p{{N}}{{1,3}}|{_REST}",),
+    "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9]{3}"),
+    "seed-coder": (rf"{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
     "hunyuan": (rf"{_WORD}|\p{{N}}|{_REST}",),
     "deepseek-llm": (
         r"[\r\n]",

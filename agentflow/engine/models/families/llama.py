@@ -46,10 +46,6 @@ def read_smollm3(raw: RawConfig) -> DecoderConfig:
     return replace(shape, layers=layers)
 
 
-def read_internlm3(raw: RawConfig) -> DecoderConfig:
-    return standard_shape({"rms_norm_eps": 1e-5} | dict(raw), head_dim=128)
-
-
 def read_seed_oss(raw: RawConfig) -> DecoderConfig:
     return standard_shape(raw, head_dim=128)
 
@@ -69,12 +65,12 @@ def read_granite(raw: RawConfig) -> DecoderConfig:
 
 FAMILIES = (
     Family("LlamaForCausalLM", "Llama 2 to 3.3, SmolLM and SmolLM2, TinyLlama", read_llama, gguf=("llama",)),
+    Family("InternLM3ForCausalLM", "InternLM3", read_llama, gguf=("llama",)),
     Family("MistralForCausalLM", "Mistral 7B, Mistral Small", read_mistral, gguf=("llama",)),
     Family("MinistralForCausalLM", "Ministral 8B", read_mistral),
     Family("Qwen2ForCausalLM", "Qwen2, Qwen2.5, QwQ, R1 distillations", read_qwen2, gguf=("qwen2",)),
     Family("Qwen3ForCausalLM", "Qwen3", read_qwen3, gguf=("qwen3",)),
     Family("SmolLM3ForCausalLM", "SmolLM3", read_smollm3, gguf=("smollm3",)),
     Family("GraniteForCausalLM", "Granite 3", read_granite, gguf=("granite",)),
-    Family("InternLM3ForCausalLM", "InternLM3", read_internlm3, gguf=("llama",)),
     Family("SeedOssForCausalLM", "Seed-OSS", read_seed_oss, gguf=("seed_oss",)),
 )

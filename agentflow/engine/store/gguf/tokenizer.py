@@ -19,6 +19,15 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_SEED = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_FALCON = (
+    r"[\p{P}$+<=>^~|`]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "[0-9]{3}",
+)
 _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -66,6 +75,8 @@ PRE_TOKENIZERS: Final = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA_BPE),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _Pre((_LLAMA3,))),
     "glm4": _Pre((_LLAMA3,), ignores_merges=True),
+    "falcon": _Pre(_FALCON),
+    "seed-coder": _Pre((_SEED,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN),
     "stablelm2": _QWEN,
     "hunyuan": replace(_QWEN, is_composed=False),
