@@ -63,6 +63,11 @@ ADAPTERS: dict[str, list[dict[str, Any]]] = {
         {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
         {"target_modules": ["dense"]},
     ],
+    "falcon_groups": [
+        {"target_modules": ["query_key_value"]},
+        {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
+        {"target_modules": ["dense"]},
+    ],
     "cohere": [{"target_modules": ALL}, {"target_modules": ["q_proj"]}, {"target_modules": ["k_proj"]}],
     "mixtral": [{"target_modules": ALL[:4]}, {"target_modules": ["v_proj"]}, {"target_modules": ["q_proj"]}],
 }
