@@ -16,7 +16,6 @@ from agentflow.protocol.sampling import MAX_BIASES, MAX_INT, MAX_STOP_REGEX_CHAR
 from agentflow.server.compatible.fields import (
     Biases,
     Count,
-    GivenObject,
     GivenSchema,
     OnlyFalse,
     OnlyTrue,
@@ -28,6 +27,7 @@ from agentflow.server.compatible.fields import (
     Temperature,
     TokenId,
     TopK,
+    Unread,
     Unsupported,
 )
 from agentflow.server.compatible.prompts import IdList
@@ -74,12 +74,12 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class KvHintAction(msgspec.Struct, kw_only=True):
-    """One action of ``KvHints``, whose ``payload`` is of the action's type."""
+    """One action of ``KvHints``, whose ``payload`` is not read."""
 
     action_id: str
     action_type: str
     action_version: str
-    payload: GivenObject = None
+    payload: Unread = None
 
 
 class KvHints(msgspec.Struct, kw_only=True):
