@@ -225,6 +225,16 @@ def _end_process(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files that share a server run in one worker, so that it starts once."""
+    if config.option.dist != "loadfile":
+        return None
+    from support.file_scheduling import FileScheduling
+
+    return FileScheduling(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Prints how a worker of pytest-xdist ended in the middle of a test: by a signal, or by an exit in native
     code, which no fault handler sees."""

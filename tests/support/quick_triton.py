@@ -21,7 +21,11 @@ def quicken_triton() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     _look_up_dtypes(interpreter)
-    _share_shapes(sys.modules["triton.language.core"])
+    core = sys.modules["triton.language.core"]
+    _call_builtins_directly(interpreter, core)
+    _look_at_usual_types_first(core)
+    _share_shapes(core)
+    _leave_equal_shapes(sys.modules["triton.language.semantic"].TritonSemantic)
 
 
 def _patch_functions_once(interpreter: Any) -> None:
@@ -53,14 +57,15 @@ def _look_up_dtypes(interpreter: Any) -> None:
 def _share_shapes(core: Any) -> None:
     """Types of blocks, and tensors, have objects for their shape and for each of its numbers. These never
     change."""
-    make_type, types = core.block_type.__init__, {}
+    make_type, types, shapes_of_types = core.block_type.__init__, {}, {}
     make_tensor, shapes = core.tensor.__init__, {}
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (element_ty.name, *(n.value if isinstance(n, core.constexpr) else n for n in shape))
+        numbers = tuple(n.value if isinstance(n, core.constexpr) else n for n in shape)
+        key = (element_ty.name, numbers)
         if key not in types:
             make_type(self, element_ty, shape)
-            types[key] = (self.shape, self.numel, self.name)
+            types[key] = (shapes_of_types.setdefault(numbers, self.shape), self.numel, self.name)
         self.element_ty = element_ty
         self.shape, self.numel, self.name = types[key]
 
@@ -74,3 +79,56 @@ def _share_shapes(core: Any) -> None:
 
     core.block_type.__init__ = init_type
     core.tensor.__init__ = init_tensor
+
+
+def _leave_equal_shapes(semantic: Any) -> None:
+    """Blocks of one shape, and scalars, are compared number by number before they stay as they are."""
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block() == right.is_block() and (not left.is_block() or left.shape is right.shape):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_others
+
+
+def _call_builtins_directly(interpreter: Any, core: Any) -> None:
+    """Each function of the language is called through two others: one adds an argument, the other checks that
+    it is there."""
+    patch_attr, checks = interpreter._patch_attr, core.builtin(lambda: None).__code__
+
+    def patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if getattr(member, "__code__", None) is not checks:
+            patch_attr(obj, name, member, builder, scope)
+            return
+        function, semantic = member.__wrapped__, interpreter.interpreter_semantic
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_directly
+
+
+def _look_at_usual_types_first(core: Any) -> None:
+    """Arguments may be constants, or lists of them, and are rarely; types are compared with themselves."""
+    unwrap, constant = core._unwrap_if_constexpr, core.constexpr
+    usual = {core.tensor, core.dtype, core.pointer_type, core.block_type, bool, int, float, str, type(None)}
+
+    def unwrap_others(given: Any) -> Any:
+        kind = type(given)
+        if kind in usual:
+            return given
+        return given.value if kind is constant else unwrap(given)
+
+    core._unwrap_if_constexpr = unwrap_others
+    for kind in (core.dtype, core.pointer_type):
+
+        def equals(self: Any, other: Any, compare: Any = kind.__eq__) -> Any:
+            return self is other or compare(self, other)
+
+        kind.__eq__ = equals
