@@ -1,5 +1,5 @@
-"""The tests that a worker of pytest-xdist runs one after the other: those of a file, or of all files that share
-a server."""
+"""The tests that a worker of pytest-xdist runs one after the other: those of a file, or of all files that
+share a server."""
 
 from __future__ import annotations
 
