@@ -196,7 +196,7 @@ bool carry_out(const Instruction& what) {
 void on_invalid_instruction(int, siginfo_t*, void* context) {
     auto* at = static_cast<ucontext_t*>(context);
     const auto* code = reinterpret_cast<const unsigned char*>(at->uc_mcontext.gregs[REG_RIP]);
-    const Instruction what = decoded(code, at);
+    Instruction what = decoded(code, at);
     if (what.length && !is_permitted) end("tiles are used without the right to");
     if (!what.length || !carry_out(what)) {
         char why[100];
@@ -204,7 +204,12 @@ void on_invalid_instruction(int, siginfo_t*, void* context) {
         for (int i = 0; i < 12; i++) used += snprintf(why + used, sizeof why - used, " %02x", code[i]);
         end(why);
     }
-    at->uc_mcontext.gregs[REG_RIP] += what.length;
+    // A signal takes longer than most of what it carries out: those that follow are carried out as well.
+    do {
+        code += what.length;
+        at->uc_mcontext.gregs[REG_RIP] = int64_t(code);
+        what = decoded(code, at);
+    } while (what.length && carry_out(what));
 }
 
 __attribute__((constructor)) void begin() {
