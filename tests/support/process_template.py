@@ -221,6 +221,7 @@ def main() -> None:
     """The template itself: forks until its connection closes."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:] = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]  # for the reason in tests/conftest.py
     gc.disable()  # imports leave little garbage
     for name in _IMPORTED[int(sys.argv[2])]:
         importlib.import_module(name)
