@@ -166,29 +166,29 @@ async def test_a_session_resumes_after_an_overload(server: ThreadServer) -> None
     await server.wait_until_idle()
 
 
-async def test_a_session_does_not_retry_before_retry_after() -> None:
-    with thread_server(ServerLimits(resume_grace_s=0.5)) as other:
+@pytest.mark.parametrize(
+    ("grace_s", "refusal", "kind", "reason"),
+    [
+        (0.5, ("503 Service Unavailable", "full", "Retry-After: 100"), ServerLost, "HTTP 503): full"),
+        (60.0, ("401 Unauthorized", "an unknown API key"), NotAuthorized, "an unknown API key"),
+    ],
+    ids=["told to come back later", "a revoked key"],
+)
+async def test_a_session_that_is_refused_does_not_try_again(
+    grace_s: float, refusal: tuple[str, ...], kind: type[Exception], reason: str
+) -> None:
+    status, said, *headers = refusal
+    with thread_server(ServerLimits(resume_grace_s=grace_s)) as other:
         async with proxied(other.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
-            proxy.answers = [answer("503 Service Unavailable", {"reason": "full"}, "Retry-After: 100")] * 50
+            proxy.answers = [answer(status, {"reason": said}, *headers)] * 50
             proxy.current.up = 0
             connection.send([ops.Open(1)])
             error = await listener.wait_until_lost()
-            assert isinstance(error, ServerLost)
-            assert "HTTP 503): full" in str(error)
+            assert isinstance(error, kind)
+            assert reason in str(error)
             assert proxy.num_connections == 2
-        await other.wait_until_idle()
-
-
-async def test_a_revoked_key_ends_the_session_at_once() -> None:
-    with thread_server(ServerLimits(resume_grace_s=60.0)) as other:
-        async with proxied(other.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
-            proxy.answers = [answer("401 Unauthorized", {"reason": "this API key is not known here"})]
-            proxy.current.up = 0
-            connection.send([ops.Open(1)])
-            error = await listener.wait_until_lost()
-            assert isinstance(error, NotAuthorized)
-            assert "this API key is not known here" in str(error)
-            assert proxy.num_connections == 2
+        if kind is ServerLost:
+            await other.wait_until_idle()
 
 
 # Refused while it is open

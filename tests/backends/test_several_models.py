@@ -405,22 +405,28 @@ class SilentStats(ScriptedGenerator):
         raise AssertionError
 
 
+class SilentPlace(Place):
+    def __init__(self) -> None:
+        super().__init__(SilentStats(""))
+
+    async def lose(self) -> None:
+        assert self.lost is not None
+        self.lost(ServerLost("gone"))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_counters_of_a_backend_that_is_lost_are_an_error(when: str) -> None:
-    lost, other = Place(SilentStats("")), Place(generator_of("large"))
-    async with af.session(models={"small": lost, "large": other}) as flow:
-
-        async def lose() -> None:
-            assert lost.lost is not None
-            lost.lost(ServerLost("gone"))
-
-        async with anyio.create_task_group() as tasks:
-            if when == "before":
-                await lose()
-            else:
-                tasks.start_soon(lose)
-            with pytest.raises(ServerLost):
-                await flow.stats()
+    lost, other = SilentPlace(), Place(generator_of("large"))
+    async with (
+        af.session(models={"small": lost, "large": other}) as flow,
+        anyio.create_task_group() as tasks,
+    ):
+        if when == "before":
+            await lost.lose()
+        else:
+            tasks.start_soon(lost.lose)
+        with pytest.raises(ServerLost):
+            await flow.stats()
 
 
 async def test_counters_are_those_of_all_backends() -> None:
@@ -435,15 +441,10 @@ async def test_counters_are_those_of_all_backends() -> None:
 
 
 async def test_counters_of_another_backend_that_is_lost_are_left_out() -> None:
-    default, lost = Place(generator_of("small")), Place(SilentStats(""))
+    default, lost = Place(generator_of("small")), SilentPlace()
     async with af.session(models={"small": default, "large": lost}) as flow:
-
-        async def lose() -> None:
-            assert lost.lost is not None
-            lost.lost(ServerLost("gone"))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lose)
+            tasks.start_soon(lost.lose)
             assert await flow.stats() == await default.generator.stats()
         assert await flow.stats() == await default.generator.stats()
 

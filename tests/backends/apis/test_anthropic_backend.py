@@ -653,21 +653,16 @@ async def test_a_long_system_prompt_and_a_growing_conversation_are_cached() -> N
     assert marks(last.json) == [("system", 0), ("messages", 2)]
 
 
-async def test_a_stream_that_never_ends_is_left_when_the_gen_is_cancelled() -> None:
-    piece = answers.event(answers.text_block("more ")[1])
-    answer = answers.stream(answers.beginning(), answers.text_block("x")[0], Forever(piece))
-    async with opened([answer]) as (flow, server), flow.state() as s:
-        s += af.user("Hi") + af.assistant(af.gen("x"))
-        async for _ in s["x"]:
-            s.cancel()
-            break
-        await server.wait_until_gone()
-
-
-async def test_a_cancelled_gen_closes_its_connection() -> None:
-    hold = Hold()
-    answer = answers.stream(answers.beginning(), answers.text_block("Hel")[:2], hold)
-    async with opened([answer]) as (flow, server), flow.state() as s:
+@pytest.mark.parametrize(
+    "steps",
+    [
+        lambda: (answers.text_block("x")[0], Forever(answers.event(answers.text_block("more ")[1]))),
+        lambda: (answers.text_block("Hel")[:2], Hold()),
+    ],
+    ids=["goes on", "waits"],
+)
+async def test_a_cancelled_gen_closes_its_connection(steps: Any) -> None:
+    async with opened([answers.stream(answers.beginning(), *steps())]) as (flow, server), flow.state() as s:
         s += af.user("Hi") + af.assistant(af.gen("x"))
         async for _ in s["x"]:
             s.cancel()

@@ -157,27 +157,27 @@ def test_generated_tokens(case: Case) -> None:
 def test_videos(name: str, of_frame: int, at_end: int, num_frames: int, tmp_path: Path) -> None:
     """Two videos of different lengths and an image between them."""
     case = Case(name, tmp_path)
+    check_videos(
+        case, [read_frames(of_frame * num_frames + at_end, num_frames, seed) for seed in (1, 2)], 200
+    )
+
+
+def check_videos(case: Case, videos: Sequence[Any], max_chunk: int) -> None:
+    """A prompt of two videos with a picture between them."""
     (image,) = case.prompt(SIZES[1:2]).readings
-    videos = [read_frames(of_frame * num_frames + at_end, num_frames, seed) for seed in (1, 2)]
     prompt = prompt_of([videos[0], image, videos[1]])
     case.encode(prompt)
     driver = Driver(case.runner)
     walker = walker_of(driver, prompt)
-    (found,) = computed(driver, [walker], 200)
+    (found,) = computed(driver, [walker], max_chunk)
     assert_likely(case.model, prompt, walker, found)
 
 
 @pytest.mark.parametrize(("name", "patch"), [("qwen2_5_vl", 14), ("qwen3_vl", 16)])
 def test_videos_with_times(name: str, patch: int, tmp_path: Path) -> None:
     case = Case(name, tmp_path)
-    (image,) = case.prompt(SIZES[1:2]).readings
     videos = [read_qwen_frames(patch, is_divided=name == "qwen3_vl", seed=seed) for seed in (1, 2)]
-    prompt = prompt_of([videos[0], image, videos[1]])
-    case.encode(prompt)
-    driver = Driver(case.runner)
-    walker = walker_of(driver, prompt)
-    (found,) = computed(driver, [walker], 40)
-    assert_likely(case.model, prompt, walker, found)
+    check_videos(case, videos, 40)
 
 
 @pytest.mark.parametrize("is_divided", [False, True])

@@ -181,12 +181,17 @@ async def test_a_cancelled_state_cancels_the_call_at_the_vendor() -> None:
         served_apis([stream(text_chunks("one"), hold)]) as served,
         af.session(served.ws_url) as flow,
     ):
-        s = flow.state()
-        s += af.user("hello") + af.assistant(af.gen("word"))
-        with anyio.fail_after(20):
-            await hold.reached.wait()
-        s.cancel()
+        (await begun(flow, hold)).cancel()
         await served.vendor.wait_until_gone()
+
+
+async def begun(flow: af.Session, hold: Hold) -> af.State:
+    """A state whose gen has begun at the vendor."""
+    s = flow.state()
+    s += af.user("hello") + af.assistant(af.gen("word"))
+    with anyio.fail_after(20):
+        await hold.reached.wait()
+    return s
 
 
 def keys_file(folder: Path, **limits: Any) -> Path:
@@ -308,10 +313,7 @@ async def test_a_call_that_was_left_is_charged_by_estimate(tmp_path: Path) -> No
     hold = Hold()
     async with served_apis([stream(text_chunks("word " * 100), hold)], tenants=tenants) as served:
         async with af.session(served.ws_url, api_key="af-ann") as flow:
-            s = flow.state()
-            s += af.user("hello") + af.assistant(af.gen("word"))
-            with anyio.fail_after(20):
-                await hold.reached.wait()
+            await begun(flow, hold)
         await served.vendor.wait_until_gone()
         await served.server.service.models.until_idle()
         with pytest.raises(RateLimited):
@@ -323,11 +325,7 @@ async def test_a_call_that_was_left_is_in_the_statistics(tmp_path: Path) -> None
     hold = Hold()
     async with served_apis([stream(text_chunks("word " * 100), hold)], tenants=tenants) as served:
         async with af.session(served.ws_url, api_key="af-ann") as flow:
-            s = flow.state()
-            s += af.user("hello") + af.assistant(af.gen("word"))
-            with anyio.fail_after(20):
-                await hold.reached.wait()
-            s.cancel()
+            (await begun(flow, hold)).cancel()
             await served.vendor.wait_until_gone()
             await served.server.service.models.until_idle()
             stats = await flow.stats()
@@ -436,10 +434,7 @@ async def test_a_revoked_tenants_call_is_cancelled(tmp_path: Path) -> None:
         served_apis([stream(text_chunks("one"), hold)], tenants=Tenants(file=path)) as served,
         af.session(served.ws_url, api_key="af-ann") as flow,
     ):
-        s = flow.state()
-        s += af.user("hello") + af.assistant(af.gen("word"))
-        with anyio.fail_after(20):
-            await hold.reached.wait()
+        s = await begun(flow, hold)
         path.write_text(f'[tenants.bob]\nkeys = ["{hashed_key("af-bob")}"]\n')
         await served.server.service.reload_tenants()
         await served.vendor.wait_until_gone()

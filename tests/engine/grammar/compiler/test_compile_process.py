@@ -35,6 +35,8 @@ LIMITS = CompileLimits(
     cpu_s=0.2, cpu_share=1.0, wall_s=100.0, memory_bytes=100_000_000, compiled_bytes=6_000_000
 )
 
+LITTLE_CPU = CompileLimits(cpu_s=0.1, cpu_share=1.0, wall_s=100.0)
+
 
 def opened(limits: CompileLimits = LIMITS):
     return constraint_compiler(limits, loader=LOADER)
@@ -99,35 +101,27 @@ async def test_out_of_memory_fails_the_constraint_and_replaces_the_process(sourc
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "limits", "message"),
     [
-        ("native", "regex: it takes more than 0.2 s of processor time, which is the limit"),
-        ("stubborn", "regex: it takes more than 0.2 s of processor time, which is the limit"),
-        ("abort", "regex: the compiling process was killed by SIGABRT of it: it nests too deeply, or needs"),
+        ("native", LIMITS, "regex: it takes more than 0.2 s of processor time, which is the limit"),
+        ("stubborn", LIMITS, "regex: it takes more than 0.2 s of processor time, which is the limit"),
+        # It ignores SIGXCPU.
+        ("hang", LITTLE_CPU, "regex: it takes more than 0.1 s of processor time, which is the limit"),
+        (
+            "abort",
+            LIMITS,
+            "regex: the compiling process was killed by SIGABRT of it: it nests too deeply, or needs",
+        ),
     ],
 )
-async def test_a_fault_in_native_code_ends_the_process_and_is_cached(source, message, monkeypatch):
+async def test_a_fault_in_native_code_ends_the_process_and_is_cached(source, limits, message, monkeypatch):
     monkeypatch.setattr(compiler_module, "KILL_GRACE_S", 0.1)
-    async with opened() as compiler:
+    async with opened(limits) as compiler:
         before = await process_of(compiler)
         for _ in range(2):
             failure = await refusal(compiler, source)
             assert type(failure) is RequestRefused
             assert str(failure).startswith(message)
-        assert (compiler.counts.killed, compiler.counts.cache_hits) == (1, 1)
-        assert await process_of(compiler, "pid again") != before
-
-
-async def test_a_process_that_ignores_sigxcpu_is_killed_for_its_processor_time(monkeypatch):
-    monkeypatch.setattr(compiler_module, "KILL_GRACE_S", 0.1)
-    async with opened(CompileLimits(cpu_s=0.1, cpu_share=1.0, wall_s=100.0)) as compiler:
-        before = await process_of(compiler)
-        for _ in range(2):
-            failure = await refusal(compiler, "hang")
-            assert type(failure) is RequestRefused
-            assert str(failure).startswith(
-                "regex: it takes more than 0.1 s of processor time, which is the limit"
-            )
         assert (compiler.counts.killed, compiler.counts.cache_hits) == (1, 1)
         assert await process_of(compiler, "pid again") != before
 
