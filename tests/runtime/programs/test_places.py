@@ -101,24 +101,6 @@ async def test_map_reduce_by_forks() -> None:
     assert len({place.program for place in generator.places}) == 1
 
 
-async def test_map_reduce_by_separate_states() -> None:
-    backend = Placed()
-    async with af.session(backend=backend) as flow:
-        parts = [flow.state(program="digest") for _ in range(3)]
-        for part in parts:
-            part += "B" + af.gen("part")
-        whole = flow.state(program="digest")
-        whole += "".join(f"{part['part']}" for part in parts) + "R" + af.gen("whole")
-        await whole["whole"]
-    generator = backend.generator
-    begun = generator.begun_with("B")
-    assert [place.objective for place in begun] == ["throughput"] * 3
-    assert len({place.group for place in begun}) == 1
-    assert begun[0].group
-    assert generator.begun_with("R")[0].objective == "latency"
-    assert len({place.program for place in generator.places}) == 1
-
-
 @af.program
 async def independent(s: af.State, item: str) -> list[str]:
     branches = s.fork(3)
@@ -243,16 +225,6 @@ async def test_variable_that_is_read_as_it_grows(read: Callable[[af.Variable], A
         ("latency", True),
         ("throughput", False),
     ]
-
-
-async def test_state_that_waits_for_its_client() -> None:
-    backend = Placed()
-    async with af.session(backend=backend) as flow, flow.state() as s:
-        s += "C" + af.gen("answer")
-        await s["answer"]
-        await s
-        await flow.stats()  # a turn of the event loop later
-        assert backend.generator.places[-1].steps is None
 
 
 async def test_awaited_variable_that_something_else_needs() -> None:
