@@ -18,6 +18,7 @@ from support.docs.page_blocks import DOCS, ROOT, Block, blocks_of, compiled, pag
 from support.docs.page_model import ESSAY, SCRIPT
 from support.fake_engine import embedding_engine
 from support.programs import by_end
+from support.server.http_clients import only_asyncio
 from support.server.module_servers import module_server
 
 import agentflow as af
@@ -26,10 +27,7 @@ from agentflow.backends.local import Embedded
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from benchmarks.page import HEADLINES, with_headlines
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @pytest.mark.anyio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jsonschema
 import pytest
+from support.server.http_clients import only_asyncio
 
 import agentflow as af
 from agentflow.protocol.chat import ToolSpec
@@ -28,9 +29,7 @@ TOOLS = [WEATHER, NOW]
 ASKED = [af.Message("user", "What is the weather in Oslo for the next 3 days?")]
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio, scope="module")
 
 
 def check(reply: af.Reply, *names: str) -> None:

@@ -13,6 +13,7 @@ import httpx2
 import pytest
 from app.service import VIEWS, OpenSession, create_app
 from fastapi_stream import served
+from support.server.http_clients import only_asyncio
 
 import agentflow as af
 
@@ -22,9 +23,7 @@ TEXTS = {"view": "It is <b>good</b>.\nOr not.", "summary": "It depends."}
 ASKED = {"question": "Why?"}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"  # uvicorn's
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @asynccontextmanager

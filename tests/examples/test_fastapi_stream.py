@@ -10,15 +10,14 @@ import httpx2
 import pytest
 from fastapi_stream import create_app, main, served
 from scripted_example import shown
+from support.server.http_clients import only_asyncio
 
 import agentflow as af
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"  # uvicorn's
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from support.api_server import ApiServer, api_server
+from support.server.http_clients import only_asyncio
 from support.spans import Recorded, recording_spans
 
 import agentflow as af
@@ -23,9 +24,7 @@ PHASES = ("server.request", ["queue", "prefill", "decode"])
 SELECT = ("server.request", ["queue", "prefill"])
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from starlette.applications import Starlette
 from support.clocks import ClockS
 from support.holds import until
+from support.server.http_clients import only_asyncio
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import RunFailed
@@ -32,10 +33,7 @@ from agentflow.server.tenants.keys import Tenants, hashed_key
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The web server needs asyncio."""
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 SLOW, FAIL = "(slow)", "(fail)"

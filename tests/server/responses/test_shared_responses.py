@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 from support.redis_server import RedisServer, shared_store
+from support.server.http_clients import only_asyncio
 
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.images import Image, PlacedImage
@@ -24,9 +25,7 @@ pytestmark = pytest.mark.anyio
 MOST_BYTES = 60_000
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 def item(item_id: str, text: str = "") -> Item:

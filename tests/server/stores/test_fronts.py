@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from support.holds import until
 from support.redis_server import RedisServer, shared_store
+from support.server.http_clients import only_asyncio
 
 from agentflow.errors import EngineDown, Overloaded
 from agentflow.server.stores import fronts as fronts_module
@@ -19,9 +20,7 @@ pytestmark = pytest.mark.anyio
 BODY = bytes(range(256)) * 4
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @pytest.fixture(autouse=True)

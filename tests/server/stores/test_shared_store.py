@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.redis_server import RedisServer, redis_server, shared_store
+from support.server.http_clients import only_asyncio
 
 from agentflow.errors import BadArgument, Overloaded, ServerError
 from agentflow.server.stores.shared import SharedStore
@@ -15,9 +16,7 @@ pytestmark = pytest.mark.anyio
 PASSWORD = "hunter2hunter2"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.clocks import ClockNs
 from support.examples import examples
 from support.redis_server import RedisServer, redis_server, shared_store
+from support.server.http_clients import only_asyncio
 
 from agentflow.engine.tenant import AdmittedRequest, Tenant
 from agentflow.errors import Overloaded, RateLimited
@@ -26,9 +27,7 @@ pytestmark = pytest.mark.anyio
 FRONTS = 3
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @asynccontextmanager

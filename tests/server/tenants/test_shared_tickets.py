@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.redis_server import RedisServer, shared_store
+from support.server.http_clients import only_asyncio
 
 from agentflow.engine.tenant import Tenant
 from agentflow.errors import RateLimited
@@ -15,9 +16,7 @@ pytestmark = pytest.mark.anyio
 KEY = "af-right"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 async def test_a_ticket_of_one_front_opens_one_session_at_another(redis: RedisServer) -> None:
