@@ -55,19 +55,6 @@ async def test_branches_inherit_variable_names_and_may_redefine_them():
         assert "only here" not in first
 
 
-async def test_forks_of_forks():
-    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
-        s += "r"
-        leaves = []
-        for i, branch in enumerate(s.fork(2)):
-            branch += str(i)
-            for j, leaf in enumerate(branch.fork(2)):
-                leaf += str(j) + af.gen("x")
-                leaves.append(leaf)
-        assert [await leaf["x"] for leaf in leaves] == ["<r00>", "<r01>", "<r10>", "<r11>"]
-        assert [leaf.path for leaf in leaves] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
 async def test_leaving_the_block_seals_the_branches_and_does_not_wait():
     backend = Stepped({"": "one two"})
     async with af.session(backend=backend) as flow, flow.state() as s:

@@ -37,14 +37,6 @@ async def test_values_come_in_the_order_of_the_branches():
     assert_idle(backend)
 
 
-async def test_typed_values_are_gathered_as_values():
-    async with af.session(backend=af.Scripted(["1", "2"])) as flow, flow.state() as s:
-        branches = s.fork(2)
-        for branch in branches:
-            branch += af.gen("n", type=int)
-        assert sorted(await branches.gather("n")) == [1, 2]
-
-
 async def test_variables_needs_the_name_in_every_branch():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         branches = s.fork(2)

@@ -27,24 +27,6 @@ async def test_a_run_gives_what_the_program_returns():
         assert (ask.__name__, ask.__doc__) == ("ask", "Asks.")
 
 
-async def test_any_async_function_on_a_state_is_a_program():
-    async def plain(s: af.State, *texts: str) -> list[str]:
-        s += "".join(texts) + af.gen("x")
-        return [await s["x"]]
-
-    async with af.session(backend=af.Scripted(echo)) as flow:
-        assert await flow.run(plain, "a", "b") == ["<ab>"]
-
-
-async def test_programs_compose():
-    @af.program
-    async def twice(s: af.State) -> str:
-        return await ask(s, "one") + await ask(s.fork(1)[0], "two")
-
-    async with af.session(backend=af.Scripted(echo)) as flow:
-        assert await flow.run(twice) == "<one><one<one>two>"
-
-
 async def test_a_program_requires_a_state():
     with pytest.raises(af.errors.BadArgument, match="state, not str"):
         await ask("why")

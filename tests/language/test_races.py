@@ -145,38 +145,3 @@ async def test_a_scope_that_is_cancelled_ends_the_wait_for_a_cancelled_branch():
             scope.cancel()
             await s["x"]
         assert scope.cancelled_caught
-
-
-async def test_a_race_in_a_program_leaves_nothing_running():
-    """The pattern of the documentation."""
-    backend = Stepped(lengths)
-
-    async def quickest(s: af.State) -> str:
-        answers: list[str] = []
-
-        async def wait(branch: af.State) -> None:
-            answers.append(await branch["x"])
-            race.cancel_scope.cancel()
-
-        async with s.fork(3) as branches:
-            for branch, text in zip(branches, ("long", "short", "long"), strict=True):
-                branch += text + af.gen("x")
-            async with anyio.create_task_group() as race:
-                for branch in branches:
-                    race.start_soon(wait, branch)
-            for branch in branches:
-                branch.cancel()
-        return answers[0]
-
-    async with af.session(backend=backend) as flow:
-        async with anyio.create_task_group() as tasks:
-            results: list[str] = []
-
-            async def run() -> None:
-                results.append(await flow.run(quickest))
-
-            tasks.start_soon(run)
-            await settle()
-            await backend.allow(12)
-        assert results == ["one"]
-        assert backend.generator.num_running == 0

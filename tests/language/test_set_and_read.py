@@ -236,19 +236,6 @@ async def test_reading_token_ids_does_not_change_the_tokenization():
         await engine.assert_idle()
 
 
-async def test_a_copy_is_independent():
-    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
-        s += "a" + af.gen("x")
-        copy = s.copy()
-        copy += "b"
-        s += "c"
-        assert copy["x"] is s["x"]
-        assert (await copy.text(), await s.text()) == ("a<a>b", "a<a>c")
-        assert copy.path == (0,)
-        assert s.copy().path == (1,)
-        assert isinstance(copy, af.State)
-
-
 async def test_an_unawaited_read_is_cancelled_with_its_state():
     backend = Stepped(["one two"])
     async with af.session(backend=backend) as flow:

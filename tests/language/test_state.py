@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
-from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
+from support.observed_backends import Observed, Stepped, Unbatched, settle
 from support.programs import measure
 
 import agentflow as af
@@ -411,21 +411,6 @@ async def test_a_state_is_used_without_a_block(observed):
                 closed.add("x")
     assert observed.of(ops.Open) == [ops.Open(s.id, "salt")]
     assert {op.state for op in observed.of(ops.Close)} == {s.id, branch.id}
-
-
-@pytest.mark.on_trio
-async def test_a_state_without_a_block_ends_with_the_session():
-    backend = Stepped({"": "never"})
-    async with af.session(backend=backend) as flow:
-        s = flow.state()
-        s += af.gen("x")
-        await settle()
-        assert backend.generator.num_running == 1
-    with pytest.raises(af.Cancelled, match="session has ended"):
-        await s["x"]
-    with pytest.raises(af.errors.StateClosed, match="session has ended"):
-        s += "more"
-    assert_idle(backend)
 
 
 async def test_a_program_runs_on_a_state_without_a_block(observed):

@@ -173,21 +173,6 @@ async def test_a_chain_of_wired_gens():
             state.close()
 
 
-async def test_a_value_that_was_wired_outlives_its_run():
-    """The consumer's op keeps what it refers to, whenever its turn comes."""
-    backend = Stepped({"source": "value", "first": "slow", "value": "consumed"})
-    async with af.session(backend=backend) as flow, flow.state() as s:
-        s += "first" + af.gen("slow")
-        async with flow.state() as short:
-            short += "source" + af.gen("x")
-            s += short["x"]
-            s += af.gen("sink")
-            await backend.allow(2)
-            assert short["x"].is_done
-        await backend.allow(3)
-        assert await s["sink"] == "consumed"
-
-
 async def test_a_long_chain_that_fails_fails_everywhere_with_the_first_cause():
     async with af.session(backend=af.Scripted(by_end(PROMPTS))) as flow, flow.state() as s:
         branches = s.fork(1100)
