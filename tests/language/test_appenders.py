@@ -119,20 +119,6 @@ async def test_a_task_appends_after_a_child_that_returned_raised_or_was_cancelle
         assert await s.text() == "a child b"
 
 
-async def test_sequential_helpers_and_time_limits_around_them():
-    async with af.session(backend=af.Scripted(length)) as flow, flow.state() as s:
-
-        async def ask(text: str) -> str:
-            s.add(text + af.gen("x"))
-            return await s["x"]
-
-        for _ in range(3):
-            with anyio.fail_after(10):
-                await ask("a")
-            s += "b"
-        assert await s.text() == "a<1>ba<6>ba<11>b"
-
-
 async def test_one_task_appends_to_many_states_and_many_tasks_each_to_their_own():
     async with af.session(backend=af.Scripted(length)) as flow, flow.state() as s:
         branches = s.fork(20)
