@@ -463,7 +463,9 @@ def _gpt2(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 
 def _starcoder(data: GgufMetadata, stored: StoredTensors) -> Config:
+    """The file does not say which GELU the model has; StarCoder has the exact one."""
     return _gpt2(data, stored) | {
+        "activation_function": "gelu",
         "architectures": ["GPTBigCodeForCausalLM"],
         "model_type": "gpt_bigcode",
         "multi_query": True,

@@ -59,7 +59,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA | {"_sliding_window_pattern": 6, "layer_types": None},
     "gpt_oss": {"head_dim": 32},
     "gpt2": {"n_embd": 64, "n_head": 4},
-    "starcoder": {"n_embd": 64, "n_head": 4},
+    "starcoder": {"n_embd": 64, "n_head": 4, "activation_function": "gelu"},
     "deepseek_v2": LATENT,
     "deepseek_v2_groups": LATENT,
     "starcoder2": {},
