@@ -51,8 +51,9 @@ def read_seed_oss(raw: RawConfig) -> DecoderConfig:
 
 
 def read_granite(raw: RawConfig) -> DecoderConfig:
-    """What the blocks add is multiplied by a constant. The residual divided by this constant is the sum of
-    the unchanged blocks, and its norms are the same if their epsilon is divided by the constant's square."""
+    """The outputs of blocks are multiplied by a constant before they are added to the residual. Here, the
+    residual is divided by this constant instead: its norms are the same, if their epsilon is divided by the
+    constant's square."""
     shape, part = standard_shape(raw), float(raw.get("residual_multiplier", 1.0))
     return replace(
         shape,
