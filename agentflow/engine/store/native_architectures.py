@@ -25,6 +25,8 @@ NATIVE_ARCHITECTURES: Final = frozenset(
         "GlmForCausalLM",
         "GptOssForCausalLM",
         "GraniteForCausalLM",
+        "HeliumForCausalLM",
+        "HyperCLOVAXForCausalLM",
         "Idefics3ForConditionalGeneration",
         "InternLM3ForCausalLM",
         "LlamaForCausalLM",
@@ -51,6 +53,7 @@ NATIVE_ARCHITECTURES: Final = frozenset(
         "SmolVLMForConditionalGeneration",
         "StableLmForCausalLM",
         "Starcoder2ForCausalLM",
+        "VaultGemmaForCausalLM",
     }
 )
 """The keys of ``families/registry.FAMILIES``."""

@@ -91,6 +91,7 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_multiplier": 0.2, "logits_scaling": 3.0, "embedding_multiplier": 0.6}
         | {"residual_multiplier": 0.3, "rms_norm_eps": 1e-3},
     ),
+    "hyperclovax": ("hyperclovax", {"logits_scaling": 0.5, "residual_multiplier": 0.3}),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_out_bias": True}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral_window": ("mixtral", {"num_local_experts": 4, "sliding_window": 16}),
@@ -106,6 +107,7 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24}),
+    "vaultgemma": ("vaultgemma", {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24}),
     "gemma3": (
         "gemma3_text",
         {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24, "_sliding_window_pattern": 2}
@@ -156,6 +158,7 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4_full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": False}),
+    "helium": ("helium", {"head_dim": 8}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
     "gpt_oss": (
         "gpt_oss",

@@ -98,6 +98,12 @@ def _text_names(prefix: str, head: str) -> WeightNames:
 FAMILIES = (
     Family("GemmaForCausalLM", "Gemma, CodeGemma", read_gemma, gguf=("gemma",)),
     Family("Gemma2ForCausalLM", "Gemma 2", read_gemma2, NAMES, gguf=("gemma2",)),
+    Family(
+        "VaultGemmaForCausalLM",
+        "VaultGemma",
+        read_gemma2,
+        replace(NAMES, attention_norm="", output_norm=""),
+    ),
     Family("Gemma3ForCausalLM", "Gemma 3 for text", read_gemma3, NAMES, gguf=("gemma3",)),
     Family(
         "Gemma3ForConditionalGeneration",

@@ -1,12 +1,21 @@
 """The Llama shape, with a window, layers without rotation, or scaled sums: Llama 2 to 3, Mistral, Qwen 2 and
-3, SmolLM3, Granite 3, InternLM3 and Seed-OSS."""
+3, SmolLM3, Granite 3, HyperCLOVA X, InternLM3 and Seed-OSS."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from agentflow.engine.models.config import DecoderConfig, LayerShape, RawConfig
-from agentflow.engine.models.families.family import Family, layer_types, standard_shape, windowed
+from agentflow.engine.models.families.family import (
+    Family,
+    WeightNames,
+    layer_types,
+    standard_shape,
+    windowed,
+)
+from agentflow.errors import BadModelFolder
+
+HYPERCLOVAX = WeightNames(attention_norm="post_norm1", output_norm="post_norm2")
 
 
 def read_llama(raw: RawConfig) -> DecoderConfig:
@@ -64,6 +73,14 @@ def read_granite(raw: RawConfig) -> DecoderConfig:
     )
 
 
+def read_hyperclovax(raw: RawConfig) -> DecoderConfig:
+    """Granite with norms after the blocks; logits are multiplied by their factor, not divided."""
+    if not raw.get("use_post_norm", True):
+        raise BadModelFolder("blocks without norms after them are not supported", param="use_post_norm")
+    shape = read_granite({"attention_multiplier": 0.0} | {k: v for k, v in raw.items() if v is not None})
+    return replace(shape, logit_scale=1 / shape.logit_scale)
+
+
 FAMILIES = (
     Family("LlamaForCausalLM", "Llama 2 to 3.3, SmolLM and SmolLM2, TinyLlama", read_llama, gguf=("llama",)),
     Family("InternLM3ForCausalLM", "InternLM3", read_llama, gguf=("llama",)),
@@ -73,5 +90,6 @@ FAMILIES = (
     Family("Qwen3ForCausalLM", "Qwen3", read_qwen3, gguf=("qwen3",)),
     Family("SmolLM3ForCausalLM", "SmolLM3", read_smollm3, gguf=("smollm3",)),
     Family("GraniteForCausalLM", "Granite 3", read_granite, gguf=("granite",)),
+    Family("HyperCLOVAXForCausalLM", "HyperCLOVA X SEED Think", read_hyperclovax, HYPERCLOVAX),
     Family("SeedOssForCausalLM", "Seed-OSS", read_seed_oss, gguf=("seed_oss",)),
 )
