@@ -14,7 +14,9 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -168,6 +170,7 @@ async def connected_to_ray(address: str | None) -> AsyncIterator[None]:
         ServerUnreachable: There is no cluster.
     """
     is_ours = await _in_thread(partial(_connect, address))
+    _restore_sigterm()
     try:
         yield
     finally:
@@ -217,6 +220,15 @@ def _connect(address: str | None) -> bool:
             "the same".format(*found.groups())
         ) from error
     return True
+
+
+def _restore_sigterm() -> None:
+    """Restores this process's handler of SIGTERM. Ray's handler calls it, but also sets an alarm that aborts
+    the process 3 s later, in the middle of its drain."""
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is not None:  # it was installed by Python
+            signal.signal(signal.SIGTERM, handler)
 
 
 async def num_gpus() -> float:

@@ -145,11 +145,13 @@ async def test_a_stream_continues_when_the_network_splits(ray_nodes, tmp_path, m
 
 
 FRONT = """
-import sys, anyio
+import os, signal, sys, anyio
 from support.engine_loaders import start
 from support.fake_engine import TOKENIZER
 from agentflow.cluster.ray.bundles import Bundle, connected_to_ray, placed
 from agentflow.engine.process.supervisor import supervised_engine
+
+signal.signal(signal.SIGTERM, lambda *_: os._exit(3 + signal.alarm(0)))
 
 async def main():
     async with (
@@ -165,6 +167,7 @@ anyio.run(main)
 
 
 async def test_engines_and_room_are_released_when_the_server_dies(ray_nodes):
+    """By its handler of SIGTERM. Ray has one that sets an alarm to abort the process after 3 s."""
     import ray
     from ray.util import placement_group_table
 
@@ -174,7 +177,8 @@ async def test_engines_and_room_are_released_when_the_server_dies(ray_nodes):
             assert front.stdout is not None
             engine = psutil.Process(int(await anyio.to_thread.run_sync(front.stdout.readline)))
             actor = engine.parent()
-            front.kill()
+            front.terminate()
+            assert await anyio.to_thread.run_sync(front.wait) == 3
         await until(lambda: has_ended(engine) and has_ended(actor))
         await until(lambda: all(one["state"] == "REMOVED" for one in placement_group_table().values()))
         await until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"])
