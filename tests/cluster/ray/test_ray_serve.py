@@ -17,6 +17,8 @@ import anyio
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 from support.engine.random_model import write_random_model
 from support.ray_nodes import HEAD, NODE, SETTINGS
 
@@ -26,6 +28,9 @@ from agentflow.errors import BadArgument
 
 ROUTER = "agentflow.cluster.ray.request_router.PrefixTreeRouter"
 PORT = 18_427
+MEASURES_OFTEN = {
+    f"RAY_SERVE_{measured}_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.2" for measured in ("REPLICA", "HANDLE")
+}
 LONG = "Once upon a time there was a router. " * 200
 
 
@@ -55,7 +60,7 @@ class Chats:
 @pytest.fixture(scope="module")
 def handle() -> Iterator[serve.handle.DeploymentHandle]:
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in SETTINGS.items():
+        for name, value in {**SETTINGS, **MEASURES_OFTEN}.items():
             patched.setenv(name, value)
         ray.init(**{**NODE, "num_cpus": 4}, log_to_driver=False, _node_ip_address=HEAD)
         try:
@@ -146,6 +151,39 @@ def test_a_rolling_update_loses_no_request(handle, tmp_path):
         update.result()
         assert running.result(120)[-1] == "data: [DONE]"
     assert num_answers > 1
+    serve.delete("agentflow")
+
+
+@pytest.mark.full  # it loads torch twice
+def test_the_server_scales_with_its_load(handle, tmp_path):
+    """As a file of Serve deploys it. Requests that wait for nothing else start another replica."""
+    folder = write_random_model(tmp_path / "model")
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1}
+    soon = {"look_back_period_s": 11, "upscale_delay_s": 0, "downscale_delay_s": 0}
+    application = {
+        "name": "agentflow",
+        "route_prefix": "/",
+        "import_path": "agentflow.cli.operating.ray_serve:app",
+        "args": {"model": f"m={folder}", "kv_tokens": 8192, "allow_anonymous": True},
+        "deployments": [{"name": "agentflow", "autoscaling_config": scaling | soon}],
+    }
+    file = ServeDeploySchema.model_validate({"applications": [application]})
+    _get_global_client().deploy_apps(file, _blocking=True)
+
+    def num_running() -> int:
+        [deployment] = serve.status().applications["agentflow"].deployments.values()
+        return deployment.replica_states.get("RUNNING", 0)
+
+    def answer(number: int) -> int:
+        asked = {"model": "m", "prompt": f"{number}", "max_tokens": 400, "ignore_eos": True}
+        return httpx2.post(f"http://127.0.0.1:{PORT}/v1/completions", json=asked, timeout=120).status_code
+
+    assert num_running() == 1
+    with ThreadPoolExecutor(4) as threads:
+        while num_running() < 2:
+            assert {*threads.map(answer, range(4))} == {200}
+    while num_running() > 1:
+        assert answer(0) == 200
     serve.delete("agentflow")
 
 
