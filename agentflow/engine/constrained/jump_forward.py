@@ -76,6 +76,9 @@ class ConstrainedText:
         self._data = bytearray()
         self._starts: list[int] = []  # the offset of each token in _data
         self._num_encoded = 0  # the number of ids that equal the tokenizer's ids for the text
+        # A jump would append nothing before the text has this many bytes. It would encode the same text again
+        # after each of its tokens, and forced text may be long.
+        self._samples_until = 0
 
     def may_end(self) -> bool:
         """Whether the text is complete."""
@@ -104,12 +107,13 @@ class ConstrainedText:
     def jump(self, max_tokens: int) -> Jump | None:
         """Appends the bytes that are forced now. None if no id changes, or if there would be more than
         ``max_tokens`` ids in all; the forced text is then sampled as far as it fits."""
-        forced = b"" if self._encode is None else self._matcher.forced()
+        num_bytes = len(self._data)
+        forced = b"" if self._encode is None or num_bytes < self._samples_until else self._matcher.forced()
         if not forced:
             return None
-        num_bytes = len(self._data)
         first, new_ids = self._encoded(forced)
         if first + len(new_ids) > max_tokens or not new_ids:
+            self._samples_until = num_bytes + len(forced)
             return None
         old_ids = self.token_ids[first:]
         num_same = num_common_ids(old_ids, new_ids)

@@ -228,3 +228,20 @@ def test_no_more_tokens_than_there_is_room_for() -> None:
     text = constrained("merging", build_dfa(parse_regex(r'\{"name": "ab[cx]')))
     assert text.jump(3) is None
     assert text.token_ids == []
+
+
+def test_forced_text_without_room_is_encoded_once():
+    """Not again after each of its tokens, which would take time by the square of its length."""
+    text = constrained("merging", build_dfa(parse_regex("(ab|bc)" + "name" * 50 + "(cd|tr)")))
+    encode, lengths = text._encode, []
+
+    def counted(written: str) -> list[int]:
+        lengths.append(len(written))
+        return encode(written)
+
+    text._encode = counted
+    for token_id in encode("ab" + "name" * 50 + "cd"):
+        text.take(token_id)
+        assert text.jump(max_tokens=20) is None
+    assert lengths == [2 + 4 * 50]
+    assert text.must_end()
