@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from support.counted_lines import counted_lines
 from support.engine.requests import request_of
 from support.examples import examples
@@ -279,6 +280,28 @@ def work_of_a_pause(num: int) -> int:
 
 def test_the_work_of_a_pause_grows_with_the_requests_not_with_their_square():
     assert work_of_a_pause(1_000) < 3 * work_of_a_pause(500)
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_requests_aside_come_back_without_a_look_at_the_others(is_placed):
+    """One after the other, because they get another place or their programs are resumed."""
+
+    def work(num: int) -> int:
+        policy = FairLongestPrefix(lambda identity, run: 0, 64)
+        waiting = [queued(number, program=number + 1) for number in range(num)]
+        for one in waiting:
+            policy.add(one)
+            policy.pause("", one.origin.program)
+        with counted_lines() as lines:
+            for one in waiting:
+                if is_placed:
+                    policy.place(one, structs.replace(one.origin, program=0))
+                else:
+                    policy.resume("", one.origin.program)
+        assert [admit_next(policy) for _ in range(num)] == [*range(num)]
+        return lines.num
+
+    assert work(200) < 3 * work(100)
 
 
 def test_a_program_of_a_tenant_without_requests_is_paused():

@@ -86,18 +86,23 @@ class FairLongestPrefix(Policy):
         run = request.reusable_run()
         tenant = self._arrived(request)
         if self._is_paused(request):
-            tenant.aside[request.id] = request
+            tenant.wait_aside(request)
             return
         tenant.add(request, run, self._peek(request.cache_key, run), self._find_program(request))
 
     def place(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
         tenant = self._tenants.get(request.tenant)
+        if tenant is not None and request.id in tenant.aside:
+            tenant.remove(request)
+            request.origin = origin
+            tenant.wait_aside(request)
+            if not self._is_paused(request):
+                self._bring_back(tenant, [request])
+            return
         if tenant is None or request.id not in tenant.arrivals.waiting:
             request.origin = origin
             if tenant is not None:
                 tenant.changed()
-                if request.id in tenant.aside:
-                    self._bring_back(tenant)
             return
         match = tenant.count_match(request)
         tenant.take_out(request)
@@ -109,7 +114,7 @@ class FairLongestPrefix(Policy):
     def restore(self, request: Request) -> None:
         tenant = self._arrived(request)
         if self._is_paused(request):
-            tenant.aside[request.id] = request
+            tenant.wait_aside(request)
         else:
             tenant.preempted.add(request)
         tenant.num_admitted -= 1
@@ -123,18 +128,15 @@ class FairLongestPrefix(Policy):
     def resume(self, tenant: str, program: int) -> None:
         self._paused.discard((tenant, program))
         queue = self._tenants.get(tenant)
-        if queue is not None:
-            self._bring_back(queue)
+        back = [] if queue is None else queue.requests_aside(program)
+        if queue is not None and back:
+            self._bring_back(queue, back)
 
-    def _bring_back(self, tenant: TenantQueue) -> None:
-        """The requests that wait aside without a reason go first in the line of their tenant."""
-        back = [request for request in tenant.aside.values() if not self._is_paused(request)]
-        if back and tenant.is_aside:
+    def _bring_back(self, tenant: TenantQueue, requests: Sequence[Request]) -> None:
+        """Requests that wait aside without a reason go first in the line of their tenant."""
+        if tenant.is_aside:
             self._catch_up(tenant)
-        for request in back:
-            del tenant.aside[request.id]
-        if back:
-            tenant.preempted.add(*back)
+        tenant.bring_back(requests)
 
     def _is_paused(self, request: Request) -> bool:
         return (request.tenant, request.origin.program) in self._paused

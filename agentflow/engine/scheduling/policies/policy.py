@@ -129,14 +129,21 @@ class Policy(ABC):
         return
 
 
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
 class Preempted(dict[int, Request]):
     """Preempted requests by id, in the order of their arrival. They run again before all others."""
 
     def add(self, *requests: Request) -> None:
-        """Adds requests. Sorts all of them, which are few, or came together."""
-        by_arrival = sorted([*self.values(), *requests], key=lambda one: one.arrival)
-        self.clear()
-        self.update({one.id: one for one in by_arrival})
+        """Adds requests. Sorts all of them, which are few or came together, unless the new ones go last."""
+        last = next(reversed(self.values()), None)
+        new = sorted(requests, key=_arrival)
+        if last is not None and new and new[0].arrival < last.arrival:
+            new = sorted([*self.values(), *new], key=_arrival)
+            self.clear()
+        self.update({one.id: one for one in new})
 
     def first(self, is_blocked: IsBlocked) -> Request | None:
         """The first that is not blocked, unless there are ``MAX_PASSED_OVER`` before it."""

@@ -154,6 +154,7 @@ class TenantQueue:
         self.open_groups: dict[Hashable, None] = {}
         self.preempted = Preempted()
         self.aside: dict[int, Request] = {}
+        self._aside_of: dict[int, dict[int, Request]] = {}  # the same, by program and id
         self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
         self.trees: tuple[()] | tuple[WaitingTree, WaitingTree] = ()
         self.few: list[_Few] = []  # in the order in which they came
@@ -206,7 +207,10 @@ class TenantQueue:
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
         self.changed()
-        if self.preempted.pop(request.id, None) is not None or self.aside.pop(request.id, None) is not None:
+        if self.preempted.pop(request.id, None) is not None:
+            return
+        if request.id in self.aside:
+            self._leave_aside(request)
             return
         self.arrivals.remove(request)
         for times in (self._deadlines, self._patience_ends):
@@ -265,7 +269,30 @@ class TenantQueue:
         preempted = [one for one in self.preempted.values() if one.origin.program == program]
         for request in [*preempted, *self._of_program.get(program, {}).values()]:
             self.remove(request)
-            self.aside[request.id] = request
+            self.wait_aside(request)
+
+    def wait_aside(self, request: Request) -> None:
+        """The request, which is not in line, waits aside."""
+        self.aside[request.id] = request
+        self._aside_of.setdefault(request.origin.program, {})[request.id] = request
+
+    def _leave_aside(self, request: Request) -> None:
+        del self.aside[request.id]
+        siblings = self._aside_of[request.origin.program]
+        del siblings[request.id]
+        if not siblings:
+            del self._aside_of[request.origin.program]
+
+    def requests_aside(self, program: int) -> Sequence[Request]:
+        """The requests of a program that wait aside."""
+        return [*self._aside_of.get(program, {}).values()]
+
+    def bring_back(self, requests: Sequence[Request]) -> None:
+        """Requests that wait aside go before those that have not run."""
+        self.changed()
+        for request in requests:
+            self._leave_aside(request)
+        self.preempted.add(*requests)
 
     def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
         """As in ``WaitingTree``."""
@@ -274,7 +301,7 @@ class TenantQueue:
                 one.match = common
                 self.changed()
         for tree in self.trees:
-            if tree.tokens_cached(cache_key, run):
+            if tree.nodes and tree.tokens_cached(cache_key, run):
                 self.changed()
 
     def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
