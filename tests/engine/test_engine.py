@@ -627,3 +627,25 @@ async def test_requests_that_compute_ahead_leave_room_for_others() -> None:
         client.check_room("")
         assert len(client._unfinished) == 2
         await generate(client, max_tokens=20)  # until then they have ended
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_the_tokens_before_an_abort_are_reported_before_it(num_steps: int) -> None:
+    """Their texts are made after the step, which the abort comes right behind."""
+    delivered: list[FromEngine] = []
+    engine = Engine(runner(), TOKENIZER, SchedulerConfig(), delivered.extend)
+    engine.send(Submit(1, PROMPT, SamplingParams(max_tokens=50, ignore_eos=True)))
+    engine.take_messages()
+    for _ in range(num_steps):
+        assert engine.step()
+    tokens = engine.scheduler.running[1].tokens
+    sampled = tokens[len(PROMPT) : engine.scheduler.running[1].num_tokens].tolist()
+    for message in (Abort(1), Stop()):
+        engine.send(message)
+    engine.run()
+    of_request = [message for message in delivered if isinstance(message, Progress | Failed)]
+    assert [
+        token for one in of_request[:-1] if isinstance(one, Progress) for token in one.token_ids
+    ] == sampled
+    assert len(of_request) == num_steps + 1
+    assert isinstance(of_request[-1], Failed)

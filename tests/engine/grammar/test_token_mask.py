@@ -58,7 +58,8 @@ def test_a_matcher_walks_with_the_tokens_it_takes(dfa: Dfa, token_bytes: list[by
             continue
         token = data.draw(st.integers(0, len(token_bytes) - 1))
         if token in tried(dfa, state, vocabulary):
-            matcher.take(token)
+            is_open = matcher.take(token)
+            assert is_open == (not matcher.forced() and not matcher.may_end())
             taken.append(token)
         else:
             with pytest.raises(ValueError, match="not allowed"):
