@@ -137,8 +137,7 @@ def pytest_collection_finish() -> None:
     for name in logging.root.manager.loggerDict:
         if name.partition(".")[0] == "torch":
             logging.getLogger(name).propagate = True
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # the little garbage of imports, too: to look for it takes as long as some hundred tests
     gc.enable()
 
 
