@@ -16,11 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention.backend import AttentionBackend
+from agentflow.kernels.attention.backend import AttentionBackend, AttentionRule
 from agentflow.kernels.attention.reference_attention import ReferenceAttention
 from agentflow.kernels.attention.torch_attention import TorchAttention
 from agentflow.kernels.decoder_weights import DecoderWeights
-from agentflow.kernels.inputs import ChoiceRows, ForwardInput, IntArray, Likelihoods, LinearWeight
+from agentflow.kernels.inputs import (
+    AttentionBatch,
+    ChoiceRows,
+    ForwardInput,
+    IntArray,
+    Likelihoods,
+    LinearWeight,
+)
 from agentflow.kernels.linear.method import LinearMethod
 from agentflow.kernels.linear.reference_linear import ReferenceLinear
 from agentflow.kernels.linear.torch_linear import TorchLinear
@@ -171,6 +178,51 @@ def check(kernels: Kernels, device: torch.device) -> None:
     rows = ChoiceRows(np.array([-1]), one, np.array([2]), 0.9 * one, 0 * one, np.array([0.5]))
     if not is_right or kernels.sampler.choose(logits, kernels.sampler.stage(rows, device)).tolist() != [7]:
         raise RuntimeError("a kernel computes another result than it should")
+
+
+def kernels_with_attention(
+    kernels: Kernels, device: torch.device, heads: tuple[int, int, int], dtype: torch.dtype
+) -> Kernels:
+    """Returns the kernels if their attention runs on a device for a model, whose sizes it is compiled for,
+    else torch's, with a warning. Raises ``ValueError`` if ``AGENTFLOW_KERNELS`` selects them.
+
+    Args:
+        kernels: From ``kernels_for``.
+        device: Where the model is.
+        heads: The query heads and the KV heads of a layer, and their size.
+        dtype: Of queries and of the KV pool.
+    """
+    try:
+        _check_attention(kernels.attention, device, heads, dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of Triton, its compiler or the driver
+        if os.environ.get("AGENTFLOW_KERNELS"):
+            raise ValueError(
+                f"AGENTFLOW_KERNELS is {kernels.name!r}, but its attention fails for heads of {heads[2]} "
+                f"values: {error}"
+            ) from error
+        text = "using the slower torch kernels: attention of %s fails for heads of %d values: %s"
+        logger.warning(text, kernels.name, heads[2], error)
+        return TORCH
+    return kernels
+
+
+def _check_attention(
+    attention: AttentionBackend, device: torch.device, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Computes the attention of a decoded row and of a chunk, for which there are tiles of different sizes.
+    All values of a request are equal, so each of its rows becomes this value."""
+    num_heads, num_kv_heads, head_dim = heads
+    lens, counts = np.array([3, 64]), np.array([1, 64])
+    table = np.arange(2 * 64, dtype=np.int32).reshape(2, 64)
+    pool = torch.ones(2 * 64, 2, num_kv_heads, head_dim, device=device, dtype=dtype)
+    pool[64:, 1] = 2.0
+    q = torch.ones(int(counts.sum()), num_heads, head_dim, device=device, dtype=dtype)
+    plan = attention.plan(AttentionBatch(table, np.arange(2), counts, lens, None), dtype, device)
+    found = attention.attend(q, pool, plan, AttentionRule(head_dim**-0.5)).float()
+    if not bool(((found[:1] - 1.0).abs() < 0.02).all() and ((found[1:] - 2.0).abs() < 0.02).all()):
+        raise RuntimeError("it computes another result than it should")
 
 
 def _native_or_torch(is_required: bool) -> Kernels:

@@ -191,6 +191,20 @@ def has_driver() -> bool:
     return True
 
 
+def driver_fault() -> str:
+    """Why torch finds no GPU although an NVIDIA driver is installed, such as that the driver is too old.
+    Empty if there is none, or if torch was built for the CPU."""
+    import torch
+
+    if torch.version.cuda is None or not has_driver():
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
 async def _child_cuda_bytes(gpus: Sequence[int]) -> list[int | None]:
     """``free_cuda_bytes`` of a child process, for each GPU."""
     done = await anyio.run_process(

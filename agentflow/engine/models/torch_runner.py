@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, IntArray, SampledRows, joined
-from agentflow.engine.machine.resources import free_cuda_bytes, free_host_bytes, gpu_number, usable_cpus
+from agentflow.engine.machine.resources import (
+    driver_fault,
+    free_cuda_bytes,
+    free_host_bytes,
+    gpu_number,
+    usable_cpus,
+)
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.device_steps import MAX_LOGIT_ROWS, DeviceStep, DeviceSteps, divide_rows
@@ -51,7 +57,7 @@ from agentflow.engine.store.model_identity import model_identity
 from agentflow.errors import BadArgument
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ForwardInput, Likelihoods
-from agentflow.kernels.platforms import Kernels, kernels_for
+from agentflow.kernels.platforms import Kernels, kernels_for, kernels_with_attention
 from agentflow.kernels.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -195,8 +201,11 @@ class TorchRunner:
         folder = Path(folder)
         torch_device = device_named(device)
         use_threads(num_threads)
-        self._kernels = kernels = kernels_on(torch_device)
         torch_dtype = dtype_on(torch_device, dtype)
+        kernels = kernels_on(torch_device)
+        if kernels.queues_work and is_native(folder):
+            kernels = _with_attention(kernels, torch_device, read_config(folder), torch_dtype)
+        self._kernels = kernels
         if quantize is not None and quantize not in _QUANTIZED:
             raise BadArgument(
                 f"quantize must be one of {', '.join(_QUANTIZED)}, not {quantize!r}", param="quantize"
@@ -504,12 +513,20 @@ def device_named(name: str | None) -> torch.device:
     """Returns a device by its name, and makes a GPU the current one of this thread: kernels run there."""
     if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise BadArgument(f"device must be cpu, cuda or cuda:NUMBER, not {name!r}", param="device")
+    if name == "cpu":
+        return torch.device("cpu")
     has_gpu = torch.cuda.is_available()
-    if name == "cpu" or (name is None and not has_gpu):
+    fault = "" if has_gpu else driver_fault()
+    if name is None and not has_gpu:
+        if fault:
+            logger.warning("the model runs on the CPU, because torch cannot use the NVIDIA driver: %s", fault)
         return torch.device("cpu")
     number = gpu_number(name)
     if not has_gpu or number >= torch.cuda.device_count():
-        raise BadArgument(f"device is {name}, but torch finds no such CUDA device", param="device")
+        raise BadArgument(
+            f"device is {name}, but torch finds no such CUDA device" + (fault and f": {fault}"),
+            param="device",
+        )
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
@@ -543,6 +560,20 @@ def _described(loaded: LoadedModel, dtype: torch.dtype) -> str:
         return weights_in(dtype)
     bits = dict.fromkeys(re.sub(r"\D*(\d).*", r"\1", name) for name in types)
     return f"{'- and '.join(sorted(bits))}-bit weights ({', '.join(types)}), {loaded.origin}"
+
+
+def _with_attention(
+    kernels: Kernels, device: torch.device, config: DecoderConfig, dtype: torch.dtype
+) -> Kernels:
+    """Returns the kernels if they can compute the attention of a model, else torch's. Raises ``BadArgument``
+    if they were chosen by name."""
+    if config.latent:
+        return kernels
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    try:
+        return kernels_with_attention(kernels, device, heads, dtype)
+    except ValueError as error:
+        raise BadArgument(str(error), param="AGENTFLOW_KERNELS") from error
 
 
 def kernels_on(device: torch.device) -> Kernels:
