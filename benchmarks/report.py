@@ -106,10 +106,13 @@ class Report:
         console.print(", ".join(f"{key}: {value}" for key, value in data["machine"].items()), style="dim")
 
     def write(self) -> None:
-        """Writes the JSON, if there is a file for it: at the end, and after each part of a long run."""
+        """Writes the JSON, if there is a file for it: at the end, and after each part of a long run. A run
+        that is killed meanwhile leaves the file of the part before."""
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+            new = self.file.with_name(self.file.name + ".new")
+            new.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+            new.replace(self.file)
 
     def earlier(self) -> dict[str, Any]:
         """Returns the content of the file, if it has exact figures of this commit and scale: a run that was

@@ -64,3 +64,26 @@ def test_a_stopped_run_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.Mon
     finally:
         signal.signal(signal.SIGTERM, before)
     assert [one["id"] for one in json.loads(file.read_text())["results"]] == ["radix.evict_us"]
+
+
+def test_a_run_that_is_killed_while_it_writes_keeps_what_it_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "gpu.json"
+    report = Report("small", [Result("one", 1.0, "ms", [])], file=file)
+    report.write()
+    before = file.read_bytes()
+
+    def killed_half_way(self: Path, text: str, **options: str) -> None:
+        self.write_bytes(text.encode()[:100])
+        raise KeyboardInterrupt
+
+    report.results.append(Result("two", 2.0, "ms", []))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", killed_half_way)
+        with pytest.raises(KeyboardInterrupt):
+            report.write()
+    assert file.read_bytes() == before
+    report.write()
+    assert [one["id"] for one in json.loads(file.read_bytes())["results"]] == ["one", "two"]
+    assert [*tmp_path.iterdir()] == [file]
