@@ -155,6 +155,7 @@ def test_a_rolling_update_loses_no_request(handle, tmp_path):
 
 
 @pytest.mark.full  # it loads torch twice
+@pytest.mark.timeout(300)
 def test_the_server_scales_with_its_load(handle, tmp_path):
     """As a file of Serve deploys it. Requests that wait for nothing else start another replica."""
     folder = write_random_model(tmp_path / "model")
