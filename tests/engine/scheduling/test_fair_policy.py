@@ -878,8 +878,7 @@ def test_a_search_that_is_not_repeated_has_the_same_result(plan, num_slots, max_
 
     def searched(queue, prompts, is_blocked):
         if queue in searching.scheduler.waiting._tenants.values():
-            queue.changed()
-            queue._has_searched = True
+            queue._chosen, queue._has_searched = None, True
         return next_of_queue(queue, prompts, is_blocked)
 
     with pytest.MonkeyPatch.context() as patch:

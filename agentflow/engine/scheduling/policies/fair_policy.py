@@ -102,7 +102,7 @@ class FairLongestPrefix(Policy):
         if tenant is None or request.id not in tenant.arrivals.waiting:
             request.origin = origin
             if tenant is not None:
-                tenant.changed()
+                tenant.place_changed()
             return
         match = tenant.count_match(request)
         tenant.take_out(request)

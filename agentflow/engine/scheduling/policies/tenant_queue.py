@@ -147,9 +147,8 @@ class TenantQueue:
         self.may_begin = True
         self._chosen: Request | None = None  # the first that waits, if it was found in this step
         self._has_searched = False  # in this step
-        # Since the last change of the line:
-        self._found: _Found | None = None
-        self._first_prompt: Request | None = None  # goes before ``_passed``
+        self._found: _Found | None = None  # since the requests that wait, or their matches, changed
+        self._first_prompt: Request | None = None  # goes before ``_passed``, which waits
         self._passed: Request | None = None
         self.open_groups: dict[Hashable, None] = {}
         self.preempted = Preempted()
@@ -177,14 +176,14 @@ class TenantQueue:
 
     def lose_patience(self, request: Request, patience_end: float) -> None:
         """The patience of a waiting request ends earlier than it did."""
-        self.changed()
+        self._chosen = self._found = None
         request.patience_end = patience_end
         self._patience_ends.add(patience_end, request)
 
     def put_in(self, request: Request, run: TokenRun, match: int, program: TenantProgram | None) -> None:
         """Gives an arrived request its place in the order. Its times, which stay, are not part of the place.
         The arguments are those of ``add``."""
-        self.changed()
+        self._chosen = self._found = None
         rank = (*_objective_rank(request), 0 if program is None else self._level(program))
         if len(self.few) < MAX_FEW and (self.few or not self._num_at):
             self.few.append(_Few(request, run, match, rank, self._is_short(request, match)))
@@ -206,7 +205,7 @@ class TenantQueue:
 
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
-        self.changed()
+        self._chosen = self._found = None
         if self.preempted.pop(request.id, None) is not None:
             return
         if request.id in self.aside:
@@ -219,8 +218,7 @@ class TenantQueue:
         self.take_out(request)
 
     def take_out(self, request: Request) -> None:
-        """Reverses ``put_in``."""
-        self.changed()
+        """Reverses ``put_in``. The caller removes the request, or puts it in again."""
         if self.few:
             self.few.remove(self._find_few(request))
         else:
@@ -289,7 +287,7 @@ class TenantQueue:
 
     def bring_back(self, requests: Sequence[Request]) -> None:
         """Requests that wait aside go before those that have not run."""
-        self.changed()
+        self._chosen = self._found = None
         for request in requests:
             self._leave_aside(request)
         self.preempted.add(*requests)
@@ -299,20 +297,20 @@ class TenantQueue:
         for one in self.few:
             if one.request.cache_key == cache_key and (common := one.common(run)) > one.match:
                 one.match = common
-                self.changed()
+                self._chosen = self._found = None
         for tree in self.trees:
             if tree.nodes and tree.tokens_cached(cache_key, run):
-                self.changed()
+                self._chosen = self._found = None
 
     def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
         """As in ``WaitingTree``."""
         for one in self.few:
             if one.match > kept and one.request.cache_key == cache_key and one.common(run()) > kept:
                 one.match = kept
-                self.changed()
+                self._chosen = self._found = None
         for tree in self.trees:
             if tree.tokens_evicted(cache_key, run, kept):
-                self.changed()
+                self._chosen = self._found = None
 
     def _plant(self, one: _Few) -> None:
         if not self.trees:
@@ -341,7 +339,8 @@ class TenantQueue:
         if is_blocked is not None and self.num_waiting and self.may_begin:
             chosen = self._chosen
             if chosen is None or chosen.is_held_back:
-                chosen, is_due = self._search(is_blocked)
+                # Without a prompt, the first one is admitted, and need not be kept.
+                chosen, is_due = self._search(is_blocked, keeps=oldest is not None)
                 if is_due:
                     return chosen
                 self._chosen = chosen
@@ -356,17 +355,18 @@ class TenantQueue:
         self._first_prompt, self._passed = first, chosen
         return first
 
-    def changed(self) -> None:
-        """The requests that wait, their order or their matches have changed, or a prompt's place has."""
-        self._chosen = self._found = self._first_prompt = self._passed = None
+    def place_changed(self) -> None:
+        """A request that runs has another place."""
+        self._first_prompt = None
 
-    def _search(self, is_blocked: IsBlocked) -> tuple[Request | None, bool]:
+    def _search(self, is_blocked: IsBlocked, *, keeps: bool) -> tuple[Request | None, bool]:
         """The first waiting request that is not blocked, if there is one, and whether it goes before all
-        running prompts. The step's first search asks again whom the last one asked, and ends there if none of
-        them is blocked and nothing has changed."""
+        running prompts. With ``keeps``, the step's first search asks again whom the last one asked, and ends
+        there if none of them is blocked and nothing has changed."""
         found, is_first = self._found, not self._has_searched
         self._has_searched = True
-        if not is_first:
+        if not (is_first and keeps):
+            self._first_prompt = None
             return self._search_all(is_blocked)
         if found is not None and not self.preempted:
             for request, match in found.asked:
@@ -384,7 +384,7 @@ class TenantQueue:
             num_blocked += blocked
             return blocked
 
-        self._found = None
+        self._found = self._first_prompt = None
         first, is_due = self._search_all(ask)
         if first is not None and not is_due and not num_blocked and not self._prefers:
             self._found = _Found(first, asked)
