@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels.attention.shared_runs import shared_runs, with_trees
+from agentflow.kernels.attention.shared_runs import SharedRun, shared_runs, with_trees
 from agentflow.kernels.inputs import AttentionBatch, IntArray, TreeAttention, tree_block
 
 LEAST_SAVING = 1000
@@ -23,7 +23,8 @@ LEAST_SAVING = 1000
 MAX_ROWS = 256
 """The rows of a group. Longer chunks are cut: each block of rows reads only the keys up to its end."""
 MAX_GATHERED = 16384
-"""The slots of a group of several chunks, which bounds the memory of their gathered keys and values."""
+"""The slots of a group, which bounds the memory of gathered keys and values and of scores. A group may also
+have the slots of a batch's new tokens, which not all of its rows see."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,14 +79,18 @@ def plan_groups(
         dtype: the dtype of the masks.
         device: the device of the plan's tensors.
         least_saving: the fewest tokens that a shared run must save.
-        max_gathered: the most slots of a group of several chunks.
+        max_gathered: the most slots of a group.
     """
     table = batch.req_to_token
     req_rows, query_lens, cached = with_trees(batch)
     runs, starts = shared_runs(batch, req_rows, cached, least_saving)
+    # What all rows of a request see in a long tail is like a run that it shares with nobody.
+    for member in np.flatnonzero(cached - starts > max_gathered):
+        runs.append(SharedRun(np.array([member]), int(starts[member]), int(cached[member])))
+        starts[member] = cached[member]
     first_rows = np.cumsum(query_lens) - query_lens
     groups = []
-    for run in runs:
+    for run in (part for whole in runs for part in whole.parts(max_gathered)):
         rows = np.concatenate([np.arange(query_lens[r]) + first_rows[r] for r in run.members])
         slots = table[req_rows[run.members[0]], run.start : run.end]
         groups += [

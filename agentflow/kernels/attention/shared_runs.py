@@ -30,6 +30,11 @@ class SharedRun:
     start: int
     end: int
 
+    def parts(self, length: int) -> list[SharedRun]:
+        """Returns the run in parts of at most this length."""
+        starts = range(self.start, self.end, length)
+        return [SharedRun(self.members, start, min(start + length, self.end)) for start in starts]
+
 
 def shared_runs(
     batch: AttentionBatch, req_rows: IntArray, limits: IntArray, least_saving: int

@@ -46,7 +46,7 @@ STRETCHES = st.sampled_from([1, 9])
 """The factor of a batch's lengths: longer ones have keys in pieces, and shared prefixes."""
 POISONS = st.sampled_from([math.nan, 1e30])
 LIMITS = st.fixed_dictionaries(
-    {"least_saving": st.sampled_from([0, 1, 20, 400]), "max_gathered": st.sampled_from([1, 60, 16384])}
+    {"least_saving": st.sampled_from([0, 1, 20, 400]), "max_gathered": st.sampled_from([40, 60, 16384])}
 )
 SHARES_50 = {"least_saving": 50}
 
@@ -384,6 +384,19 @@ def test_groups_of_torch(
     plan = planned(case, rows)
     assert (sizes(plan.shared_groups), sizes(plan.tails)) == (shared, tails)
     assert_attends(TORCH, case, rows)
+
+
+@given(batches(max_requests=4), STRETCHES, st.integers(0, 1000))
+@examples(20)
+def test_a_group_of_torch_gathers_a_bounded_number_of_slots(batch: Batch, times: int, seed: int) -> None:
+    """Beside the rows of the batch, however long the texts before them are."""
+    most = 100
+    case, rows = with_trees(make_case(stretched(batch[0], times), seed=seed), batch[1], seed)
+    plan = planned(case, rows, max_gathered=most)
+    new = int(case.query_lens.max(initial=0)) + (0 if rows is None else rows.paths.size)
+    assert all(len(group.slots) // group.num_chunks <= most + new for group in plan.tails)
+    assert all(len(group.slots) <= most for group in plan.shared_groups)
+    assert_attends(TORCH, case, rows, max_gathered=most)
 
 
 @QUICK_KERNELS
