@@ -23,6 +23,7 @@ from kernel_cases import (
     assert_exact,
     batch_of,
     batches,
+    exact_attention,
     make_case,
     seen_by_all,
     with_trees,
@@ -109,6 +110,16 @@ def test_f42a_attention_over_long_contexts(dtype: torch.dtype) -> None:
     batch = [Shape(-1, 0, 700, 1), Shape(0, 600, 650, 1), Shape(0, 600, 630, 1), Shape(1, 620, 640, 12)]
     case = make_case([*batch, Shape(-1, 0, 20, 100), Shape(-1, 0, 0, 1)], dtype=dtype)
     assert_exact(attended(case, None, has_table=True), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_f42a_attention_over_5000_tokens(dtype: torch.dtype) -> None:
+    """With shared prefixes of two levels, none a multiple of a block, and a request of one token."""
+    batch = [Shape(-1, 0, 4999, 1), Shape(0, 4801, 4930, 3), Shape(1, 4907, 4925, 1), Shape(-1, 0, 0, 1)]
+    case = make_case(batch, dtype=dtype, num_heads=2, num_kv_heads=1, head_dim=16)
+    found = attended(case, None, has_table=True)
+    assert_exact(found, case)
+    assert relative_error(found, exact_attention(case).out) < RELATIVE_ERROR[dtype]
 
 
 def cut_units(batch: AttentionBatch, *args: int) -> tuple[Units, NDArray[np.int32]]:
