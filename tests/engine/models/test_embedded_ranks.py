@@ -6,12 +6,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.commands import is_rank
 from support.engine.random_model import write_random_model
 from support.processes import has_ended
 from support.server.http_clients import only_asyncio
 
 import agentflow as af
-from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
 anyio_backend = pytest.fixture(only_asyncio)
@@ -26,7 +26,7 @@ async def story(folder: Path, tensor_parallel: int) -> tuple[str, list[psutil.Pr
         s += "Once" + af.gen("tale", max_tokens=24, temperature=1.0, ignore_eos=True)
         text = await s["tale"]
         children = psutil.Process().children(recursive=True)
-        return text, [child for child in children if not has_ended(child) and RANK_MODULE in child.cmdline()]
+        return text, [child for child in children if is_rank(child)]
 
 
 async def test_an_embedded_model_is_divided_over_processes(tmp_path: Path) -> None:

@@ -59,18 +59,17 @@ def _shape(raw: RawConfig, **changes: Any) -> DecoderConfig:
     return standard_shape({"tie_word_embeddings": True} | dict(raw), **(fields | changes))
 
 
-def read_gpt2(raw: RawConfig) -> DecoderConfig:
+def read_gpt2(raw: RawConfig, num_kv_heads: int | None = None) -> DecoderConfig:
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if raw.get(name):
             raise BadModelFolder(f"{name} is not supported", param=name)
-    return _shape(gpt_fields(raw), attention_scale=0.0 if raw.get("scale_attn_weights", True) else 1.0)
+    fields = gpt_fields(raw) | {"num_key_value_heads": num_kv_heads}
+    return _shape(fields, attention_scale=0.0 if raw.get("scale_attn_weights", True) else 1.0)
 
 
 def read_starcoder(raw: RawConfig) -> DecoderConfig:
     num_kv_heads = 1 if raw.get("multi_query", True) else None
-    return read_gpt2(
-        {"activation_function": "gelu_pytorch_tanh"} | dict(raw) | {"num_key_value_heads": num_kv_heads}
-    )
+    return read_gpt2({"activation_function": "gelu_pytorch_tanh"} | dict(raw), num_kv_heads)
 
 
 def read_gpt_neo(raw: RawConfig) -> DecoderConfig:
