@@ -193,10 +193,11 @@ def has_driver() -> bool:
 
 def driver_fault() -> str:
     """Why torch finds no GPU although an NVIDIA driver is installed, such as that the driver is too old.
-    Empty if there is none, or if torch was built for the CPU."""
+    Empty if there is none, if all GPUs are hidden on purpose, or if torch was built for the CPU."""
     import torch
 
-    if torch.version.cuda is None or not has_driver():
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if is_hidden or torch.version.cuda is None or not has_driver():
         return ""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]

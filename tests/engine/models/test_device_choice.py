@@ -25,6 +25,7 @@ def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError(TOO_OLD + ". Please update your GPU driver\nor install another torch")
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("agentflow.engine.machine.resources.has_driver", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -40,6 +41,16 @@ def test_a_driver_that_is_too_old_is_named(caplog: pytest.LogCaptureFixture) -> 
         device_named("cuda")
     assert device_named("cpu") == torch.device("cpu")
     assert len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("old_driver")
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_gpus_that_are_hidden_are_not_missed(
+    visible: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device_named(None) == torch.device("cpu")
+    assert not caplog.records
 
 
 def test_a_machine_without_a_driver_says_nothing(
