@@ -513,7 +513,7 @@ def native_batch(batch: AttentionBatch) -> NativeBatch:
     assert table.dtype == np.int32
     assert table.strides[1] == 4
     made = NativeBatch(
-        table.__array_interface__["data"][0],  # rows need not be adjacent
+        array_address(table) if table.flags.c_contiguous else table.__array_interface__["data"][0],
         table.strides[0] // 4,
         len(batch.req_rows),
         array_address(batch.req_rows),

@@ -185,14 +185,13 @@ def _sampled_rows(
     trees: Sequence[Row],
 ) -> SampledRows:
     """The targets of all rows. In most steps each row samples after its last token."""
-    rows: IntArray = query_lens.cumsum() - 1
     if not trees and _all_sampled_once(work):
-        return sampling.sampled_rows(rows, req_rows, kv_lens)
+        return sampling.sampled_rows(sampling.indices[: len(work)], req_rows, kv_lens)
     if trees or any(len(row.targets) > 1 or (row.targets and row.targets[0][1] >= 0) for row in work):
         return _scored_and_sampled_rows(work, trees, sampling)
     chosen = np.array([index for index, row in enumerate(work) if row.targets], dtype=np.int64)
-    rows, req_rows, kv_lens = rows[chosen], req_rows[chosen], kv_lens[chosen]
-    return sampling.sampled_rows(rows, req_rows, kv_lens)
+    rows: IntArray = query_lens.cumsum() - 1
+    return sampling.sampled_rows(rows[chosen], req_rows[chosen], kv_lens[chosen])
 
 
 def _scored_and_sampled_rows(
@@ -259,6 +258,8 @@ class SamplingTable:
         self._top_ks, _, self._top_counts = self._ints
         self._seeds: NDArray[np.uint64] = self._ints[1].view(np.uint64)
         self._no_targets: IntArray = np.full(max_running, -1, dtype=np.int64)
+        self.indices: IntArray = np.arange(max_running)
+        """0, 1, 2, …: the sampled rows of a batch in which each request has one token. Read only."""
         self._special: dict[int, _Special] = {}
         self._constrained: dict[int, Request] = {}
         self._with_logprobs: set[int] = set()
