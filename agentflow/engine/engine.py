@@ -161,6 +161,9 @@ class Engine:
         self._num_ahead = 1 if info.launches_ahead else 0
         self._collected = 0.0  # when the last batch was collected, on the clock ``perf_counter``
         self._took_s = 0.0  # the time of that batch
+        # What that batch adds to the records of steps: its number, the requests and slots after it, and the
+        # time of reading its output.
+        self._unrecorded: tuple[_InFlight, int, int, int, float] | None = None
         self._num_failures = 0  # forward passes in a row
         self._num_halved = 0  # batches since the start
         self._has_stop = False  # ``Stop`` was sent: all messages up to it are read
@@ -276,7 +279,6 @@ class Engine:
         has_run = time.perf_counter()
         took_s = has_run - max(launched.began, self._collected)
         self._collected, self._took_s = has_run, took_s
-        self.times[_RUN].count(STEP_BOUNDS_S, took_s)
         try:
             rows = self.scheduler.complete(output, took_s)
         except Exception:
@@ -298,26 +300,31 @@ class Engine:
                 self._fail(request.id, _as_failure(error, "cannot process the request's output"))
             if request.status is Status.FINISHED:
                 self._drop(request.id)
-        self._record(launched, took_s)
-        self.times[_COMPLETE].count(STEP_BOUNDS_S, time.perf_counter() - has_run)
+        if self._collected >= self._watch.notes_use_at:
+            self._watch.note_use(self._collected)
+        memory, num_running = self.scheduler.memory, len(self.scheduler.running)
+        complete_s = time.perf_counter() - has_run
+        self._unrecorded = launched, memory.num_steps, num_running, memory.num_in_use, complete_s
 
-    def _record(self, launched: _InFlight, took_s: float) -> None:
-        """Records a step that has run, for clients that watch the engine."""
-        memory, num_prompt = self.scheduler.memory, launched.num_tokens - launched.num_decode
-        num_running, took_ms = len(self.scheduler.running), round(1000 * took_s, 3)
+    def _record(self) -> None:
+        """Records the last step that has run, for clients that watch the engine, unless it is recorded."""
+        if self._unrecorded is None:
+            return
+        launched, number, num_running, num_in_use, complete_s = self._unrecorded
+        self._unrecorded = None
+        self.times[_RUN].count(STEP_BOUNDS_S, self._took_s)
+        self.times[_COMPLETE].count(STEP_BOUNDS_S, complete_s)
         self._watch.steps.append(
             StepRecord(
-                memory.num_steps,
-                num_prompt,
+                number,
+                launched.num_tokens - launched.num_decode,
                 launched.num_decode,
                 num_running,
                 launched.num_waiting,
-                memory.num_in_use,
-                took_ms,
+                num_in_use,
+                round(1000 * self._took_s, 3),
             )
         )
-        if self._collected >= self._watch.notes_use_at:
-            self._watch.note_use(self._collected)
 
     def _drain(self) -> None:
         """Collects the batches behind one that failed. Their outputs follow from it and do not count."""
@@ -342,6 +349,7 @@ class Engine:
         )
         if not is_idle and not self._ready and self._inbox.empty():  # as in most steps
             return
+        self._record()
         timeout_s = min(timeout_s, SIGN_OF_LIFE_S)
         read_s, began_s = max(READ_S, self._took_s), time.thread_time()
         while is_idle or self._has_stop or time.thread_time() - began_s < read_s:
@@ -500,8 +508,9 @@ class Engine:
 
     def _meanwhile(self) -> None:
         """Does while a batch runs what the next one does not depend on: makes the rest of the previous step's
-        messages and delivers them, and learns from the time of the step. An error of the delivery is raised
-        only after the batch, which did not cause it."""
+        messages and delivers them, records the step, and learns from its time. An error of the delivery is
+        raised only after the batch, which did not cause it."""
+        self._record()
         self.scheduler.cost.settle()
         try:
             self._deliver_outbox()
