@@ -54,6 +54,7 @@ class NativeForward:
         self.keeps_order = native_level() != "amx"
         self.nbytes = sum(heads.nbytes for heads in self._heads if heads is not None)
         self._dtype = weights.final_norm.weight.dtype
+        self._is_bf16 = self._dtype == torch.bfloat16
         self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # the pool's layers and their addresses
         self._adapters: WeakKeyDictionary[Adapter, Any] = WeakKeyDictionary()  # their structures
 
@@ -104,7 +105,7 @@ class NativeForward:
         batch = native_batch(given.plan)
         adapters = self._native_adapters(given.adapters) if given.adapters else None
         arguments = (rows, batch, adapters, self._layers[1], *wanted)
-        self._library.af_start_forward(self._dtype == torch.bfloat16, self._decoder, *arguments)
+        self._library.af_start_forward(self._is_bf16, self._decoder, *arguments)
 
         def finish(_kept_alive: Any = (given, angles, arguments)) -> None:
             self._library.af_finish_forward()

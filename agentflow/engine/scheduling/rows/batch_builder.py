@@ -338,7 +338,7 @@ class SamplingTable:
             top_ps=floats[1],
             top_ks=ints[0],
             min_ps=floats[2],
-            seeds=ints[1].view(np.uint64),
+            seeds=self._seeds.take(req_rows),
             positions=positions,
             needs_logprobs=bool(self._with_logprobs)
             or (target_ids is not None and bool((target_ids >= 0).any())),
