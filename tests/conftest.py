@@ -234,6 +234,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """The controller, for each worker."""
+    from support.worker_messages import expect_together
+
+    expect_together(node)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """A worker."""
+    if hasattr(session.config, "workerinput"):
+        from support.worker_messages import send_together
+
+        send_together(session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Prints how a worker of pytest-xdist ended in the middle of a test: by a signal, or by an exit in native
     code, which no fault handler sees."""
