@@ -4,11 +4,13 @@ why."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import sys
 from typing import Any
 
+import agent_with_tools
 import essay_judge
 import pytest
 from example_session import session_at
@@ -19,6 +21,7 @@ from support.logit_runner import logit_runner
 from support.server.http_clients import only_asyncio
 from support.server.module_servers import module_server
 
+import agentflow as af
 from agentflow.errors import RequestRefused, RunFailed
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +29,6 @@ anyio_backend = pytest.fixture(only_asyncio)
 
 ROUTES = ("v1", "openai", "anthropic")
 EXAMPLES: dict[str, dict[str, Any]] = {
-    "agent_with_tools": {},
     "cascade": {},
     "chat": {},
     "describe_image": {},
@@ -65,7 +67,7 @@ def addresses(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> dict[str, s
 async def printed(name: str, url: str) -> str:
     console = Console(file=io.StringIO(), width=160)
     async with session_at(url, {"seed": 1}) as flow:
-        await importlib.import_module(name).main(flow, console, **EXAMPLES[name])
+        await importlib.import_module(name).main(flow, console, **EXAMPLES.get(name, {}))
         assert (await flow.stats()).prompt_tokens or name == "describe_image"  # the model has no vision
     return console.file.getvalue()
 
@@ -84,6 +86,14 @@ async def test_an_example_runs(addresses: dict[str, str], route: str, name: str)
     message = str(caught.value)
     assert MODEL in message
     assert "\n" not in message
+
+
+async def test_the_agent_runs(addresses: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all routes with one MCP server, which takes longer to start than a run."""
+    async with af.mcp([sys.executable, agent_with_tools.__file__, "--serve"]) as shop:
+        monkeypatch.setattr(af, "mcp", lambda _: contextlib.nullcontext(shop))
+        for route in ROUTES:
+            assert await printed("agent_with_tools", addresses[route]), route
 
 
 @pytest.mark.parametrize("route", ROUTES)
