@@ -110,16 +110,18 @@ class Team {
     void finish() {
         has_caller_.store(true);
         if (!is_elsewhere_) return job_();
+        if (num_asleep_.load() > 0) wake();  // `await_caller`
         serve(1, [this] { return is_finished_.load(); });
         if (job_failure_) std::rethrow_exception(std::exchange(job_failure_, nullptr));
     }
 
     // Waits until the caller of `start` has called `finish`. The job then sees all that the caller wrote before. Only a job may
-    // call it.
-    void await_caller() const {
-        for (int pauses = 0; !has_caller_.load(); pauses++) {
-            if (pauses < YIELD_PAUSES) _mm_pause();
-            else sched_yield();
+    // call it. Sleeps for a caller that is late, which may wait for a process that needs this core.
+    void await_caller() {
+        const auto is_here = [this] { return has_caller_.load(); };
+        for (int pauses = 0; !is_here();) {
+            if (pauses++ < YIELD_PAUSES) _mm_pause();
+            else sleep(epoch_, is_here);
         }
     }
 

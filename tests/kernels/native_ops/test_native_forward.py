@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -636,6 +638,39 @@ def test_a_caller_that_fails_and_waits_leaves_the_threads_usable(
         with pytest.raises(ZeroDivisionError):
             failing()
         assert torch.equal(step.run(model, NATIVE)[0], expected)
+
+
+def test_the_threads_sleep_while_the_caller_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    step = step_of(SIZES[0], [Shape(-1, 0, 20, 2)], [True], torch.float32, 5)
+    model = model_of(SIZES[0], NATIVE, torch.float32)
+    zeros = np.zeros(len(step.rows), dtype=np.float32)
+    none = np.zeros(len(step.rows), dtype=np.int64)
+    choice = ChoiceRows(none - 1, zeros, none, zeros + 1, zeros, zeros.astype(np.float64))
+    expected = step.choose(model, NATIVE, choice)
+    pool = step.pool(model.weights)
+    before = pool.layers[-1].clone()
+    assert model.whole_forward is not None
+    given = step.inputs(pool, NATIVE.attention.plan(step.batch, torch.float32, CPU))
+    tokens = model.whole_forward.start_tokens(given, lambda: choice)
+    try:
+        end = time.monotonic() + 20
+        while torch.equal(pool.layers[-1], before):  # in its last layer, a job has no reason to sleep
+            assert time.monotonic() < end
+        while not all(map(_sleeps, Path("/proc/self/task").iterdir())):
+            assert time.monotonic() < end
+    finally:
+        found = tokens()[0].tolist()
+    assert found == expected
+
+
+def _sleeps(thread: Path) -> bool:
+    """Whether a thread of this process sleeps or is the caller's."""
+    try:
+        state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return True
+    return state == "S" or int(thread.name) == threading.get_native_id()
 
 
 def test_threads_of_python_take_turns() -> None:
