@@ -77,6 +77,7 @@ class DecoderConfig:
     num_kv_heads: int  # 1 with latent attention
     head_dim: int  # with latent attention: of the KV head in the pool
     norm_eps: float
+    output_norm_eps: float = 0.0  # of the norms of blocks' outputs; 0: ``norm_eps``
     max_context: int  # the longest sequence, in tokens
     tie_word_embeddings: bool  # the head is the embedding
     rope: RopeConfig

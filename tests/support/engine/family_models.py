@@ -91,7 +91,10 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_multiplier": 0.2, "logits_scaling": 3.0, "embedding_multiplier": 0.6}
         | {"residual_multiplier": 0.3, "rms_norm_eps": 1e-3},
     ),
-    "hyperclovax": ("hyperclovax", {"logits_scaling": 0.5, "residual_multiplier": 0.3}),
+    "hyperclovax": (
+        "hyperclovax",
+        {"logits_scaling": 0.5, "residual_multiplier": 0.3, "rms_norm_eps": 1e-3},
+    ),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_out_bias": True}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral_window": ("mixtral", {"num_local_experts": 4, "sliding_window": 16}),

@@ -62,11 +62,12 @@ def read_seed_oss(raw: RawConfig) -> DecoderConfig:
 def read_granite(raw: RawConfig) -> DecoderConfig:
     """The outputs of blocks are multiplied by a constant before they are added to the residual. Here, the
     residual is divided by this constant instead: its norms are the same, if their epsilon is divided by the
-    constant's square."""
+    constant's square, except where they norm the output of a block."""
     shape, part = standard_shape(raw), float(raw.get("residual_multiplier", 1.0))
     return replace(
         shape,
         norm_eps=shape.norm_eps / part**2,
+        output_norm_eps=shape.norm_eps,
         embedding_scale=float(raw.get("embedding_multiplier", 1.0)) / part,
         attention_scale=float(raw.get("attention_multiplier", 1.0)),
         logit_scale=1 / float(raw.get("logits_scaling", 1.0)),

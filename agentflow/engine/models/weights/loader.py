@@ -317,10 +317,10 @@ class _Loader:
             k_norm=self._qk_norm(f"{prefix}{names.k_norm}", config.num_kv_heads),
             sinks=self._vector(f"{prefix}{names.sinks}", config.num_heads) if config.has_sinks else None,
             output=self._output(prefix),
-            attention_norm=self._norm_if_named(prefix, names.attention_norm, hidden),
+            attention_norm=self._norm_if_named(prefix, names.attention_norm, hidden, config.output_norm_eps),
             mlp_norm=self._norm_if_named(prefix, names.mlp_norm, hidden),
             mlp=self._experts(prefix) if shape.is_sparse else self._mlp(prefix),
-            output_norm=self._norm_if_named(prefix, names.output_norm, hidden),
+            output_norm=self._norm_if_named(prefix, names.output_norm, hidden, config.output_norm_eps),
             window=shape.window,
             rope=None if shape.rope is None else ("global", "local").index(shape.rope),
         )
@@ -491,16 +491,16 @@ class _Loader:
     def _vector(self, name: str, *shape: int) -> Tensor:
         return self._checkpoint.take(name, *shape)
 
-    def _norm_if_named(self, prefix: str, name: str, size: int) -> Norm | None:
-        return self._norm(f"{prefix}{name}", size) if name else None
+    def _norm_if_named(self, prefix: str, name: str, size: int, eps: float = 0.0) -> Norm | None:
+        return self._norm(f"{prefix}{name}", size, eps) if name else None
 
-    def _norm(self, name: str, size: int) -> Norm:
+    def _norm(self, name: str, size: int, eps: float = 0.0) -> Norm:
         kind = self._config.norm
         weight = self._vector(f"{name}.weight", size)
         bias = self._vector(f"{name}.bias", size) if kind == "layer" else None
         if kind == "layer_unbiased":
             bias = torch.zeros_like(weight)  # which makes it a layer norm
-        return Norm(weight, bias, self._config.norm_eps, kind == "rms_less_one")
+        return Norm(weight, bias, eps or self._config.norm_eps, kind == "rms_less_one")
 
     def _linear(
         self,
