@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
-from _pytest.logging import catching_logs
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
@@ -129,29 +128,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the imported modules from garbage collections, which many tests run, and lets all loggers
-    propagate to the root."""
+    """Excludes the imported modules from garbage collections, which many tests run, and lets torch's loggers
+    propagate."""
     from support.quick_triton import quicken_triton
 
     quicken_triton()
-    for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger):
-            logger.propagate = True
-    catching_logs.__enter__ = _catch_logs_at_root  # type: ignore[method-assign]
+    # pytest adds and removes its handlers at each logger that propagates to none, six times a test.
+    for name in logging.root.manager.loggerDict:
+        if name.partition(".")[0] == "torch":
+            logging.getLogger(name).propagate = True
     gc.freeze()  # the little garbage of imports, too: to look for it takes as long as some hundred tests
     gc.enable()
-
-
-def _catch_logs_at_root(catching: catching_logs[Any]) -> logging.Handler:
-    """pytest's looks six times a test through all loggers, of which torch and transformers have hundreds, for
-    those that do not propagate."""
-    if catching.level is not None:
-        catching.handler.setLevel(catching.level)
-        catching.orig_level = logging.root.level
-        logging.root.setLevel(min(catching.orig_level, catching.level))
-    logging.root.addHandler(catching.handler)
-    catching.attached_loggers.append(logging.root)
-    return catching.handler
 
 
 # A test that hangs
@@ -244,23 +231,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from support.file_scheduling import FileScheduling
 
     return FileScheduling(config, log)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """The controller, for each worker."""
-    from support.worker_messages import expect_together
-
-    expect_together(node)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> None:
-    """A worker."""
-    if hasattr(session.config, "workerinput"):
-        from support.worker_messages import send_together
-
-        send_together(session.config)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 
 from xdist.scheduler import LoadFileScheduling
-from xdist.workermanage import WorkerController
 
 ROOT = Path(__file__).parents[2]
 FOLDERS, SHARED = ("tests/end_to_end", "tests/examples"), "model_url"
@@ -20,14 +19,6 @@ class FileScheduling(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         return SHARED if file in self._sharing else file
-
-    def mark_test_complete(self, node: WorkerController, item_index: int, duration: float = 0) -> None:
-        """Forgets files that are done, which would be counted again after each test."""
-        super().mark_test_complete(node, item_index, duration)
-        files = self.assigned_work[node]
-        file = self._split_scope(self.registered_collections[node][item_index])
-        if False not in files[file].values():
-            del files[file]
 
     @cached_property
     def _sharing(self) -> set[str]:
