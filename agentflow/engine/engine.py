@@ -532,7 +532,10 @@ class Engine:
             self.times[_DELIVER].count(STEP_BOUNDS_S, time.perf_counter() - began)
 
     def _fail(self, request_id: int, error: AgentflowError) -> None:
-        self._report_texts()  # it needs the request's text
+        is_known = request_id in self._requests
+        self._report_texts()  # it needs the request's text, and may fail it already
+        if is_known and request_id not in self._requests:
+            return
         self._outbox.append(Failed(request_id, error.code, str(error), error.param))
         self._drop(request_id)
 

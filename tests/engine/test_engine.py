@@ -45,6 +45,7 @@ from agentflow.engine.request import Origin, Submit
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
+from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadModelFolder, EngineFailed, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
@@ -649,3 +650,21 @@ def test_the_tokens_before_an_abort_are_reported_before_it(num_steps: int) -> No
     ] == sampled
     assert len(of_request) == num_steps + 1
     assert isinstance(of_request[-1], Failed)
+
+
+def test_an_abort_behind_a_text_that_fails_ends_the_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: TextEnd, token_id: int, *, is_free: bool = False) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(TextEnd, "push", fail)
+    delivered: list[FromEngine] = []
+    engine = Engine(runner(), TOKENIZER, SchedulerConfig(), delivered.extend)
+    engine.send(Submit(1, PROMPT, SamplingParams(max_tokens=50, ignore_eos=True)))
+    engine.take_messages()
+    assert engine.step()
+    for message in (Abort(1), Stop()):
+        engine.send(message)
+    engine.run()
+    [end] = [message for message in delivered if isinstance(message, Failed)]
+    assert end.code == "engine_failed"
+    engine.scheduler.check_idle()
