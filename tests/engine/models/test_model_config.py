@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.faults import has_param
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.torch_runner import TorchRunner
@@ -67,6 +69,30 @@ def test_defaults_of_a_short_config(tmp_path: Path) -> None:
     config = read_config(tmp_path)
     assert (config.num_kv_heads, config.head_dim, config.tie_word_embeddings) == (2, 4, False)
     assert (config.rope.kind, config.rope.theta, config.end_token_ids) == ("default", 10000.0, ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "field"),
+    [
+        ("smollm3", {}, "tie_word_embeddings"),
+        ("smollm3", {}, "rope_parameters"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
+        ("mixtral", {}, "rope_parameters"),
+        ("phi3", {}, "rms_norm_eps"),
+        ("gemma2", {}, "attn_logit_softcapping"),
+        ("gemma2", {}, "final_logit_softcapping"),
+        ("gptj", {"n_embd": 256, "n_head": 2}, "rotary_dim"),
+    ],
+)
+def test_a_field_that_is_left_out_has_the_default_of_transformers(
+    tmp_path: Path, kind: str, changed: dict[str, Any], field: str
+) -> None:
+    made = AutoConfig.for_model(kind, **changed)
+    whole = made.to_dict() | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    shape = read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in whole.items() if k != field}))
+    assert read_config(tmp_path) == shape
 
 
 def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:

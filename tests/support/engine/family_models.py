@@ -107,6 +107,11 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
         | {"head_dim": 16, "mlp_only_layers": [1]},
     ),
+    "qwen3_moe_window": (
+        "qwen3_moe",
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}),
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24}),
@@ -157,7 +162,10 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "exaone4": ("exaone4", {"sliding_window": 16, "layer_types": LAYER_TYPES}),
+    "exaone4": (
+        "exaone4",
+        {"sliding_window": 16, "sliding_window_pattern": "LG", "layer_types": LAYER_TYPES},
+    ),
     "exaone4_full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": False}),

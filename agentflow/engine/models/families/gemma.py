@@ -57,6 +57,7 @@ def _scores(raw: RawConfig) -> dict[str, float]:
 
 def read_gemma2(raw: RawConfig) -> DecoderConfig:
     """Every other layer has a window."""
+    raw = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **raw}
     kinds = layer_types(raw, lambda i: "full_attention" if i % 2 else "sliding_attention")
     return _shape(raw, layers=windowed(raw, kinds), **_scores(raw))
 

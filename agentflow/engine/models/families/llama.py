@@ -45,10 +45,13 @@ def read_qwen3(raw: RawConfig) -> DecoderConfig:
 
 
 def read_smollm3(raw: RawConfig) -> DecoderConfig:
-    """Every fourth layer does not rotate (NoPE; Yang et al. 2025, arXiv 2501.18795)."""
-    shape = read_qwen2(raw)
-    interval = int(raw.get("no_rope_layer_interval", 4))
-    rotates = raw.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(shape.num_layers)]
+    """Every fourth layer does not rotate (NoPE; Yang et al. 2025, arXiv 2501.18795). These layers have the
+    windows, if the config enables any."""
+    raw = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True, **raw}
+    interval, num_layers = int(raw.get("no_rope_layer_interval", 4)), int(raw["num_hidden_layers"])
+    rotates = raw.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(num_layers)]
+    kinds = raw.get("layer_types") or ["full_attention" if one else "sliding_attention" for one in rotates]
+    shape = read_qwen2({**raw, "layer_types": kinds})
     layers = tuple(
         replace(shape.layer(i), rope="global" if rotates[i] else None) for i in range(shape.num_layers)
     )

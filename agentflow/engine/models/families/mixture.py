@@ -52,7 +52,7 @@ def _with_experts(
 
 
 def read_mixtral(raw: RawConfig) -> DecoderConfig:
-    shape = read_mistral({"rms_norm_eps": 1e-5} | dict(raw))
+    shape = read_mistral({"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0} | dict(raw))
     num_used = int(raw.get("num_experts_per_tok", 2))
     return _with_experts(
         shape, ExpertsShape(int(raw["num_local_experts"]), num_used, shape.intermediate_size)
@@ -60,7 +60,7 @@ def read_mixtral(raw: RawConfig) -> DecoderConfig:
 
 
 def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
-    """Some layers may have a plain MLP instead."""
+    """Some layers may have a plain MLP instead. A window, if enabled, is in all layers."""
     experts = ExpertsShape(
         int(raw.get("num_experts") or raw["num_local_experts"]),
         int(raw["num_experts_per_tok"]),
@@ -68,7 +68,8 @@ def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
         bool(raw.get("norm_topk_prob", False)),
     )
     dense, step = set(raw.get("mlp_only_layers") or ()), int(raw.get("decoder_sparse_step", 1))
-    return _with_experts(read_qwen3(raw), experts, lambda i: i not in dense and (i + 1) % step == 0)
+    shape = read_qwen3({**raw, "max_window_layers": 0, "layer_types": None})
+    return _with_experts(shape, experts, lambda i: i not in dense and (i + 1) % step == 0)
 
 
 def read_olmoe(raw: RawConfig) -> DecoderConfig:

@@ -37,11 +37,13 @@ def read_olmo3(raw: RawConfig) -> DecoderConfig:
 def read_exaone4(raw: RawConfig) -> DecoderConfig:
     """In models with windows, the layers without one do not rotate."""
     raw = {"rms_norm_eps": 1e-5, "sliding_window": 4096, **raw}
-    pattern = 0 if raw["sliding_window"] is None else int(raw.get("sliding_window_pattern") or 4)
-    kinds = layer_types(
-        raw, lambda i: "sliding_attention" if pattern and (i + 1) % pattern else "full_attention"
-    )
-    layers = windowed(raw, kinds, full="global" if raw["sliding_window"] is None else None)
+    has_windows = raw["sliding_window"] is not None
+
+    def kind(layer: int) -> str:  # the pattern may be a text, such as LLLG, in a config with the types
+        pattern = int(raw.get("sliding_window_pattern") or 4)
+        return "sliding_attention" if has_windows and (layer + 1) % pattern else "full_attention"
+
+    layers = windowed(raw, layer_types(raw, kind), full=None if has_windows else "global")
     return standard_shape(raw, qk_norm="head", layers=layers)
 
 

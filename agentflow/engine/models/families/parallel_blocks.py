@@ -64,7 +64,7 @@ def read_gptj(raw: RawConfig) -> DecoderConfig:
     """The attention and the MLP have the same norm; the head has a bias."""
     fields = gpt_fields(raw)
     head_dim = int(raw["n_embd"]) // int(raw["n_head"])
-    fields["partial_rotary_factor"] = int(raw.get("rotary_dim") or head_dim) / head_dim
+    fields["partial_rotary_factor"] = int(raw.get("rotary_dim", 64) or head_dim) / head_dim
     return standard_shape(fields, norm="layer", is_gated=False, is_parallel=True)
 
 

@@ -40,6 +40,7 @@ def read_phi(raw: RawConfig) -> DecoderConfig:
 
 def read_phi3(raw: RawConfig) -> DecoderConfig:
     """With "longrope", the context is limited to the range of the short factors."""
+    raw = {"rms_norm_eps": 1e-5, **raw}
     shape = standard_shape(raw, layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")))
     if shape.rope.kind == "longrope":
         shape = replace(shape, max_context=min(shape.max_context, shape.rope.original_context))
