@@ -6,8 +6,8 @@ piece by piece, so that the event loop can run in between. It looks only at quot
 text that is not JSON gets some count, and the decoder rejects it.
 
 ``object_text``, ``decode_object`` and ``schema_constraint`` read objects that a request's body carries
-undecoded: schemas, parameters of tools, arguments of calls. ``nests_deeper`` bounds the nesting of decoded
-values, through which other code recurses."""
+undecoded: schemas, parameters of tools, arguments of calls. ``check_schemas`` bounds the schemas of a
+constraint, and ``nests_deeper`` the nesting of decoded values: other code recurses through them."""
 
 from __future__ import annotations
 
@@ -139,6 +139,7 @@ def split_pieces(data: bytes | memoryview) -> Iterator[bytes]:
 OBJECT_BOUNDS: Final = JsonBounds(values=40_000, parts=20_000, depth=MOST_NESTING, bytes=4_000_000)
 """For all tools of a request together, for all arguments of its tool calls, and for its schema: chat
 templates and grammar compilers walk through them. Decoding this many bytes takes 15 ms."""
+_SCHEMA_BOUNDS: Final = JsonBounds(values=MAX_SOURCE_CHARS, parts=MAX_SOURCE_CHARS, depth=MOST_NESTING)
 VARIABLE_BOUNDS: Final = replace(OBJECT_BOUNDS, bytes=65_536)
 """For the variables of a chat template: switches and short texts."""
 _MOST_BYTES: Final = 4  # of a character in UTF-8
@@ -175,3 +176,22 @@ def schema_constraint(given: msgspec.Raw, param: str) -> Constraint:
             param=param,
         )
     return Constraint("schema", object_text(given, param, JsonScan(OBJECT_BOUNDS)))
+
+
+def check_schemas(constraint: Constraint) -> None:
+    """Raises ``BadArgument`` if a JSON schema in the constraint is no JSON, or nests too deeply."""
+    sources = [constraint.source] if constraint.kind == "schema" else []
+    if constraint.kind == "tags":
+        sources += [tag.source for tag in constraint.tags() if tag.kind == "schema"]
+    if constraint.instead is not None:
+        check_schemas(constraint.instead)
+    for source in sources:
+        data, scan = source.encode(), JsonScan(_SCHEMA_BOUNDS)
+        try:
+            for piece in split_pieces(data):
+                scan.push(piece)
+            msgspec.json.decode(data, type=msgspec.Raw)
+        except TooMuchJson as error:
+            raise BadArgument(f"schema: it has {error}, which is the limit", param="schema") from None
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise BadArgument(f"schema: invalid JSON: {error}", param="schema") from None

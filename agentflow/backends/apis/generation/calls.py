@@ -25,6 +25,7 @@ from agentflow.backends.apis.prices import FREE, Billing
 from agentflow.backends.apis.strict_schema import relaxations
 from agentflow.errors import AgentflowError, BadArgument, InvalidValue, NotSupported, RunFailed, ServerLost
 from agentflow.protocol.bounds.client_pattern import CannotCheck
+from agentflow.protocol.bounds.json_bounds import check_schemas
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities, Usage
 from agentflow.runtime.generator import OnText
@@ -79,12 +80,17 @@ class ApiCalls:
         """The request for a call, made in a thread if its constraint takes long to translate."""
         try:
             if call.constraint is None or len(call.constraint.source) < LONG_CONSTRAINT:
-                return self.api.request(context, call)
-            return await anyio.to_thread.run_sync(self.api.request, context, call)
+                return self._request(context, call)
+            return await anyio.to_thread.run_sync(self._request, context, call)
         except NotSupported as error:
             if self._model in str(error):
                 raise
             raise NotSupported(f"{self._model}: {error}", param=error.param) from None
+
+    def _request(self, context: ApiContext, call: Call) -> ApiRequest:
+        if call.constraint is not None:
+            check_schemas(call.constraint)
+        return self.api.request(context, call)
 
     async def answer(
         self,

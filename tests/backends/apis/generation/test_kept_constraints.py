@@ -26,7 +26,11 @@ from support.examples import examples
 
 import agentflow as af
 from agentflow.backends.apis.grammars.lark_grammar import gbnf_of_grammar
+from agentflow.backends.local import open_backend_generator
 from agentflow.errors import BadArgument, InvalidValue, NotSupported, RunFailed
+from agentflow.protocol.bounds.json_bounds import MOST_NESTING
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import GenParams
 
 DIGITS: Any = {"regex": "[0-9]+"}
 
@@ -336,3 +340,41 @@ async def test_a_fallback_does_not_hide_a_broken_promise() -> None:
             with pytest.raises(InvalidValue):
                 await s["x"]
         assert not second.received
+
+
+def nested(levels: int) -> str:
+    """A schema of lists in lists."""
+    inner = levels - 1
+    return '{"type":"array","items":' * inner + '{"type":"integer"}' + "}" * inner
+
+
+@anyio_test
+@pytest.mark.parametrize("flavour", ["", "vllm"])
+@pytest.mark.parametrize("role", ["", "user"])
+@pytest.mark.parametrize(
+    ("source", "is_valid"),
+    [(nested(MOST_NESTING), True), (nested(MOST_NESTING + 1), False), (nested(3_000), False), ("{", False)],
+)
+async def test_a_schema_that_nests_too_deeply_or_is_no_json_is_refused(
+    flavour: Any, role: Any, source: str, is_valid: bool
+) -> None:
+    """A session's constraints come as they were sent: no frontend has read the schema."""
+    constraint = Constraint("schema", source).check()
+    async with fake_server(lambda request: streamed("[]") if role else plain_stream("[]")) as server:
+        url = f"{server.url}/v1"
+        backend = af.OpenAICompatible(
+            url, "m", max_retries=0, on_unsupported="retry", flavour=flavour or None
+        )
+        async with open_backend_generator(backend) as generator:
+            context = generator.open("")
+            if role:
+                generator.begin_role(context, role)
+            generator.fill(context, "x")
+            if role:
+                generator.end_role(context)
+            run = generator.generate(context, GenParams(max_tokens=3), lambda text: None, constraint)
+            if is_valid:
+                assert (await run).text == "[]"
+            else:
+                with pytest.raises(BadArgument):
+                    await run
