@@ -95,6 +95,15 @@ def test_a_field_that_is_left_out_has_the_default_of_transformers(
     assert read_config(tmp_path) == shape
 
 
+def test_a_pattern_of_windows_in_letters_stands_beside_the_types_of_layers(tmp_path: Path) -> None:
+    exaone = {"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 2, "sliding_window": 8}
+    types = {"layer_types": ["sliding_attention", "full_attention"]}
+    write_config(tmp_path, **exaone, **types)
+    shape = read_config(tmp_path)
+    write_config(tmp_path, **exaone, **types, sliding_window_pattern="LLLG")
+    assert read_config(tmp_path) == shape
+
+
 def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     write_config(tmp_path, eos_token_id=5)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')

@@ -162,10 +162,7 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "exaone4": (
-        "exaone4",
-        {"sliding_window": 16, "sliding_window_pattern": "LG", "layer_types": LAYER_TYPES},
-    ),
+    "exaone4": ("exaone4", {"sliding_window": 16, "layer_types": LAYER_TYPES}),
     "exaone4_full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": False}),
