@@ -151,10 +151,14 @@ def object_text(given: msgspec.Raw, param: str, scan: JsonScan) -> str:
     data = memoryview(given)
     if bytes(data[:1]) != b"{":
         raise BadArgument(f"{param}: Expected `object`", param=param)
+    return _on_one_line(bytes(data), param, scan)
+
+
+def _on_one_line(data: bytes, param: str, scan: JsonScan) -> str:
     try:
         for piece in split_pieces(data):
             scan.push(piece)
-        return msgspec.json.format(bytes(data), indent=-1).decode()
+        return msgspec.json.format(data, indent=-1).decode()
     except TooMuchJson as error:
         raise BadArgument(f"{param}: with it there are {error}, which is the limit", param=param) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -186,12 +190,4 @@ def check_schemas(constraint: Constraint) -> None:
     if constraint.instead is not None:
         check_schemas(constraint.instead)
     for source in sources:
-        data, scan = source.encode(), JsonScan(_SCHEMA_BOUNDS)
-        try:
-            for piece in split_pieces(data):
-                scan.push(piece)
-            msgspec.json.decode(data, type=msgspec.Raw)
-        except TooMuchJson as error:
-            raise BadArgument(f"schema: it has {error}, which is the limit", param="schema") from None
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise BadArgument(f"schema: invalid JSON: {error}", param="schema") from None
+        _on_one_line(source.encode(), "schema", JsonScan(_SCHEMA_BOUNDS))
