@@ -107,11 +107,9 @@ class StepCost:
 
     def settle(self) -> None:
         """Adds up the steps that were observed."""
-        if not self._observed:
-            return
-        for features, took_s in self._observed:
+        observed, self._observed = self._observed, []
+        for features, took_s in observed:
             self._add(features(), took_s)
-        self._observed.clear()
 
     def _add(self, features: StepFeatures, took_s: float) -> None:
         kind = 1 if features[4] > 0 else 0
