@@ -44,7 +44,7 @@ anyio.run(main)
 
 
 def needed(lines: list[str]) -> dict[str, Distribution]:
-    """What these requirements need, as it is installed here: pip would spend seconds on finding the same."""
+    """The installed distributions that these requirements need. pip would take seconds to resolve them."""
     found: dict[str, Distribution] = {}
     waiting = [*map(Requirement, lines)]
     while waiting:

@@ -278,7 +278,7 @@ class ReplicaSet:
                 logger.exception("the router cannot end a request")
 
     def take(self, max_requests: int, max_tokens: int) -> list[tuple[Unfinished, RoutedRequest]]:
-        """Removes and returns the requests that have waited longest: at least one, and at most so many as fit
+        """Removes and returns the requests that have waited longest: at least one, and no more than fit
         the limits. A request that cannot be read fails alone."""
         taken: list[Unfinished] = []
         num_tokens = 0

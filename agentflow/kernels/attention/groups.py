@@ -84,7 +84,7 @@ def plan_groups(
     table = batch.req_to_token
     req_rows, query_lens, cached = with_trees(batch)
     runs, starts = shared_runs(batch, req_rows, cached, least_saving)
-    # What all rows of a request see in a long tail is like a run that it shares with nobody.
+    # A long tail that all rows of a request see is treated as a run with one member.
     for member in np.flatnonzero(cached - starts > max_gathered):
         runs.append(SharedRun(np.array([member]), int(starts[member]), int(cached[member])))
         starts[member] = cached[member]

@@ -78,8 +78,8 @@ class Driver:
     def score(
         self, work: Sequence[tuple[Walker, int]], targets: Mapping[int, Sequence[int]]
     ) -> Iterator[tuple[Walker, list[float]]]:
-        """Computes so many next tokens of each, and yields the log-probabilities of its targets after them.
-        ``targets``: by the ``id`` of a sequence, the target after each of its tokens."""
+        """Computes the given number of next tokens of each sequence, and yields the log-probabilities of its
+        targets after them. ``targets``: by the ``id`` of a sequence, the target after each of its tokens."""
         work = sorted(work, key=lambda pair: pair[1] > 1)
         spans = [(w, slice(w.num_computed, w.num_computed + num_rows)) for w, num_rows in work]
         target_ids = np.concatenate([targets[id(w)][span] for w, span in spans])

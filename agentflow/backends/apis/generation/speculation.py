@@ -7,7 +7,8 @@ The text after them is kept (``Ahead``). The program's fixed text is compared wi
 later gens take theirs from it, for as long as the two agree.
 
 The first value has the distribution that it has without speculation. A later value is the model's
-continuation of its own text, so at temperature 0 it is the same as well, if the model is deterministic."""
+continuation of the text before it, so at temperature 0 it is the same as well, if the model is
+deterministic."""
 
 from __future__ import annotations
 
