@@ -200,8 +200,9 @@ def _parsed(url: str) -> WebSocketURI:
         path = parts.path if parts.path not in ("", "/") else SESSION_PATH
         return parse_uri(urlunsplit((scheme, parts.netloc, path, parts.query, parts.fragment)))
     except (InvalidURI, ValueError) as error:
+        remedy = "" if "://" in url else f"; a model that runs in this process is model={url!r:.200}"
         raise BadArgument(
-            f"{url!r} is not the url of a server ({error}): it looks like ws://127.0.0.1:8410"
+            f"{url!r:.200} is not the url of a server ({error}): it looks like ws://127.0.0.1:8410{remedy}"
         ) from None
 
 

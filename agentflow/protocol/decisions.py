@@ -1,7 +1,7 @@
 """Questions about a state, whose answers are probabilities: statements, choices and levels.
 
-The kinds are those of OpenAI's decisions API. ``question_text`` and ``answer_texts`` are how a model is asked
-that only continues text, and ``answers_text`` is the notation of the answers as the value of a variable.
+The kinds are those of OpenAI's decisions API. ``question_text`` asks a model that only continues text, and
+``answers_text`` is the notation of the answers as the value of a variable.
 """
 
 from __future__ import annotations
@@ -89,14 +89,18 @@ def check_questions(questions: Sequence[Question]) -> None:
 
 
 def question_text(question: Question) -> str:
-    """The question as a text for the model, which then answers with one of ``question.answers``."""
-    asked = question.wording
+    """The question as a text for the model, which then answers with one of ``question.answers``.
+
+    The answers stand before the wording: questions with the same answers then begin with the same tokens,
+    which are computed once."""
     if question.kind == "predicate":
-        return f"{asked}\n{'Is this true? ' if question.is_statement else ''}Answer yes or no."
+        if question.is_statement:
+            return f"Answer yes or no: is this statement true?\nStatement: {question.wording}"
+        return f"Answer yes or no.\nQuestion: {question.wording}"
+    order = ", from the lowest to the highest" if question.kind == "score" else ""
     listed = "\n".join([f"- {option.shown}" for option in question.options])
-    if question.kind == "score":
-        return f"{asked}\nLevels, from the lowest to the highest:\n{listed}\nAnswer with one of the levels."
-    return f"{asked}\nChoices:\n{listed}\nAnswer with one of the choices."
+    noun = "levels" if question.kind == "score" else "choices"
+    return f"Answer with one of these {noun}{order}:\n{listed}\nQuestion: {question.wording}"
 
 
 def compute_probabilities(logprobs: Sequence[float]) -> tuple[float, ...]:

@@ -220,6 +220,14 @@ async def test_no_server(free_tcp_port):
     assert len(shown(failure.value).splitlines()) < 10  # no frames of the connection
 
 
+@pytest.mark.parametrize("name", ["smollm2-135m", "models/gemma.gguf"])
+async def test_a_model_in_place_of_an_address(name):
+    with pytest.raises(af.errors.BadArgument) as failure:
+        async with af.session(name):
+            pass
+    says(failure.value, f"model={name!r}")
+
+
 async def test_no_model(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)

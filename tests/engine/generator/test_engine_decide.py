@@ -144,6 +144,20 @@ async def test_each_distinct_token_is_computed_once():
     assert stats.in_use_slots == 0
 
 
+@pytest.mark.parametrize("kind", ["choice", "score"])
+async def test_equal_answers_of_several_questions_are_computed_once(kind):
+    listed = (Option("one", "the first " * 20), Option("other", "the second " * 20))
+    asked = [Question(f"q{number}", kind, f"the question {number}", listed) for number in range(40)]
+    num_listed = sum([len(TOKENIZER.encode(option.shown)) for option in listed])
+    async with plain_model_engine(num_slots=16384, end_token_ids=(END_ID, *END_OF_TURN)) as client:
+        generator, context = opened(client, [("user", "what?")])
+        await generator.decide(context, asked[:1])
+        num_first = (await client.stats()).computed_tokens
+        await generator.decide(context, asked)
+        num_computed = (await client.stats()).computed_tokens - num_first
+    assert num_computed < num_first + (len(asked) - 1) * num_listed
+
+
 async def test_the_state_goes_on_as_if_nothing_had_been_asked():
     turns = [("system", "the"), ("user", "what?")]
     async with plain_model_engine(end_token_ids=(END_ID, *END_OF_TURN)) as client:
