@@ -54,7 +54,13 @@ from agentflow.engine.messages import (
 from agentflow.engine.models.memory_need import FEATURE_BYTES
 from agentflow.engine.outputs import Outputs
 from agentflow.engine.request import Request, Status, Submit, make_request
-from agentflow.engine.runner import AcceleratorFault, MediaRunner, ModelRunner, OutOfMemory
+from agentflow.engine.runner import (
+    AcceleratorFault,
+    MediaRunner,
+    ModelRunner,
+    OutOfMemory,
+    PreparingRunner,
+)
 from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.policies.charges import Charged
 from agentflow.engine.scheduling.scheduler import RequestFault, Scheduler, SchedulerConfig
@@ -159,6 +165,7 @@ class Engine:
         self._delivery_error: Exception | None = None
         self._in_flight: deque[_InFlight] = deque()  # oldest first
         self._num_ahead = 1 if info.launches_ahead else 0
+        self._preparing = runner if info.prepares and isinstance(runner, PreparingRunner) else None
         self._collected = 0.0  # when the last batch was collected, on the clock ``perf_counter``
         self._took_s = 0.0  # the time of that batch
         # What that batch adds to the records of steps: its number, the requests and slots after it, and the
@@ -508,14 +515,21 @@ class Engine:
 
     def _meanwhile(self) -> None:
         """Does while a batch runs what the next one does not depend on: makes the rest of the previous step's
-        messages and delivers them, records the step, and learns from its time. An error of the delivery is
-        raised only after the batch, which did not cause it."""
+        messages and delivers them, records the step, learns from its time, and prepares the next batch. An
+        error of the delivery is raised only after the batch, which did not cause it."""
         self._record()
         self.scheduler.cost.settle()
         try:
             self._deliver_outbox()
         except Exception as error:
             self._delivery_error = error
+        if self._preparing is not None and self._inbox.empty():
+            try:
+                batch = self.scheduler.prepare()
+                if batch is not None:
+                    self._preparing.prepare(batch)
+            except Exception:  # without it, the step fails again and shows which request is at fault
+                logger.debug("cannot prepare the next batch", exc_info=True)
 
     def _report_texts(self) -> None:
         for request, error in self._outputs.report():

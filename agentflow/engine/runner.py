@@ -28,6 +28,7 @@ class RunnerInfo:
     batch_size: int | None = None  # as in ``Capabilities``
     identity: str = ""  # equal for runners that compute the same keys and values, on any machine
     launches_ahead: bool = False  # a batch may be launched while the one before it runs
+    prepares: bool = False  # a batch may be prepared while the one before it runs (``PreparingRunner``)
     reads_media: bool = False  # it reads images (``MediaRunner``)
     kernels: str = field(default="none", compare=False)  # the name of its kernels
 
@@ -79,6 +80,17 @@ class ModelRunner(Protocol):
     def collect(self, handle: Any) -> BatchOutput: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class PreparingRunner(ModelRunner, Protocol):
+    """A ``ModelRunner`` that does a part of ``launch`` earlier, while the batch before it runs.
+
+    After ``prepare``, the next batch may be the same object with other numbers in ``token_ids``, or another
+    batch.
+    """
+
+    def prepare(self, batch: Batch) -> None: ...
 
 
 @runtime_checkable

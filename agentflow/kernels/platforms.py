@@ -48,31 +48,35 @@ logger = logging.getLogger(__name__)
 
 
 class Forward(Protocol):
-    """The forward pass of a whole model, in other threads. Both methods start it and return a function that
-    waits for its end and returns the result. The function must be called before any other kernel."""
+    """The forward pass of a whole model, in other threads. Once it has started, the function that waits for
+    its end and returns the result must be called before any other kernel."""
 
     keeps_order: bool  # a row's sums have the same order regardless of the rest of the batch
     nbytes: int  # of weights that it holds in its layout in addition to the decoder's
 
     def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
-        """Writes the KV of all rows. The result is the normed last hidden states of ``given.rows``, [S,
-        hidden_size]."""
+        """Starts the forward pass, which writes the KV of all rows. Returns the function that waits for the
+        normed last hidden states of ``given.rows``, [S, hidden_size]."""
 
-    def start_tokens(
+    def prepare_tokens(
         self,
         given: ForwardInput,
         make_choice: Callable[[], ChoiceRows],
         make_likelihoods: Callable[[], Likelihoods | None] = lambda: None,
-    ) -> Callable[[], tuple[IntArray, Likelihoods | None]]:
-        """Writes the KV of all rows. The result is the tokens that ``Sampler.choose`` chooses, [S], and their
-        log-probabilities.
+    ) -> Callable[[], Callable[[], tuple[IntArray, Likelihoods | None]]]:
+        """Prepares a forward pass that writes the KV of all rows, and chooses tokens as ``Sampler.choose``
+        does. May be called while another one runs.
 
         Args:
-            given: the rows.
+            given: the rows. Their token ids and the slots of their KV are read when the pass starts.
             make_choice: how to choose; called while the forward pass runs, which does not need it before its
                 end.
             make_likelihoods: likewise the arrays for log-probabilities, which the result has; None: none are
                 wanted.
+
+        Returns:
+            A function that starts the pass, once. It returns the function that waits for the tokens, [S], and
+            their log-probabilities.
         """
 
 

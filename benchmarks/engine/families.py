@@ -166,7 +166,7 @@ def measure(name: str, report: Report) -> None:
 
     def in_one_call(batch: Batch) -> object:
         given = make_forward_input(batch, kernels, pool.layers)
-        return whole.start_tokens(given, lambda: choice_rows(batch.sampled))()[0]
+        return whole.prepare_tokens(given, lambda: choice_rows(batch.sampled))()()[0]
 
     def step_by_step(batch: Batch) -> object:
         hidden = by_kernel.forward(make_forward_input(batch, kernels, pool.layers))

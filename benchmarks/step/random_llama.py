@@ -197,7 +197,7 @@ class RandomRunner:
         if self.model.whole_forward is None:
             return self.launch(batch).output().token_ids
         given = make_forward_input(batch, self.kernels, self.pool.layers)
-        return self.model.whole_forward.start_tokens(given, lambda: choice_rows(batch.sampled))()[0]
+        return self.model.whole_forward.prepare_tokens(given, lambda: choice_rows(batch.sampled))()()[0]
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> DeviceStep:

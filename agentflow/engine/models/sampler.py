@@ -177,8 +177,8 @@ def choice_rows(sampled: SampledRows) -> ChoiceRows:
 
 
 def empty_likelihoods(sampled: SampledRows, vocab_size: int) -> Likelihoods | None:
-    """Returns arrays for the log-probabilities that the rows need, for ``Forward.start_tokens``; None if they
-    need none."""
+    """Returns arrays for the log-probabilities that the rows need, for ``Forward.prepare_tokens``; None if
+    they need none."""
     if not sampled.needs_logprobs:
         return None
     num, counts, scored = len(sampled.rows), sampled.top_counts, sampled.scored
@@ -200,7 +200,7 @@ def empty_likelihoods(sampled: SampledRows, vocab_size: int) -> Likelihoods | No
 
 
 def make_output(token_ids: IntArray, found: Likelihoods | None) -> BatchOutput:
-    """Returns the results of ``Forward.start_tokens`` as a batch's output."""
+    """Returns the results of ``Forward.prepare_tokens`` as a batch's output."""
     if found is None:
         return BatchOutput(token_ids, None)
     return BatchOutput(

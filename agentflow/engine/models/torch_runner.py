@@ -57,7 +57,7 @@ from agentflow.engine.store.model_identity import model_identity
 from agentflow.errors import BadArgument
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ForwardInput, Likelihoods
-from agentflow.kernels.platforms import Kernels, kernels_for, kernels_with_attention
+from agentflow.kernels.platforms import Forward, Kernels, kernels_for, kernels_with_attention
 from agentflow.kernels.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -145,12 +145,16 @@ def _is_chosen_in_pass(sampled: SampledRows) -> bool:
     return 0 < len(sampled.rows) <= MAX_LOGIT_ROWS and sampled.edits is None
 
 
+_Tokens = Callable[[], tuple[IntArray, Likelihoods | None]]
+_Start = Callable[[], _Tokens]
+
+
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """A batch of ``TorchRunner`` that is running. ``tokens`` or ``hidden`` is set, and waits for its end."""
 
     sampled: SampledRows
-    tokens: Callable[[], tuple[IntArray, Likelihoods | None]] | None = None
+    tokens: _Tokens | None = None
     hidden: Callable[[], Tensor] | None = None
 
 
@@ -299,6 +303,11 @@ class TorchRunner:
                 with torch.inference_mode():
                     self._ahead = DeviceSteps(model, kernels.sampler, stream, table_shape)
                     model.prepare(self._kv_pool.layers, self._ahead.table.slots)
+        # The forward pass in one call that also chooses the tokens.
+        self._choosing: Forward | None = None
+        if isinstance(self._model, Decoder) and ranks is None and embedding is None and self._ahead is None:
+            self._choosing = self._model.whole_forward
+        self._prepared: tuple[Batch | None, _Start | None] = (None, None)
         self.info = RunnerInfo(
             model=folder.resolve().name.removesuffix(".gguf"),
             vocab_size=config.vocab_size,
@@ -312,6 +321,7 @@ class TorchRunner:
             identity=identity_of_values(folder, described, torch_dtype),
             architecture="" if isinstance(config, TransformersModel) else config.architecture,
             launches_ahead=self._ahead is not None,
+            prepares=self._choosing is not None,
             reads_media=self.media is not None,
             kernels=kernels.name,
         )
@@ -322,8 +332,15 @@ class TorchRunner:
         """Whether a row's sums have the same order regardless of the rest of its batch."""
         return isinstance(self._model, Decoder) and self._model.keeps_order
 
+    def prepare(self, batch: Batch) -> None:
+        if batch.media is None:  # otherwise the pass has a copy of the token ids
+            self._prepared = batch, self._prepare(batch)
+
     def launch(self, batch: Batch) -> _Launched | DeviceStep:
+        (prepared, start), self._prepared = self._prepared, (None, None)
         try:
+            if start is not None and prepared is batch:
+                return _Launched(batch.sampled, start())
             return self._launch(batch)
         except (RuntimeError, MemoryError) as error:
             _raise_device_failure(error)
@@ -338,22 +355,32 @@ class TorchRunner:
         except (RuntimeError, MemoryError) as error:
             _raise_device_failure(error)
 
-    def _launch(self, batch: Batch) -> _Launched | DeviceStep:
+    def _prepare(self, batch: Batch) -> _Start | None:
+        """Prepares a forward pass that chooses its tokens; None if this batch has no such pass."""
+        sampled = batch.sampled
+        if self._choosing is None or not _is_chosen_in_pass(sampled):
+            return None
+        given = self._forward_input(batch)
+        to_fill = partial(empty_likelihoods, sampled, self.info.vocab_size)
+        return self._choosing.prepare_tokens(given, partial(choice_rows, sampled), to_fill)
+
+    def _forward_input(self, batch: Batch) -> ForwardInput:
         adapters = _adapter_rows(batch, self._adapters)
         table = None if self._ahead is None else self._ahead.table.sized_for(batch)
-        given = make_forward_input(batch, self._kernels, self._kv_pool.layers, adapters, self.media, table)
+        return make_forward_input(batch, self._kernels, self._kv_pool.layers, adapters, self.media, table)
+
+    def _launch(self, batch: Batch) -> _Launched | DeviceStep:
+        start = self._prepare(batch)
+        if start is not None:
+            return _Launched(batch.sampled, start())
+        given = self._forward_input(batch)
         if self._ahead is not None:
             with torch.inference_mode():
                 return self._ahead.launch(batch, given)
         assert batch.pending is None
         sampled, model = batch.sampled, self._model
         if isinstance(model, Decoder) and model.whole_forward is not None:
-            if model.is_part or self._embedding_head is not None or not _is_chosen_in_pass(sampled):
-                return _Launched(sampled, hidden=model.whole_forward.start_hidden(given))
-            to_fill = partial(empty_likelihoods, sampled, self.info.vocab_size)
-            return _Launched(
-                sampled, model.whole_forward.start_tokens(given, partial(choice_rows, sampled), to_fill)
-            )
+            return _Launched(sampled, hidden=model.whole_forward.start_hidden(given))
         if self._device.type == "cpu":  # this thread computes, after it has delivered earlier results
             return _Launched(sampled, hidden=partial(model.forward, given))
         with torch.inference_mode():
@@ -439,7 +466,8 @@ class TorchRunner:
 
     def close(self) -> None:
         """Frees the memory. The runner must not be used afterwards."""
-        del self._model, self._ahead, self._kv_pool, self._adapters, self.media
+        del self._model, self._ahead, self._choosing, self._prepared
+        del self._kv_pool, self._adapters, self.media
 
 
 @dataclass(frozen=True, slots=True)

@@ -374,3 +374,13 @@ class SlotTable:
             slots = np.concatenate((*(self.slots[row, first:end] for row, first, end in spans), slots))
         before, self._number = self._number, next(_numbers)
         return SlotChanges(self._number, before, rows, columns, slots)
+
+    def ends_with(self, changes: SlotChanges) -> bool:
+        """Whether nothing was written after these changes."""
+        return self._number == changes.number and not self._written
+
+    def replace_slots(self, changes: SlotChanges, slots: SlotArray) -> None:
+        """Writes other slots of the tokens whose changes ``write_tokens`` returned last, also to these."""
+        num_before = len(changes.slots) - len(slots)
+        changes.slots[num_before:] = slots
+        self.slots[changes.rows[num_before:], changes.columns[num_before:]] = slots

@@ -22,6 +22,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,6 +36,7 @@ from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgress
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.liveness import NewLiveness
 from agentflow.engine.scheduling.media_work import MediaWork
+from agentflow.engine.scheduling.next_decode import NextDecode
 from agentflow.engine.scheduling.pace import Pace, is_urgent
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.policies.policy import (
@@ -173,6 +175,7 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._of_state: dict[int, list[Request]] = {}  # the requests that wait or run, by state
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
+        self._next = NextDecode(self.memory, self._sampling)
         self.retries = Retries(self._in_flight, whole_prompts=config.whole_prompts)
         self._planned: Request | None = None  # whose turn it is while a step is planned
         self._held_back: list[Request] = []  # waiting requests that do not fit in this step
@@ -223,6 +226,9 @@ class Scheduler:
             self.media.start_step()
         if self._in_flight.launched and self.retries.parts:
             return None
+        with suppress(Exception):  # then the ordinary way finds the request at fault
+            if (prepared := self._take_prepared()) is not None:
+                return prepared
         while True:
             work = self.retries.next() if self.retries.is_used else ()
             draft = Draft.of(work) if work else self._plan()
@@ -236,6 +242,43 @@ class Scheduler:
                 if len(draft.tokens) == 1:
                     raise RequestFault([*draft.tokens]) from error
                 self.retries.alone([*draft.tokens.items()])
+
+    def prepare(self) -> Batch | None:
+        """Builds the next batch while one is in flight, if all running requests go on decoding: a later
+        ``schedule`` then has less to do, and returns the same batches. None if anything else may follow.
+
+        Returns:
+            The batch that ``schedule`` may return next. Its token ids are not known before.
+        """
+        if not self._only_decodes or len(self._in_flight.launched) != 1:
+            return None
+        return self._next.build(self._in_flight.launched[0].rows, len(self.running))
+
+    @property
+    def _only_decodes(self) -> bool:
+        """Whether the next step is one token of each running request, unless one of them ends."""
+        return not (
+            self._prefills.requests
+            or (self.waiting.num_waiting and self._has_room_to_run)
+            or self._pace is not None
+            or self.pauses.is_used
+            or self.retries.is_used
+            or self.retries.limit < math.inf
+            or (self.media is not None and (self.media.wanted or self.media.has_work))
+        )
+
+    def _take_prepared(self) -> Batch | None:
+        """The batch of ``prepare``, then in flight, if ``_plan`` and ``_build`` would make the same one."""
+        built = self._next.find(len(self.running))
+        if built is None or not self._only_decodes:
+            return None
+        self.wants_media = False
+        for row in built.rows:
+            self._charge(row.request, row.end, 1)
+        self._next.fill(built, self.memory.allocate(len(built.rows)))
+        self.num_decode_tokens = len(built.rows)
+        self._in_flight.launch(built.rows, partial(batch_features, built.batch), is_scored=False)
+        return built.batch
 
     def _plan(self) -> Draft | None:
         """The next step, or None if there is nothing to run."""

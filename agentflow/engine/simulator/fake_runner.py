@@ -77,6 +77,7 @@ class FakeRunner:
             weights="no weights",
             identity="fake",
             launches_ahead=launches_ahead,
+            prepares=not launches_ahead,
             reads_media=reads_media,
             kernels="fake",
         )
@@ -94,6 +95,10 @@ class FakeRunner:
         self.num_encoded = 0
         self._launched: deque[Batch] = deque()
         self._last_output: BatchOutput | None = None
+
+    def prepare(self, batch: Batch) -> None:
+        assert self._launched
+        assert batch.pending is None
 
     def launch(self, batch: Batch) -> Batch:
         assert self.info.launches_ahead or not self._launched

@@ -61,7 +61,7 @@ class NativeForward:
     def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
         hidden_size = self._weights.embedding.shape[1]
         out = torch.empty(len(given.rows), hidden_size, dtype=self._dtype)
-        finish = self._start(given, out.data_ptr(), None, None)
+        finish = self._prepare(given, out.data_ptr(), None, None)()
 
         def hidden() -> Tensor:
             finish()
@@ -69,48 +69,57 @@ class NativeForward:
 
         return hidden
 
-    def start_tokens(
+    def prepare_tokens(
         self,
         given: ForwardInput,
         make_choice: Callable[[], ChoiceRows],
         make_likelihoods: Callable[[], Likelihoods | None] = lambda: None,
-    ) -> Callable[[], tuple[IntArray, Likelihoods | None]]:
+    ) -> Callable[[], Callable[[], tuple[IntArray, Likelihoods | None]]]:
         out = np.empty(len(given.rows), dtype=np.int64)
         wanted = NativeWanted()
-        finish = self._start(given, None, self._native_head, wanted)
+        start = self._prepare(given, None, self._native_head, wanted)
 
-        def tokens() -> tuple[IntArray, Likelihoods | None]:
-            choices = wanted.choices
-            try:
-                choice = make_choice()
-                fill_choices(choices, choice, self._head.shape[0])
-                likelihoods = make_likelihoods()
-                if likelihoods is not None:
-                    fill_likelihoods(wanted.likelihoods, likelihoods)
-                wanted.tokens = array_address(out)
-            finally:  # the pass ends in any case, and without ``tokens`` it writes nothing
-                finish()
-            return out, likelihoods
+        def start_tokens() -> Callable[[], tuple[IntArray, Likelihoods | None]]:
+            finish = start()
 
-        return tokens
+            def tokens() -> tuple[IntArray, Likelihoods | None]:
+                choices = wanted.choices
+                try:
+                    choice = make_choice()
+                    fill_choices(choices, choice, self._head.shape[0])
+                    likelihoods = make_likelihoods()
+                    if likelihoods is not None:
+                        fill_likelihoods(wanted.likelihoods, likelihoods)
+                    wanted.tokens = array_address(out)
+                finally:  # the pass ends in any case, and without ``tokens`` it writes nothing
+                    finish()
+                return out, likelihoods
 
-    def _start(self, given: ForwardInput, *wanted: Any) -> Callable[[], None]:
-        """Starts the forward pass. Returns a function that waits for its end."""
+            return tokens
+
+        return start_tokens
+
+    def _prepare(self, given: ForwardInput, *wanted: Any) -> Callable[[], Callable[[], None]]:
+        """Prepares a forward pass. Returns a function that starts it, which returns one that waits for its
+        end."""
         if given.kv_layers is not self._layers[0]:
             addresses = [layer.data_ptr() for layer in given.kv_layers]
             self._layers = (given.kv_layers, (ctypes.c_void_p * len(addresses))(*addresses))
-        set_num_threads(self._library)
         angles = self._angles(given)
         rows = native_rows(given, angles)
         batch = native_batch(given.plan)
         adapters = self._native_adapters(given.adapters) if given.adapters else None
-        arguments = (rows, batch, adapters, self._layers[1], *wanted)
-        self._library.af_start_forward(self._is_bf16, self._decoder, *arguments)
+        arguments = (self._is_bf16, self._decoder, rows, batch, adapters, self._layers[1], *wanted)
+
+        def start() -> Callable[[], None]:
+            set_num_threads(self._library)
+            self._library.af_start_forward(*arguments)
+            return finish
 
         def finish(_kept_alive: Any = (given, angles, arguments)) -> None:
             self._library.af_finish_forward()
 
-        return finish
+        return start
 
     def _angles(self, given: ForwardInput) -> NDArray[np.float32] | None:
         """Returns the rope's angles [T, frequencies] if its axes differ in this batch."""

@@ -4,19 +4,16 @@ tokens that were generated before."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from support.engine.requests import request_of
-from support.engine.scheduler_harness import Harness
+from support.engine.scheduler_harness import Harness, UnpenalizedRunner
 
-from agentflow.engine.batch import Batch, BatchOutput, SampledRows
+from agentflow.engine.batch import Batch
 from agentflow.engine.request import Status
 from agentflow.engine.scheduling.rows.batch_builder import TokenCounts
-from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
 
 tokens = st.integers(0, 5)
@@ -52,13 +49,6 @@ def counted(counter: TokenCounts) -> dict[int, float]:
 
 def expected(generated: list[int], prompt: list[int]) -> dict[int, float]:
     return {**dict.fromkeys(prompt, 0.0), **{token: float(n) for token, n in Counter(generated).items()}}
-
-
-class UnpenalizedRunner(FakeRunner):
-    """The fake model has no logits: it reads no penalties."""
-
-    def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
-        return super().choose(seen, replace(sampled, edits=None))
 
 
 def penalized(batch: Batch, req_row: int) -> dict[int, float] | None:

@@ -287,7 +287,7 @@ class Step:
         pool, plan = self.pool(model.weights), kernels.attention.plan(self.batch, self.kv.dtype, CPU)
         given = self.inputs(pool, plan)
         if model.whole_forward is not None:
-            return model.whole_forward.start_tokens(given, lambda: choice)()[0].tolist()
+            return model.whole_forward.prepare_tokens(given, lambda: choice)()()[0].tolist()
         return kernels.sampler.choose(model.logits(model.forward(given)), choice).tolist()
 
     def pool(self, weights: DecoderWeights) -> KvPool:
@@ -500,9 +500,10 @@ def test_log_probabilities_are_those_of_the_logits(
     whole, pool = model.whole_forward, step.pool(model.weights)
     assert whole is not None
     given = step.inputs(pool, kernels.attention.plan(step.batch, dtype, CPU))
-    tokens = whole.start_tokens(
+    start = whole.prepare_tokens(
         given, lambda: choice_rows(sampled), lambda: empty_likelihoods(sampled, VOCAB)
     )
+    tokens = start()
     assert not made
     found = make_output(*tokens())
     expected = choose_tokens(model.logits(step.run(model, kernels)[0]), sampled, kernels.sampler)
@@ -632,7 +633,7 @@ def test_a_caller_that_fails_and_waits_leaves_the_threads_usable(
     def fail_to_choose() -> None:
         given = step.inputs(step.pool(model.weights), NATIVE.attention.plan(step.batch, step.kv.dtype, CPU))
         assert model.whole_forward is not None
-        model.whole_forward.start_tokens(given, lambda: 1 // 0)()
+        model.whole_forward.prepare_tokens(given, lambda: 1 // 0)()()
 
     for failing in (fail, fail_to_choose, fail):
         with pytest.raises(ZeroDivisionError):
@@ -652,7 +653,7 @@ def test_the_threads_sleep_while_the_caller_is_late(monkeypatch: pytest.MonkeyPa
     before = pool.layers[-1].clone()
     assert model.whole_forward is not None
     given = step.inputs(pool, NATIVE.attention.plan(step.batch, torch.float32, CPU))
-    tokens = model.whole_forward.start_tokens(given, lambda: choice)
+    tokens = model.whole_forward.prepare_tokens(given, lambda: choice)()
     try:
         end = time.monotonic() + 20
         while torch.equal(pool.layers[-1], before):  # in its last layer, a job has no reason to sleep

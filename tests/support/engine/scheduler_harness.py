@@ -8,11 +8,13 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 from support.engine.requests import request_of
 
-from agentflow.engine.batch import Batch
+from agentflow.engine.batch import Batch, BatchOutput, SampledRows
 from agentflow.engine.models.table_copy import TableCopy
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.media_work import MediaWork
@@ -39,17 +41,25 @@ def expected_output(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class UnpenalizedRunner(FakeRunner):
+    """The fake model has no logits: it reads no penalties."""
+
+    def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
+        return super().choose(seen, replace(sampled, edits=None))
+
+
 class Harness:
     """A scheduler and a fake runner, stepped by hand, with the invariants checked at every step.
     ``feature_bytes``: images are encoded, and their features have this budget. ``batches``: all that were
-    launched. ``ahead``: a batch is launched before the one before it is
-    collected, if there is one to launch."""
+    launched. ``ahead``: a batch is launched before the one before it is collected, if there is one to launch.
+    ``prepares``: the next batch is built before a batch is collected, if the scheduler can."""
 
     def __init__(
         self,
         num_slots: int = 256,
         *,
         ahead: bool = False,
+        prepares: bool = False,
         feature_bytes: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         **config,
@@ -73,6 +83,9 @@ class Harness:
         self.copy, self.copied = TableCopy(), np.full_like(self.scheduler.memory.table.slots, -1)
         self.requests: dict[int, Request] = {}
         self.batches: list[Batch] = []
+        self.num_prepared = 0  # of the batches
+        self._prepares = prepares
+        self._prepared: Batch | None = None
 
     def add(
         self, request_id: int, prompt: list[int], count: int, extra: str = "", params=GREEDY, **kwargs
@@ -100,12 +113,14 @@ class Harness:
         if batch is None:
             return is_encoding
         self.batches.append(batch)
+        self.num_prepared += batch is self._prepared
         num_tokens = batch.query_lens.sum() + (0 if batch.trees is None else batch.trees.query_lens.sum())
         assert len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == num_tokens
         assert len(np.unique(batch.write_slots)) == len(batch.write_slots)
         check_shared(batch)
         self.check_copy(batch)
         self.in_flight.append(self.runner.launch(batch))
+        self._prepared = self.scheduler.prepare() if self._prepares else None
         self.check()
         return True
 

@@ -260,6 +260,8 @@ class SamplingTable:
         self._no_targets: IntArray = np.full(max_running, -1, dtype=np.int64)
         self.indices: IntArray = np.arange(max_running)
         """0, 1, 2, …: the sampled rows of a batch in which each request has one token. Read only."""
+        self.version = 0
+        """A number that changes when a request starts or stops running, or when its output is replaced."""
         self._special: dict[int, _Special] = {}
         self._constrained: dict[int, Request] = {}
         self._with_logprobs: set[int] = set()
@@ -269,8 +271,14 @@ class SamplingTable:
         self.with_media: set[int] = set()
         """The rows of requests that have media."""
 
+    @property
+    def has_special_rows(self) -> bool:
+        """Whether the logits of a running request are edited, which depends on its latest token."""
+        return bool(self._special)
+
     def attach(self, request: Request) -> None:
         """The request starts to run, in its row of ``req_to_token``."""
+        self.version += 1
         row, params = request.req_row, request.params
         if params.has_penalties or params.logit_bias or params.min_tokens:
             self._special[row] = _Special(request)
@@ -293,6 +301,7 @@ class SamplingTable:
 
     def detach(self, request: Request) -> None:
         """The request no longer runs, and is about to lose its row. ``attach`` may have failed."""
+        self.version += 1
         self._special.pop(request.req_row, None)
         self._constrained.pop(request.req_row, None)
         self._with_logprobs.discard(request.req_row)
@@ -302,6 +311,7 @@ class SamplingTable:
 
     def keep_output(self, request: Request, num_kept: int) -> None:
         """Only the first ``num_kept`` generated tokens of the request are unchanged."""
+        self.version += 1
         self._seeds[request.req_row] = _sampling_seed(request)
         special = self._special.get(request.req_row)
         if special is not None:
