@@ -27,7 +27,7 @@ NormKind = Literal["rms", "rms_less_one", "layer", "layer_unbiased"]
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The properties in which the layers of a decoder differ."""
+    """The properties that differ between the layers of a decoder."""
 
     window: int = 0  # the number of tokens that a row sees; 0: all
     rope: LayerRope = "global"
@@ -39,24 +39,24 @@ class ExpertsShape:
     """A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538)."""
 
     num_experts: int
-    num_used: int  # for each token
+    num_used: int  # experts for each token
     intermediate_size: int  # of each expert
     normalises: bool = True  # the weights of the experts of a token add up to 1
-    num_shared: int = 0  # experts in one MLP that computes every token
-    scale: float = 1.0  # of the weights
-    num_groups: int = 1  # into which the experts are divided
-    num_used_groups: int = 1  # a token uses experts of only this many groups, the best ones
+    num_shared: int = 0  # experts that compute every token, joined in one MLP
+    scale: float = 1.0  # the factor of the experts' weights
+    num_groups: int = 1  # the groups into which the experts are divided
+    num_used_groups: int = 1  # the best groups, from which a token's experts are chosen
 
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
     """The sizes of latent attention (``latent_attention``)."""
 
-    q_rank: int  # of the latents of queries; 0: none
-    kv_rank: int  # of the latents of keys and values
-    plain_dim: int  # of the part of a query or key that does not rotate
-    rotated_dim: int  # of the part that rotates
-    value_dim: int  # of a value
+    q_rank: int  # the size of a query's latent; 0: there is none
+    kv_rank: int  # the size of the latent of a key and its value
+    plain_dim: int  # the part of a query or key that does not rotate
+    rotated_dim: int  # the part that rotates
+    value_dim: int  # the size of a value
 
     @property
     def pool_dim(self) -> int:
@@ -75,30 +75,31 @@ class DecoderConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int  # 1 with latent attention
-    head_dim: int  # with latent attention: of the KV head in the pool
+    head_dim: int  # with latent attention: the size of the KV head in the pool
     norm_eps: float
-    output_norm_eps: float = 0.0  # of the norms of blocks' outputs; 0: ``norm_eps``
+    output_norm_eps: float = 0.0  # for norms of the outputs of attention and MLP; 0: ``norm_eps``
     max_context: int  # the longest sequence, in tokens
     tie_word_embeddings: bool  # the head is the embedding
     rope: RopeConfig
     end_token_ids: tuple[int, ...] = ()
-    local_rope: RopeConfig | None = None  # of the layers whose ``rope`` is "local"
+    local_rope: RopeConfig | None = None  # for the layers whose ``rope`` is "local"
     rope_axes: tuple[int, ...] = ()  # the axis of the positions for each frequency; empty: there is one axis
     layers: tuple[LayerShape, ...] = ()  # one for each layer; empty if all are plain
     norm: NormKind = "rms"
-    # Norms queries and keys before rotation: each head, whole rows, or each head with separate weights (layer
-    # norms without biases).
+    # The norm of queries and keys before rotation: over each head, over whole rows, or over each head with
+    # separate weights (layer norms without biases).
     qk_norm: Literal["", "head", "row", "each_head"] = ""
-    activation: Activation = "silu"  # of the MLP
+    activation: Activation = "silu"  # in the MLP
     is_gated: bool = True  # the MLP has a gate
     is_parallel: bool = False  # attention and MLP of a layer read the same residual
     attention_scale: float = 0.0  # 0: ``head_dim ** -0.5``
-    attention_cap: float = 0.0  # of the scores; 0: none
+    attention_cap: float = 0.0  # the soft cap of the scores; 0: none
     logit_scale: float = 1.0
-    logit_cap: float = 0.0  # of the scaled logits; 0: none
-    embedding_scale: float = 1.0  # factor of the embeddings
-    position_offset: int | None = None  # the row of position 0 in the table of learned positions; None: none
-    experts: ExpertsShape | None = None  # of the layers with ``is_sparse``
+    logit_cap: float = 0.0  # the soft cap of the scaled logits; 0: none
+    embedding_scale: float = 1.0  # the factor of the embeddings
+    # The row of position 0 in the table of learned positions; None: there is no table.
+    position_offset: int | None = None
+    experts: ExpertsShape | None = None  # for the layers with ``is_sparse``
     has_sinks: bool = False
     latent: LatentShape | None = None  # latent attention
 
@@ -128,13 +129,13 @@ def read_folder(folder: Path) -> tuple[RawConfig, RawConfig]:
 
 
 def read_architectures(raw: RawConfig) -> list[Any]:
-    """Returns the config's architectures; older configs have one name instead of a list."""
+    """Returns the architectures in a config; older configs have one name instead of a list."""
     names = raw.get("architectures") or []
     return names if isinstance(names, list) else [names]
 
 
 def end_token_ids(raw: RawConfig, generation: RawConfig) -> tuple[int, ...]:
-    """Returns the tokens that end a text, from both files: some models list different ones in each."""
+    """Returns the tokens that end a text, from both files: some models list different tokens in each."""
     found: dict[int, None] = {}
     for source in (generation, raw):
         ids = source.get("eos_token_id")

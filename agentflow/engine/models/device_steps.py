@@ -1,7 +1,7 @@
-"""Batches on a GPU, launched without waiting for it and collected by one mark in its queue.
+"""Launches batches on a GPU without waiting for it. A mark in its queue shows when a batch is finished.
 
-A batch may continue the batch before it, which still runs: the tokens that the earlier one chooses are then
-taken on the device.
+A batch may continue the previous batch while that still runs: it then reads the tokens that the previous
+batch chooses on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentflow.kernels.inputs import ForwardInput
 from agentflow.kernels.sampling.sampler import Sampler
 
 MAX_LOGIT_ROWS = 256
-"""The most rows of logits in memory: 200 kB each for a vocabulary of 50,000."""
+"""The most rows of logits in memory. A row takes 200 kB for a vocabulary of 50,000."""
 
 
 def divide_rows(sampled: SampledRows) -> list[SampledRows]:
@@ -36,12 +36,12 @@ def divide_rows(sampled: SampledRows) -> list[SampledRows]:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A batch that was launched. ``chosen`` and ``copies`` have one item for each of ``divide_rows``."""
+    """A batch that was launched. ``chosen`` and ``copies`` have one item for each part of ``divide_rows``."""
 
     sampled: SampledRows
     chosen: list[ChosenTensors] = field(default_factory=list)  # on the device
     copies: list[Tensor] = field(default_factory=list)  # the results on the host, after the mark
-    mark: StreamMark | None = None  # behind all work of the batch
+    mark: StreamMark | None = None  # after all work of the batch
 
     @property
     def tokens(self) -> Tensor:
@@ -63,10 +63,10 @@ class DeviceSteps:
 
     Args:
         model: the model.
-        sampler: of its kernels.
+        sampler: the sampler of its kernels.
         stream: the queue of the device.
-        table_shape: of the table of slots: the most requests in a batch, and the most tokens of one. A batch
-            with a larger table costs a new one on the device, and new graphs.
+        table_shape: the shape of the table of slots: the most requests in a batch, and the most tokens of a
+            request. A batch with a larger table needs a new one on the device, and new graphs.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class DeviceSteps:
         self._sampler = sampler
         self._stream = stream
         self.table = DeviceTable(table_shape, stream.device)
-        self._before: DeviceStep | None = None  # the batch that was launched last
+        self._before: DeviceStep | None = None  # the last batch that was launched
 
     def launch(self, batch: Batch, given: ForwardInput) -> DeviceStep:
-        """Puts a batch into the device's queue: the forward pass, then, once the token masks are computed,
-        the choice of tokens. ``given``: its input for the model, whose plan refers to ``table``. All arrays
-        are read when this returns."""
-        before, self._before = self._before, None  # none, if this launch fails
+        """Queues the forward pass of a batch on the device, computes the token masks meanwhile, and queues
+        the choice of tokens. ``given``: the batch's input for the model, whose plan refers to ``table``. The
+        arrays may change after this returns."""
+        before, self._before = self._before, None  # stays None if this launch fails
         try:
             step = self._launch(batch, given, before)
         except BaseException:
@@ -103,7 +103,7 @@ class DeviceSteps:
         step = DeviceStep(batch.sampled)
         write, hidden = partial(write_slots, self.table.slots, arrived), list[Tensor]()
         self._stream.run(partial(self._forward, hidden, write, on_device(given, arrived), pending))
-        # Computes the token masks, while the device runs the forward pass.
+        # Computes the token masks while the device runs the forward pass.
         staged = [stage(part, self._sampler, self._stream.device) for part in divide_rows(batch.sampled)]
         self._stream.run(partial(self._choose, step, hidden, staged))
         step.mark = self._stream.mark()
@@ -119,16 +119,17 @@ class DeviceSteps:
         """Appends the hidden states of the sampled rows to ``hidden``.
 
         Args:
-            hidden: the list.
-            write_table: makes the table on the device the batch's.
+            hidden: receives one tensor.
+            write_table: applies the batch's changes to the table on the device.
             given: the input of the model.
-            pending: the places of tokens in the batch, the batch that chooses them, and their rows there.
+            pending: the places in the batch of tokens that the previous batch chooses, the previous batch,
+                and its rows that choose them.
         """
         write_table()
         if pending is not None:
             places, before, outputs = pending
-            # A row of the earlier batch may have no token. Its request then fails, and the result for
-            # it here does not count.
+            # A row of the previous batch may have no token. Its request then fails, and its result in this
+            # batch is discarded.
             given.token_ids.index_copy_(0, places, before.tokens.index_select(0, outputs).clamp_(min=0))
         hidden.append(self._model.launch(given))
 

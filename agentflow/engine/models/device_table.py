@@ -1,4 +1,4 @@
-"""The table of slots on a device, which kernels read there."""
+"""The copy of the scheduler's table of slots that kernels read on a device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agentflow.engine.models.table_copy import TableCopy
 
 
 class DeviceTable:
-    """A copy of the scheduler's table on a device, which batches change in the order of its queue: an earlier
-    batch reads the table as it was.
+    """A copy of the scheduler's table on a device. Batches change it in the order of the device's queue, so
+    an earlier batch never reads the changes of a later one.
 
     Args:
-        shape: of the table, rows and columns. Larger tables need new memory.
+        shape: the rows and columns to allocate. A batch with a larger table allocates new memory.
         device: where the copy is.
     """
 
@@ -31,11 +31,11 @@ class DeviceTable:
         # Rows begin at multiples of 16 columns, for which Triton compiles one kernel.
         shape = max(num_rows, 1), -(-max(num_columns, 1) // 16) * 16
         self.slots = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        """[rows, columns] int32, for kernels behind ``write_slots``."""
+        """[rows, columns] int32, for kernels that are queued after ``write_slots``."""
         self._copy.forget()
 
     def sized_for(self, batch: Batch) -> Tensor:
-        """Returns ``slots``, which is new memory if the batch's table is larger."""
+        """Returns ``slots``, after allocating a larger table if the batch needs one."""
         num_rows, num_columns = batch.req_to_token.shape
         if num_rows > self.slots.shape[0] or num_columns > self.slots.shape[1]:
             self._make(max(num_rows, self.slots.shape[0]), max(num_columns, self.slots.shape[1]))
@@ -46,14 +46,14 @@ class DeviceTable:
         self._copy.forget()
 
     def changes(self, batch: Batch) -> dict[str, IntArray | NDArray[np.int32]]:
-        """Returns the arrays that ``write_slots`` needs on the device, before the batch."""
+        """Returns the arrays that ``write_slots`` needs on the device before the batch runs."""
         changes = self._copy.changes(batch)
         places = changes.rows * self.slots.shape[1] + changes.columns
         return {"table_places": places, "table_slots": changes.slots}
 
 
 def write_slots(table: Tensor, arrived: Mapping[str, Tensor]) -> None:
-    """Changes a table on a device, behind the work before. ``arrived``: there, the arrays of
-    ``DeviceTable.changes``."""
-    # Some places occur twice, with one slot.
+    """Queues the changes of a table on a device. ``arrived``: the arrays of ``DeviceTable.changes``, uploaded
+    to that device."""
+    # Some places occur twice, with the same slot.
     table.view(-1).index_copy_(0, arrived["table_places"], arrived["table_slots"])

@@ -1,10 +1,9 @@
 """Embeddings through transformers: encoders (BERT, MPNet, XLM-RoBERTa, …), and decoders whose hidden states
 are averaged.
 
-These models compute a whole text in one pass, so nothing is paged: the runner collects the tokens that the
-scheduler computes, slot by slot, and runs a text when its last token is scheduled. Texts of similar length
-share a forward pass, because each is padded to the longest of its pass. Code in the model's folder never
-runs.
+These models compute a whole text in one pass, so nothing is paged: the runner stores the scheduled tokens in
+their slots, and runs a text when its last token is scheduled. Texts are padded to the longest text of their
+forward pass, so only texts of similar length share one. Code in the model's folder never runs.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ class EncoderRunner:
     Args:
         folder: the model folder.
         embedding: the pooling and the steps after it.
-        num_slots: the most tokens of unfinished texts.
+        num_slots: the most tokens in unfinished texts.
         device: cpu, cuda, cuda:NUMBER or None (cuda if available).
-        dtype: of weights and activations.
+        dtype: the type of weights and activations.
         num_threads: as for ``TorchRunner``.
     """
 
@@ -145,8 +144,8 @@ class EncoderRunner:
 
 
 def groups_of_similar_length(lens: Sequence[int]) -> Iterator[list[int]]:
-    """Divides texts of these lengths into forward passes. Yields the indices of each pass, the longest text
-    first. Padding included, a pass has at most ``MAX_PADDING`` times its tokens."""
+    """Divides texts into forward passes by their lengths. Yields the indices of each pass, the longest text
+    first. With its padding, a pass has at most ``MAX_PADDING`` times as many rows as tokens."""
     group: list[int] = []
     num_tokens = 0
     for i in sorted(range(len(lens)), key=lambda i: -lens[i]):
@@ -160,8 +159,8 @@ def groups_of_similar_length(lens: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _num_positions(model: Any, config: Any) -> int:
-    """Returns the longest text, in tokens. RoBERTa and its relatives begin at the position after the
-    padding's position."""
+    """Returns the length of the longest text, in tokens. RoBERTa and its relatives number positions from
+    ``padding_idx + 1``."""
     longest = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_CONTEXT)
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):

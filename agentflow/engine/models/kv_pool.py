@@ -13,15 +13,15 @@ class KvPool:
     """``layers[i]`` [num_slots, 2, num_kv_heads, head_dim]: keys at 0 and values at 1, adjacent, so that a
     token is one contiguous read or write in each layer.
 
-    Memory is not cleared: on a CPU, a page is first touched when a token is written to it, and kernels must
-    not read slots that their request does not own.
+    The memory is not cleared, so that on a CPU a page is first touched when a token is written to it. Kernels
+    must not read slots that their request does not own.
 
     Args:
         num_layers: the layers of the model.
         num_slots: the size of the pool, in tokens.
         num_kv_heads: the KV heads of a layer.
         head_dim: the size of a key or a value of one head.
-        dtype: the dtype of keys and values; 8-bit floats have no scale.
+        dtype: the type of keys and values; 8-bit floats have no scale.
         device: where the pool is.
     """
 

@@ -35,7 +35,7 @@ from agentflow.protocol.sampling import is_number, is_whole
 MAX_RANK = 100_000
 MAX_ALPHA = 1e6
 PATTERNS_S = 1.0
-# Settings of PEFT that change more than the products, or change the products in another way.
+# Settings of PEFT that change more than the projections, or change them in another way.
 _UNSUPPORTED = (
     "modules_to_save",
     "use_dora",
@@ -51,7 +51,7 @@ _UNSUPPORTED = (
     "monteclora_config",
     "velora_config",
 )
-# Initialisations that also change the base model's weights: their adapters need the changed model.
+# Initialisations that also change the base model's weights: such adapters need the changed base model.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<kind>[AB])(?:\.default)?\.weight")
 
@@ -63,17 +63,17 @@ class _Projection:
     layer: int
     place: ProductName
     num_in: int
-    first: int  # output of the product
+    first: int  # its first output in the product
     num_out: int
-    order: Tensor | None = None  # the rows of ``B`` in the order of the product's outputs; None: as they are
+    order: Tensor | None = None  # the rows of ``B`` in the order of the product's outputs; None: unchanged
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """An adapter as read, in the host's memory."""
+    """An adapter as read from its folder, in host memory."""
 
     num_layers: int
-    # The changes of each product of each layer: A [rank, in] and the scaled B [out, rank] of projections.
+    # The changes of each product of each layer: projections, with A [rank, in] and the scaled B [out, rank].
     parts: Mapping[tuple[int, ProductName], Sequence[tuple[_Projection, Tensor, Tensor]]]
 
     @torch.inference_mode()
@@ -96,8 +96,8 @@ class AdapterWeights:
 
 
 def read_adapter(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> AdapterWeights:
-    """Reads the adapter in ``folder``, which ``check_adapter`` accepts, for the model with this config.
-    Raises ``BadModelFolder`` if it is for another base model, or changes unsupported parts."""
+    """Reads the adapter in ``folder`` for the model with this config. ``check_adapter`` must have accepted
+    the folder. Raises ``BadModelFolder`` if it is for another base model, or changes unsupported parts."""
     settings = read_object(folder / CONFIG) or {}
     _check_settings(folder, settings)
     patterns = _Patterns(folder, settings)
@@ -134,14 +134,15 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     if start.startswith(_CHANGE_BASE):
         raise refuse(
             "init_lora_weights",
-            f"an adapter that began with {start} needs a changed base model: convert it to a plain LoRA",
+            f"init_lora_weights is {start}, so the adapter needs a changed base model: convert it to a plain "
+            "LoRA",
         )
 
 
 def _projections(config: DecoderConfig) -> Iterator[tuple[str, _Projection]]:
-    """Yields the projections of all layers, without projections of experts, by their modules' names."""
+    """Yields the projections of all layers, except experts, with the names of their modules."""
     family = FAMILIES[config.architecture]
-    for names in (family.names, *family.other_names):  # an adapter may be of another release than the model
+    for names in (family.names, *family.other_names):  # adapter and model may use names of different releases
         yield from _projections_named(config, names)
 
 
@@ -225,8 +226,8 @@ def _scale(folder: Path, rank: int, alpha: Any, settings: Mapping[str, Any]) -> 
 
 
 class _Patterns:
-    """The settings of single modules, by patterns of their names. All patterns of an adapter together have
-    ``PATTERNS_S`` seconds, because no other adapter is read meanwhile; then ``BadModelFolder`` is raised."""
+    """The settings of single modules, by patterns of their names. Raises ``BadModelFolder`` if the patterns
+    of an adapter together take longer than ``PATTERNS_S`` seconds: no other adapter is read meanwhile."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._settings = settings
@@ -260,7 +261,7 @@ def _unknown_module(
 ) -> BadModelFolder:
     names = dict.fromkeys(name.rpartition(".")[2] for name in known)
     return BadModelFolder(
-        f"{folder} changes {module}, which an adapter of {config.architecture} cannot change here: only "
-        f"{', '.join(names)} of its {config.num_layers} layers",
+        f"{folder} changes {module}, which is not supported: an adapter of {config.architecture} can change "
+        f"only {', '.join(names)} of its {config.num_layers} layers",
         param=module,
     )

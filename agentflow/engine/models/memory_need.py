@@ -1,10 +1,10 @@
-"""The memory that models need, and how they divide the machine's.
+"""The memory that models need, and how they divide the memory of the machine.
 
-``divide_memory`` follows one rule. Of the memory that is free when the server starts, the fraction
-``memory_share`` is for all its models together: the GPU's for models that run on it, the host's for the
-others. Weights and processes come off first, then the KV pools of a given size. The other pools divide the
-rest equally; a pool in the host's memory takes at most ``WANTED_KV_TOKENS``, and the rest goes to the
-others. If the models do not fit, nothing is loaded.
+``divide_memory`` follows one rule. Of the memory that is free when the server starts, the models together get
+the fraction ``memory_share``: of the GPU's memory if they run on it, otherwise of the host's. Weights and
+processes are subtracted first, then the KV pools with a configured size. The other pools divide the rest
+equally; a pool in the host's memory gets at most ``WANTED_KV_TOKENS``, and the other pools get the surplus.
+If the models do not fit, nothing is loaded.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from agentflow.errors import BadArgument, BadModelFolder
 WANTED_KV_TOKENS = 65_536
 MIN_KV_TOKENS = 1_024
 MAX_SHOWN = 8
-"""Models, or replicas, in the message that they do not fit."""
+"""The most models or replicas that the error about too little memory lists."""
 # The largest fraction of the free memory for the KV pool of a single model.
 MAX_KV_FRACTION = 0.5
-# On a GPU, of the memory that the weights leave: the rest is for activations, and for graphs.
+# On a GPU, the fraction of the memory after the weights: the rest is for activations and CUDA graphs.
 GPU_KV_FRACTION = 0.85
 # The memory of a process in addition to weights and KV: torch, the tokenizer, activations. Larger
 # vocabularies need more: the tokenizer of Gemma's 262,144 tokens takes 440 MB, and the logits of 256 rows 270
@@ -41,9 +41,9 @@ PROCESS_BYTES = 500_000_000
 PROCESS_VOCABULARY = 50_000
 VOCABULARY_TOKEN_BYTES = 1_600
 FEATURE_BYTES = 512 * 2**20
-"""The budget of a model with vision for the features of images, and so the most that they take."""
+"""The budget of a model with vision for the features of images."""
 ID_BYTES = 4
-"""Bytes of a token in a model without keys and values in a pool: its id."""
+"""Bytes of a token in a model that caches no keys and values: its id."""
 
 # Bytes of a weight in blocks of 32 with their scales, or in 8-bit floats with a scale for each row.
 _QUANTIZED_ITEM_BYTES = {"int8": 34 / 32, "int4": 20 / 32, "fp8": 1 + 4 / 512}
@@ -65,14 +65,14 @@ _TOWER_PARTS = tuple(
     for before in ("", "model.")
     for part in ("vision_tower.", "vision_model.", "visual.", "connector.", "multi_modal_projector.")
 )
-"""The beginnings of the names of a vision tower's tensors."""
+"""The prefixes of the names of a vision tower's tensors."""
 _DENSE_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
     """The memory need of one model. ``kv_tokens``: the configured size of its pool, or None. ``vocabulary``:
-    how many tokens it knows."""
+    the size of its vocabulary."""
 
     name: str
     weight_bytes: int
@@ -80,22 +80,22 @@ class MemoryNeed:
     kv_tokens: int | None = None
     vocabulary: int = 0
     wanted_kv_tokens: float = WANTED_KV_TOKENS  # the most tokens of a pool whose size is not configured
-    processes: int = 1  # that compute the model in this memory
-    feature_bytes: int = 0  # the features of images
+    processes: int = 1  # the processes that compute the model in this memory
+    feature_bytes: int = 0  # for the features of images
 
     @property
     def fixed_bytes(self) -> int:
-        """Its need without the KV pool."""
+        """The need without the KV pool."""
         return self.weight_bytes + self.feature_bytes + self.processes * work_bytes(self.vocabulary)
 
 
 def bytes_of_weight(quantize: str | None) -> float:
-    """Bytes of a weight in bfloat16, or as ``quantize`` rounds it."""
+    """Returns the bytes of a weight in bfloat16, or as ``quantize`` rounds it."""
     return 2.0 if quantize is None else _QUANTIZED_ITEM_BYTES[quantize]
 
 
 def work_bytes(vocabulary: int) -> int:
-    """Bytes that the process of a model with this vocabulary needs in addition to weights and KV."""
+    """Returns the bytes that a model's process needs in addition to weights and KV."""
     return PROCESS_BYTES + VOCABULARY_TOKEN_BYTES * max(0, vocabulary - PROCESS_VOCABULARY)
 
 
@@ -139,12 +139,12 @@ def memory_need(
     weight_bytes += sum(adapter_bytes(adapter, item_bytes) for adapter in adapters)
     size = text_config(config).get("vocab_size")
     vocabulary = size if isinstance(size, int) else 0
-    if task == "embed" and not read_embedding_folder(folder).takes_last:  # no keys and values are kept
+    if task == "embed" and not read_embedding_folder(folder).takes_last:  # keys and values are not cached
         return MemoryNeed(name, weight_bytes, ID_BYTES, kv_tokens, vocabulary)
     with _naming(folder):
         kv_bytes = kv_bytes_per_token(config, 1 if kv_dtype == "fp8" else item_bytes, ranks)
         feature_bytes = FEATURE_BYTES if in_towers else 0
-        if on_gpu:  # other matrices than norms and routers are divided
+        if on_gpu:  # all weights except norms, routers and positions are divided
             return MemoryNeed(
                 name,
                 weight_bytes // ranks,
@@ -168,8 +168,8 @@ def memory_need(
 def _panel_bytes(
     folder: Path, config: Mapping[str, Any], quantize: str | None, item_bytes: Mapping[str, float]
 ) -> int:
-    """About the memory of a model's quantised weights in the kernels. 0 if they are not quantised.
-    ``item_bytes``: of a weight, by its type."""
+    """Estimates the bytes of a model's quantised weights in the kernels' layout; 0 if they are not quantised.
+    ``item_bytes``: the bytes of a weight, by its type."""
     from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
 
     if (file := find_gguf(folder)) is not None:
@@ -192,7 +192,7 @@ def _panel_bytes(
 
 @contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Faults of the config name the folder."""
+    """Adds the folder to errors about its config."""
     try:
         yield
     except BadModelFolder as error:
@@ -204,12 +204,13 @@ def _read_scheme(config: Mapping[str, Any]) -> Scheme | None:
         return read_scheme(config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadModelFolder(
-            f"quantization_config has a wrong value: {error}", param="quantization_config"
+            f"quantization_config has an invalid value: {error}", param="quantization_config"
         ) from None
 
 
 def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:
-    """The config of a model folder or a GGUF file, and the number of its parameters. ``BadModelFolder``."""
+    """Returns the config of a model folder or a GGUF file, and the number of its parameters. Raises
+    ``BadModelFolder`` if they cannot be read."""
     from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
 
     if (gguf := find_gguf(folder)) is not None:
@@ -224,10 +225,10 @@ def read_shape(folder: Path) -> tuple[Mapping[str, Any], int]:
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int, ranks: int = 1) -> int:
-    """Bytes of the keys and values of one token in all layers, on one of ``ranks`` processes. ``config``: the
-    model's config.json."""
+    """Returns the bytes of the keys and values of one token in all layers, on one of ``ranks`` processes.
+    ``config``: the model's config.json."""
     config = text_config(config)
-    # GPT-2 and its relatives have the second names, GPT-Neo the third.
+    # GPT-2 and its relatives use the second names, GPT-Neo the third.
     layers = _size(config, "num_hidden_layers", "n_layer", "num_layers")
     if config.get("kv_lora_rank"):  # the pool holds latents
         return 2 * layers * item_bytes * (_size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim"))
@@ -245,21 +246,22 @@ def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int, ranks: int = 
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:
-    """The value under the first of these names that the config has."""
+    """Returns the value of the first of these names that is in the config."""
     name = next((name for name in names if config.get(name) is not None), names[0])
     value = config.get(name)
     if value is None:
-        raise BadModelFolder(f"config.json does not give {' or '.join(names)}", param=name)
+        raise BadModelFolder(f"config.json has no {' or '.join(names)}", param=name)
     if not isinstance(value, int) or value < 1:
         raise BadModelFolder(
-            f"config.json gives {name} as {value!r}, and it is an integer of at least 1", param=name
+            f"config.json: {name} must be an integer of at least 1, not {value!r}", param=name
         )
     return value
 
 
 def fitting_kv_tokens(need: MemoryNeed, free_bytes: int) -> int:
-    """The size of the KV pool of a single model: at most half of the free memory, or on a GPU most of the
-    memory beside the weights, unless the size is given. ``BadArgument`` if the model does not fit.
+    """Returns the size of the KV pool of a single model in tokens: ``need.kv_tokens``, or at most half of the
+    free memory, or on a GPU most of the memory after the weights. Raises ``BadArgument`` if the model does
+    not fit.
 
     >>> fitting_kv_tokens(MemoryNeed("a", 500_000_000, 10_000), 2_000_000_000)
     65536
@@ -278,7 +280,7 @@ def fitting_kv_tokens(need: MemoryNeed, free_bytes: int) -> int:
 
 
 def divide_memory(needs: Sequence[MemoryNeed], budget_bytes: int) -> dict[str, int]:
-    """The size of each model's KV pool in tokens. ``BadArgument`` if the models do not fit.
+    """Returns the size of each model's KV pool in tokens. Raises ``BadArgument`` if the models do not fit.
 
     >>> two = [MemoryNeed("a", 0, 1_000), MemoryNeed("b", 0, 4_000)]
     >>> divide_memory(two, 1_200_000_000)
@@ -314,14 +316,14 @@ def _does_not_fit(needs: Sequence[MemoryNeed], budget_bytes: int) -> BadArgument
     work = sum(need.processes * work_bytes(need.vocabulary) for need in needs)
     return BadArgument(
         f"the {models} not fit into {budget_bytes / 1e9:.2f} GB of memory: {'; '.join(lines)}; plus "
-        f"{work / 1e9:.2f} GB for their work: give smaller kv_tokens, dtype bfloat16 and not float32, "
-        f"{fewer}, or a server a larger memory_share",
+        f"{work / 1e9:.2f} GB for their processes: use a smaller kv_tokens, dtype bfloat16 instead of "
+        f"float32, {fewer}, or a larger memory_share (servers)",
         param="kv_tokens",
     )
 
 
 def _vision_parameters(folder: Path, config: Mapping[str, Any]) -> int:
-    """The parameters of the vision tower of a model; 0 if it has none."""
+    """Returns the number of parameters of a model's vision tower; 0 if it has none."""
     from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
 
     if "vision_config" not in config:
@@ -333,8 +335,8 @@ def _vision_parameters(folder: Path, config: Mapping[str, Any]) -> int:
 
 
 def _num_parameters(folder: Path, scheme: Scheme | None, beginnings: tuple[str, ...] = ("",)) -> int:
-    """Counted in the headers of the safetensors files: 8 bytes of length, then JSON. ``scheme``: how they are
-    quantised. ``beginnings``: of the names of the tensors that count."""
+    """Counts parameters by the headers of the safetensors files: 8 bytes of length, then JSON. ``scheme``:
+    how they are quantised. ``beginnings``: count tensors whose names start with one of these."""
     total = 0
     for file in (folder / name for name in weight_files(folder)):
         with file.open("rb") as stream:
@@ -357,7 +359,7 @@ def _num_parameters(folder: Path, scheme: Scheme | None, beginnings: tuple[str, 
 
 
 def _values_in_each(name: str, scheme: Scheme | None) -> int:
-    """The number of weights in each element of a tensor: packed ones have several."""
+    """Returns the number of weights in each element of a tensor: packed tensors have several."""
     if scheme is None:
         return 1
     if name.endswith((".qweight", ".weight_packed")):

@@ -50,7 +50,7 @@ def pooled(hidden: Tensor, lens: Tensor, poolings: Sequence[Pooling]) -> Tensor:
 
 
 class EmbeddingHead:
-    """The steps after the pooling. ``size``: the dimensions of the embedding."""
+    """The steps after the pooling. ``size``: the number of dimensions of the embedding."""
 
     def __init__(self, embedding: EmbeddingFolder, hidden_size: int, device: torch.device) -> None:
         self.size = hidden_size * len(embedding.poolings)
@@ -61,8 +61,8 @@ class EmbeddingHead:
                 continue
             if step.in_features != self.size:
                 raise BadModelFolder(
-                    f"{step.folder}: it has {step.in_features} inputs, and there are {self.size} dimensions "
-                    "before it",
+                    f"{step.folder}: in_features is {step.in_features}, and the step before it has "
+                    f"{self.size} dimensions",
                     param="in_features",
                 )
             self._steps.append(_Dense(step, device))

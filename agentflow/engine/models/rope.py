@@ -1,10 +1,9 @@
 """Rotary position embeddings (Su et al. 2021, arXiv 2104.09864): the frequencies of a config and the angles
 of a batch.
 
-The scaled kinds divide the frequencies to extend the context beyond training: "linear" (Chen et al. 2023,
-arXiv 2306.15595) divides all of them, "llama3" (Llama 3.1) only the low ones, "yarn" (Peng et al. 2023, arXiv
-2309.00071) the ones below a ramp, and "longrope" (Ding et al. 2024, arXiv 2402.13753) each by a separate
-factor.
+The scaled kinds divide frequencies to extend the context beyond training: "linear" (Chen et al. 2023, arXiv
+2306.15595) divides all of them, "llama3" (Llama 3.1) and "yarn" (Peng et al. 2023, arXiv 2309.00071) the low
+ones, with a ramp in between, and "longrope" (Ding et al. 2024, arXiv 2402.13753) each by a separate factor.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ class RopeConfig:
 
     kind: str  # one of ``KINDS``
     theta: float  # the base of the frequencies
-    factor: float = 1.0  # by which the context is extended
-    low_freq_factor: float = 1.0  # of llama3
-    high_freq_factor: float = 1.0  # of llama3
-    original_context: int = 0  # of the training before the extension, in tokens
+    factor: float = 1.0  # the extension of the context
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 1.0  # llama3
+    original_context: int = 0  # the training context before the extension, in tokens
     fraction: float = 1.0  # the part of each head that rotates, from its first dimension on
     amplitude: float = 1.0  # the factor of cosines and sines
-    beta_fast: float = 32.0  # of yarn: the begin of the ramp, in rotations over the original context
-    beta_slow: float = 1.0  # of yarn: the end of the ramp
-    truncates: bool = True  # of yarn: these bounds are rounded
-    factors: tuple[float, ...] = ()  # of longrope, one for each frequency
+    beta_fast: float = 32.0  # yarn: the start of the ramp, in rotations over the original context
+    beta_slow: float = 1.0  # yarn: the end of the ramp
+    truncates: bool = True  # yarn: the bounds of the ramp are rounded
+    factors: tuple[float, ...] = ()  # longrope: one for each frequency
 
     def num_rotated(self, head_dim: int) -> int:
         """Returns the number of dimensions of a head that rotate."""
@@ -61,7 +60,7 @@ def make_rope(raw: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConf
             param="partial_rotary_factor",
         )
     match kind:
-        case "default" | "dynamic":  # which changes frequencies only beyond max_position_embeddings
+        case "default" | "dynamic":  # dynamic changes frequencies only beyond max_position_embeddings
             return RopeConfig("default", theta, fraction=fraction)
         case "linear":
             return RopeConfig(kind, theta, float(parameters["factor"]), fraction=fraction)
@@ -121,8 +120,8 @@ def yarn_amplitude(factor: float, mscale: float) -> float:
 def _read_longrope(
     raw: Mapping[str, Any], parameters: Mapping[str, Any], theta: float, fraction: float
 ) -> RopeConfig:
-    """Uses the factors for texts up to the original context: the keys in the cache cannot change when a text
-    grows beyond it."""
+    """Uses the factors for texts within the original context: cached keys cannot change when a text grows
+    beyond it."""
     original = _original_context(raw, parameters)
     factor = float(parameters.get("factor") or raw["max_position_embeddings"] / original)
     amplitude = parameters.get("attention_factor")
@@ -141,7 +140,7 @@ def _read_longrope(
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[rotated dimensions / 2] float32: radians per position of each pair of dimensions."""
+    """Returns the radians per position of each pair of dimensions: [rotated dimensions / 2] float32."""
     num_rotated = rope.num_rotated(head_dim)
     exponents = torch.arange(0, num_rotated, 2, dtype=torch.int64).float() / num_rotated
     periods = rope.theta**exponents
@@ -193,9 +192,9 @@ def _yarn_frequencies(rope: RopeConfig, periods: Tensor, num_rotated: int) -> Te
 def rope_angles(
     positions: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin [T, 1, 2 * frequencies] of positions [T], or [T, frequencies] if these differ, in
-    the layout for kernels: the halves of a head rotate together, so each angle occurs twice, with its sine
-    negated in the first half."""
+    """Returns cos and sin [T, 1, 2 * frequencies] of positions [T], or of [T, frequencies] if the frequencies
+    have different positions. In the kernels' layout the two halves of a head rotate together: each angle
+    occurs twice, with its sine negated in the first half."""
     angles = (positions if positions.ndim == 2 else positions.unsqueeze(-1)).float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     if amplitude != 1.0:

@@ -2,12 +2,12 @@
 
 A row's choice depends on its logits, its parameters and one number derived from (seed, position), and not on
 other rows or earlier draws: a run that is resumed, replayed or batched differently generates the same tokens.
-Penalties, biases and forbidden tokens are applied in place to single logits, which are restored afterwards.
+Penalties, biases and forbidden tokens change single logits in place, which are restored afterwards.
 
 On a GPU there are three steps, and none of them waits for the device: ``stage`` computes the token masks and
 uploads the parameters, before or after the forward pass is launched; ``choose_tensors`` queues the
 computation of all results; and ``ChosenTensors.output`` reads them from the caller's copy in host memory.
-``choose_tokens`` is all three.
+``choose_tokens`` runs all three.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
 
 
 def choose_tokens(logits: Tensor, sampled: SampledRows, sampler: Sampler) -> BatchOutput:
-    """Returns the token of each row; with its log-probability and the likeliest tokens if any row needs them.
+    """Returns the token of each row, with its log-probability and the likeliest tokens if any row needs them.
 
     ``logits`` [S, vocabulary] float32: modified and restored. ``sampled.edits`` and then ``sampled.masks``
     are applied before ``Sampler.choose``. A row that is not finite gets ``NOT_FINITE``, even if it has a
@@ -51,8 +51,8 @@ class StagedRows:
     needs_ranks: bool
     edits: _StagedEdits | None
     scored: tuple[Tensor, Tensor] | None  # the row and the id of each token to score
-    wants_top: NDArray[np.bool_] | None  # [S] whether a row wants the likeliest tokens; None: no row does
-    top_rows: Tensor | None  # [K] the rows that want them; None: all rows do, or none
+    wants_top: NDArray[np.bool_] | None  # [S] whether a row needs the likeliest tokens; None: no row does
+    top_rows: Tensor | None  # [K] the rows that need them; None: all rows do, or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class ChosenTensors:
 
     @property
     def packed(self) -> Tensor:
-        """[any] uint8: all results, so that one copy brings them to the host. On a GPU, a copy to pinned
-        memory need not wait; ``output`` must then wait for an event behind it."""
+        """[any] uint8: all results, for a single copy to the host. From a GPU, a copy to pinned memory is
+        asynchronous: wait for it before ``output``."""
         parts = [value.reshape(-1).view(torch.uint8) for value in self.results.values()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def output(self, host: Tensor) -> BatchOutput:
-        """Returns the results. ``host``: a copy of ``packed`` in host memory, which can be used again
+        """Returns the results. ``host``: a copy of ``packed`` in host memory, which can be reused
         afterwards."""
         memory, first = host.numpy().copy(), 0
         arrays = {}
@@ -161,7 +161,7 @@ def make_embedding_output(sampled: SampledRows, embeddings: FloatArray) -> Batch
 
 
 def choice_rows(sampled: SampledRows) -> ChoiceRows:
-    """Returns the parameters of the rows, in the form for the kernels."""
+    """Returns the parameters of the rows as the kernels read them."""
     masks = sampled.masks
     is_random = bool((sampled.temperatures > 0).any())
     return ChoiceRows(
@@ -177,8 +177,8 @@ def choice_rows(sampled: SampledRows) -> ChoiceRows:
 
 
 def empty_likelihoods(sampled: SampledRows, vocab_size: int) -> Likelihoods | None:
-    """Returns arrays for the log-probabilities that the rows need, for ``Forward.prepare_tokens``; None if
-    they need none."""
+    """Returns arrays that ``Forward.prepare_tokens`` gets to fill with log-probabilities; None
+    if they need none."""
     if not sampled.needs_logprobs:
         return None
     num, counts, scored = len(sampled.rows), sampled.top_counts, sampled.scored
@@ -200,7 +200,7 @@ def empty_likelihoods(sampled: SampledRows, vocab_size: int) -> Likelihoods | No
 
 
 def make_output(token_ids: IntArray, found: Likelihoods | None) -> BatchOutput:
-    """Returns the results of ``Forward.prepare_tokens`` as a batch's output."""
+    """Returns the results of ``Forward.prepare_tokens`` as the output of a batch."""
     if found is None:
         return BatchOutput(token_ids, None)
     return BatchOutput(
@@ -214,7 +214,7 @@ def make_output(token_ids: IntArray, found: Likelihoods | None) -> BatchOutput:
 
 
 def _needs_ranks(sampled: SampledRows) -> bool:
-    """Whether a row has a target that is a token of a prompt. The targets of trees need no ranks."""
+    """Whether any row's target is a prompt token. The targets of token trees need no ranks."""
     has_target = sampled.target_ids >= 0
     if sampled.scored is not None:
         has_target[sampled.scored.rows] = False
@@ -229,8 +229,8 @@ def _on_device(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]
 
 
 def _parts(x: Tensor) -> Sequence[Tensor]:
-    """Divides rows for intermediate results that are as large as the logits, or twice as large: torch counts
-    flags in 8 bytes."""
+    """Divides rows to bound the memory of intermediate results, which are up to twice as large as the logits:
+    torch sums booleans as int64."""
     return torch.split(x, 16 if x.device.type == "cpu" else 64)
 
 
@@ -241,7 +241,7 @@ def _ranks(logits: Tensor, own: Tensor) -> Tensor:
 
 
 def _top(logits: Tensor, totals: Tensor, rows: Tensor | None, sampler: Sampler) -> tuple[Tensor, Tensor]:
-    """Returns the likeliest tokens of some rows (None: of all) and their log-probabilities. The number of
+    """Returns the likeliest tokens of ``rows`` (None: all rows) and their log-probabilities. The number of
     tokens is constant, so that ties do not depend on the requests of other rows."""
     if rows is not None:
         logits, totals = logits.index_select(0, rows), totals.index_select(0, rows)
@@ -250,7 +250,7 @@ def _top(logits: Tensor, totals: Tensor, rows: Tensor | None, sampler: Sampler) 
 
 
 def _spread(values: NDArray[Any], chosen: NDArray[np.bool_], rest: int) -> NDArray[Any]:
-    """Returns an array with the given rows where ``chosen``, and ``rest`` in the other rows."""
+    """Returns an array with the rows of ``values`` where ``chosen``, and ``rest`` in the other rows."""
     spread = np.full((len(chosen), values.shape[1]), rest, dtype=values.dtype)
     spread[chosen] = values
     return spread
@@ -258,7 +258,8 @@ def _spread(values: NDArray[Any], chosen: NDArray[np.bool_], rest: int) -> NDArr
 
 @dataclass(frozen=True, slots=True)
 class _StagedEdits:
-    """``LogitEdits`` on a device. The places of all three lists are joined, in the order of the lists."""
+    """``LogitEdits`` on a device. ``rows`` and ``token_ids`` join penalized, biased and forbidden logits, in
+    this order."""
 
     rows: Tensor
     token_ids: Tensor
@@ -287,11 +288,11 @@ def _staged_edits(edits: LogitEdits, device: torch.device) -> _StagedEdits:
 @contextmanager
 def _edited(logits: Tensor, edits: _StagedEdits) -> Iterator[None]:
     """Applies the edits to ``logits`` [S, vocabulary] inside the context, and restores the old values
-    afterwards. Few logits are edited, so keeping their values costs less than a copy."""
+    afterwards. Few logits are edited, so saving their values costs less than copying all logits."""
     flat = logits.view(-1)
     places = edits.rows * logits.shape[1] + edits.token_ids
     penalized, biased, forbidden = torch.split(places, list(edits.num_each))
-    # Read all values before changing any: a token may be in several places.
+    # Reads all values before changing any: a token may be in several lists.
     before = flat.index_select(0, places)
     if len(penalized):
         flat.index_copy_(0, penalized, _penalized(before[: len(penalized)], *edits.penalties))

@@ -1,8 +1,8 @@
 """Finds the changes that a copy of the scheduler's table of slots needs before a batch.
 
 There are copies on a device and in the processes of other ranks. A copy gets the changes of the table with
-each batch, in the order of the batches. If a batch was lost, because its launch failed, it gets the rows of
-later batches whole.
+each batch, in the order of the batches. If a batch was lost because its launch failed, the copy gets the
+whole rows of later batches.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from agentflow.engine.batch import NO_CHANGES, Batch, SlotChanges
 
 
 class TableCopy:
-    """Knows the values of a copy, and finds the changes of a batch."""
+    """Tracks which rows of a copy are up to date, and finds the changes that a batch needs."""
 
     def __init__(self) -> None:
-        self._number = NO_CHANGES  # of the last changes that it got
-        self._is_known: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)  # by row
+        self._number = NO_CHANGES  # the number of the last changes that the copy got
+        self._is_known: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)  # by row: it is up to date
 
     def forget(self) -> None:
-        """The copy may have missed changes."""
+        """Marks all rows as outdated: the copy may have missed changes."""
         self._number = NO_CHANGES
         self._is_known[:] = False
 
     def changes(self, batch: Batch) -> SlotChanges:
-        """Returns the changes after which the copy is equal to the batch's table wherever the batch reads it.
-        The copy must get them: the next changes continue them."""
+        """Returns the changes that make the copy equal to the batch's table wherever the batch reads it. The
+        copy must get them: later changes assume them."""
         table, given = batch.req_to_token, batch.changes
         if len(self._is_known) < len(table):
             self._is_known = np.zeros(len(table), dtype=np.bool_)

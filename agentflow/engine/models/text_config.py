@@ -1,4 +1,4 @@
-"""The parts of ``config.json`` of a model that reads text and images."""
+"""The text and vision parts of the ``config.json`` of a model that reads images."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "clip_vision_model": {**_SIGLIP, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
 }
 _KINDS: Final[Mapping[str, str]] = {"idefics3_vision": "idefics3", "smolvlm_vision": "idefics3"}
-"""Other names of the kinds above."""
+"""Other names for keys of ``_DEFAULTS``."""
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:

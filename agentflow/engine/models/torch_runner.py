@@ -75,10 +75,10 @@ def make_forward_input(
 
     Args:
         batch: The batch.
-        kernels: Of the model; they plan the attention.
+        kernels: The model's kernels, which plan the attention.
         kv_layers: The pool, on the model's device (``KvPool.layers``).
         adapters: As in ``ForwardInput``.
-        features: Of the batch's media.
+        features: The features of the batch's media.
         table: As ``AttentionBatch.device_table``.
     """
     plan = kernels.attention.plan(_attended(batch, table), kv_layers[0].dtype, kv_layers[0].device)
@@ -93,7 +93,8 @@ def make_forward_input(
 
 
 def _attended(batch: Batch, table: Tensor | None) -> AttentionBatch:
-    """Returns the positions that the batch attends to. Runs whose tokens see each other divide requests."""
+    """Returns the requests of the batch for the plan of its attention. A request with runs of media whose
+    tokens attend to each other is divided at their bounds."""
     spans = None if batch.media is None else batch.media.both_ways
     attended = AttentionBatch(
         *(batch.req_to_token, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees),
@@ -151,7 +152,8 @@ _Start = Callable[[], _Tokens]
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A batch of ``TorchRunner`` that is running. ``tokens`` or ``hidden`` is set, and waits for its end."""
+    """A batch of ``TorchRunner`` that is running. Either ``tokens`` or ``hidden`` is set, and waits for its
+    results."""
 
     sampled: SampledRows
     tokens: _Tokens | None = None
@@ -173,11 +175,12 @@ class TorchRunner:
         num_threads: CPU threads of the whole process; None: torch's default, but at most ``usable_cpus``.
         embedding: the runner makes embeddings from last tokens and generates nothing; only for native
             families.
-        max_running: the most requests in a batch, for the tables on a device. More cost new tables.
+        max_running: the most requests in a batch, to size the tables on a device. Larger batches need new
+            tables.
         stream: the queue in which batches are launched ahead. None: the stream of a GPU, if the kernels
-            queue their work; otherwise each batch is collected before the next.
-        ranks: the processes over which the model is divided: this runner has the part of one of them. Only
-            rank 0 calls ``collect``, and the others ``collect_part``.
+            queue their work; otherwise each batch is collected before the next is launched.
+        ranks: the processes over which the model is divided; this runner computes the part of one of them.
+            Rank 0 calls ``collect``, the other ranks ``collect_part``.
 
     Raises:
         UnknownModel: there is no such folder.
@@ -233,7 +236,7 @@ class TorchRunner:
                 config = replace(config, max_context=longest)
             if kv_dtype == "fp8" and config.latent:
                 raise BadArgument(
-                    f"kv_dtype fp8 is for keys and values, and {folder.name} keeps latents: leave it out",
+                    f"kv_dtype fp8 is for keys and values, and {folder.name} caches latents: leave it out",
                     param="kv_dtype",
                 )
         elif quantize is not None:
@@ -278,7 +281,7 @@ class TorchRunner:
                 ranks=ranks,
             )
             self._model, described = loaded.model, _described(loaded, torch_dtype)
-            if embedding is None:  # other models never decode
+            if embedding is None:  # embedding models read no images
                 tower = None
                 if ranks is None:
                     tower = load_tower(
@@ -293,8 +296,8 @@ class TorchRunner:
             self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)
         if stream is None and torch_device.type == "cuda" and kernels.queues_work:
             stream = DeviceStream(torch_device)
-        # Other kernels and models wait for the device during a forward pass: a batch that is launched behind
-        # another one would only delay its results.
+        # Other kernels and models wait for the device during a forward pass: launching the next batch would
+        # only delay the results of the previous one.
         self._ahead: DeviceSteps | None = None
         if stream is not None and embedding is None:
             model = self._model
@@ -402,7 +405,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def collect_part(self, handle: _Launched | DeviceStep) -> None:
-        """Waits for a batch on a rank other than the first, which gets the logits of this one."""
+        """Waits for a batch on a rank other than rank 0, and contributes this rank's logits to rank 0."""
         assert isinstance(handle, _Launched)
         assert handle.hidden is not None
         hidden = handle.hidden()
@@ -450,7 +453,7 @@ class TorchRunner:
     def _check_room(self, nbytes: int) -> None:
         free = free_cuda_bytes(self._device.index) if self._device.type == "cuda" else None
         free = free_host_bytes() if free is None else free
-        if 2 * nbytes > free:  # as read, and as packed
+        if 2 * nbytes > free:  # the tensors as read, and packed
             raise BadArgument(
                 f"the adapter needs {nbytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB of memory are free",
                 param="lora",
@@ -472,7 +475,7 @@ class TorchRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Encoding:
-    """A ``MediaEncoding``, with the failures of the device."""
+    """A ``MediaEncoding`` that raises failures of the device as such."""
 
     inner: TowerEncoding
     device: torch.device
@@ -488,14 +491,17 @@ class _Encoding:
     def run(self, count: int) -> None:
         try:
             self.inner.run(count)
-            if self.device.type == "cuda":  # the work is measured, and its errors blame the medium
+            if (
+                self.device.type == "cuda"
+            ):  # the engine measures the time, and attributes errors to the medium
                 torch.cuda.synchronize(self.device)
         except (RuntimeError, MemoryError) as error:
             _raise_device_failure(error)
 
 
 def _raise_device_failure(error: RuntimeError | MemoryError) -> NoReturn:
-    """Raises the ``device_failure`` of an error of a forward pass that the device caused, else the error."""
+    """Raises the ``device_failure`` for an error of a forward pass, or the error itself if the device did not
+    cause it."""
     failure = device_failure(error)
     if failure is None:
         raise error
@@ -538,7 +544,7 @@ def dtype_on(device: torch.device, name: str) -> torch.dtype:
 
 
 def device_named(name: str | None) -> torch.device:
-    """Returns a device by its name, and makes a GPU the current one of this thread: kernels run there."""
+    """Returns a device by its name. A GPU becomes this thread's current device, on which kernels run."""
     if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise BadArgument(f"device must be cpu, cuda or cuda:NUMBER, not {name!r}", param="device")
     if name == "cpu":
@@ -561,7 +567,7 @@ def device_named(name: str | None) -> torch.device:
 
 
 def check_fp8(kernels: Kernels, device: torch.device, *, quantize: str | None, kv_dtype: str) -> None:
-    """Raises ``BadArgument`` if an option asks for 8-bit floats where there are none."""
+    """Raises ``BadArgument`` if an option needs 8-bit floats and the device has none."""
     for param, value in (("quantize", quantize), ("kv_dtype", kv_dtype)):
         if value == "fp8" and not kernels.linear.has_fp8(device):
             raise BadArgument(
@@ -573,12 +579,13 @@ def check_fp8(kernels: Kernels, device: torch.device, *, quantize: str | None, k
 
 
 def identity_of_values(folder: Path, weights: str, dtype: torch.dtype) -> str:
-    """Returns the identity of a model in a folder that runs in ``dtype`` with ``weights``."""
+    """Returns the identity of a model in a folder that runs in ``dtype``. ``weights``: the description of its
+    weights."""
     return hashlib.sha256(repr((model_identity(folder), weights, str(dtype))).encode()).hexdigest()
 
 
 def weights_in(dtype: torch.dtype) -> str:
-    """Describes the storage of weights that are not quantised, for people."""
+    """Describes the storage of dense weights for users."""
     return f"{str(dtype).removeprefix('torch.')} weights"
 
 
@@ -593,8 +600,8 @@ def _described(loaded: LoadedModel, dtype: torch.dtype) -> str:
 def _with_attention(
     kernels: Kernels, device: torch.device, config: DecoderConfig, dtype: torch.dtype
 ) -> Kernels:
-    """Returns the kernels if they can compute the attention of a model, else torch's. Raises ``BadArgument``
-    if they were chosen by name."""
+    """Returns the kernels if they can compute the attention of a model, else torch's kernels. Raises
+    ``BadArgument`` instead if AGENTFLOW_KERNELS chose the kernels."""
     if config.latent:
         return kernels
     heads = config.num_heads, config.num_kv_heads, config.head_dim
@@ -605,7 +612,8 @@ def _with_attention(
 
 
 def kernels_on(device: torch.device) -> Kernels:
-    """Returns the kernels for a device. Raises ``BadArgument`` if the chosen ones are unavailable."""
+    """Returns the kernels for a device. Raises ``BadArgument`` if AGENTFLOW_KERNELS chooses kernels that are
+    unavailable."""
     try:
         return kernels_for(device)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Runs causal models of transformers that have no family here, on the same paged KV pool.
+"""Runs causal models of transformers that have no family here, on the paged KV pool of the other models.
 
 transformers computes everything except attention: its models call the attention function that their config
 selects. The function registered here writes keys and values to the pool and attends to it
@@ -190,7 +190,7 @@ class TransformersModel:
 
 
 def _check_windows(config: Any, calls: list[_Call]) -> None:
-    """Rejects a model that passes its windows to attention only in masks, which are not made here."""
+    """Rejects a model that passes its sliding windows to attention only as masks: none are made here."""
     window = getattr(config, "sliding_window", None)
     kinds = list(getattr(config, "layer_types", None) or [])
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -201,7 +201,9 @@ def _check_windows(config: Any, calls: list[_Call]) -> None:
     expected = [bool(window) and kind == "sliding_attention" for kind in kinds]
     found = [bool(call.window) for call in calls]
     if (kinds and found != expected) or (not kinds and window and not any(found) and _slides(config)):
-        raise BadModelFolder("its windows cannot be paged", param="sliding_window")
+        raise BadModelFolder(
+            "its attention layers do not receive the sliding window of its config", param="sliding_window"
+        )
 
 
 def _slides(config: Any) -> bool:
@@ -210,7 +212,7 @@ def _slides(config: Any) -> bool:
 
 @contextmanager
 def without_reports() -> Iterator[None]:
-    """Turns off progress bars and reports of transformers: problems of a model are raised as errors."""
+    """Turns off the progress bars and log messages of transformers: problems are raised as errors."""
     import transformers
 
     reports: Any = transformers.utils.logging
@@ -227,7 +229,8 @@ def without_reports() -> Iterator[None]:
 
 def pretrained(kind: Any, folder: Path, config: Any, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
     """Loads a model from its safetensors with ``kind``, a class of transformers. Returns the model and
-    transformers' report on its tensors. Code in the folder is not run. Raises the errors of transformers."""
+    transformers' report on its tensors. Does not run code of the folder. Raises the errors of
+    transformers."""
     loaded: tuple[Any, Any] = kind.from_pretrained(
         folder,
         config=config,
@@ -273,7 +276,7 @@ def _check_loaded(folder: Path, loading: Mapping[str, Any]) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """Returns the first sentence of an error that may have paragraphs."""
+    """Returns the first line of an error, and the second if the first ends with a colon."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     shown = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
     return shown or type(error).__name__
@@ -288,7 +291,7 @@ def load_transformers(
     architectures = read_architectures(raw)
     if not architectures:
         raise BadModelFolder(
-            f"{folder}: config.json names no architecture (model_type {raw.get('model_type')!r})",
+            f"{folder}: config.json has no architectures (model_type {raw.get('model_type')!r})",
             param="architectures",
         )
     architecture = ", ".join(map(str, architectures))
@@ -304,8 +307,9 @@ def load_transformers(
     if not any(hasattr(transformers, str(name)) for name in architectures):
         if "auto_map" in raw:
             raise BadModelFolder(
-                f"{folder}: its architecture is {architecture}, which needs the folder's own code (auto_map "
-                "in config.json), and that is never run: take a model whose architecture transformers has",
+                f"{folder}: its architecture is {architecture}, which needs the Python code in the folder "
+                "(auto_map in config.json), and that is never run: take a model whose architecture "
+                "transformers has",
                 param="auto_map",
             )
         raise BadModelFolder(
@@ -316,17 +320,17 @@ def load_transformers(
     AttentionInterface.register(NAME, paged_attention)
     try:
         with without_reports():
-            config = pretrained_config(folder, "it is no causal model")
+            config = pretrained_config(folder, "it is not a causal model")
             model, loading = pretrained(
                 AutoModelForCausalLM,
                 folder,
                 config,
                 dtype,
                 attn_implementation=NAME,
-                ignore_mismatched_sizes=True,  # they are listed
+                ignore_mismatched_sizes=True,  # ``_check_loaded`` reports them
             )
             if type(model).__name__ not in architectures:
-                raise ValueError(f"transformers takes its model_type for {type(model).__name__}")
+                raise ValueError(f"for its model_type, transformers loads {type(model).__name__}")
             made = TransformersModel(model.to(device).eval(), kernels, raw, generation)
     except BadModelFolder as error:
         raise BadModelFolder(
@@ -346,7 +350,7 @@ def load_transformers(
         ) from error
     _check_loaded(folder, loading)
     logger.warning(
-        "%s runs through transformers, because it has no native kernels here: slower than the native "
+        "%s runs through transformers, because it has no native kernels here: it is slower than the native "
         "architectures",
         architecture,
     )

@@ -50,7 +50,7 @@ def read_deepseek_v2(raw: RawConfig) -> DecoderConfig:
 
 
 def _scale(raw: RawConfig, latent: LatentShape) -> float:
-    """Returns the scale of the scores, which yarn changes, too."""
+    """Returns the scale of the scores, which depends on yarn's amplitude."""
     scale = float((latent.plain_dim + latent.rotated_dim) ** -0.5)
     parameters = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     rope = read_rope(raw)

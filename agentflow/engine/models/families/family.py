@@ -1,6 +1,6 @@
 """The declaration of a family: how to read its config, and the names of its weights.
 
-``standard_shape`` reads the fields that most configs have in common; a family changes the others.
+``standard_shape`` reads the fields that most configs share; a family sets the other ones.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "quick_gelu": "quick_gelu",
     "relu": "relu",
 }
-# The names of one field in several families.
+# The names of the same field in different families.
 _ACTIVATION: Final = ("hidden_act", "hidden_activation", "activation_function", "activation")
 _LAYER_NORM_EPS: Final = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """The names of the weights of a mixture of experts, below the layer's prefix. ``{}`` is the number of an
-    expert, unless all experts are in one tensor."""
+    """The names of the weights of a mixture of experts, below the layer's prefix. ``{}`` stands for the
+    number of an expert, unless all experts are in one tensor."""
 
     router: str
     gate: str = ""
     up: str = ""
     down: str = ""
-    gate_up: str = ""  # of stacked experts
-    is_stacked: bool = False  # a tensor has all experts, as inputs by outputs, with gate and up interleaved
+    gate_up: str = ""  # for stacked experts
+    is_stacked: bool = False  # one tensor has all experts, as inputs by outputs; gate and up are interleaved
     shared: tuple[str, ...] = ()  # gate, up and down of the experts that compute every token
 
 
@@ -81,25 +81,25 @@ class WeightNames:
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
     output: str = "self_attn.o_proj"
-    attention_norm: str = ""  # of the attention's output
+    attention_norm: str = ""  # the norm of the attention's output
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
-    output_norm: str = ""  # of the MLP's output
+    output_norm: str = ""  # the norm of the MLP's output
     experts: ExpertNames | None = None
     latent: LatentNames | None = None
     is_transposed: bool = False  # matrices are stored as inputs by outputs
-    # The rows of ``qkv`` in an order that the forward pass does not have (``weights/row_order``):
+    # Two orders of the rows of ``qkv`` that differ from the forward pass (``weights/row_order``).
     has_pairs: bool = False  # adjacent rows of a query or key rotate together
-    is_fused_by_head: bool = False  # in one tensor, the queries of a KV head stand before its key and value
-    # The ends of names of tensors that the forward pass does not use. Old folders store frequencies, which
-    # follow from the config.
+    is_fused_by_head: bool = False  # one tensor has the queries of a KV head before its key and value
+    # Suffixes of the names of tensors that the forward pass does not use. Old folders store frequencies,
+    # which follow from the config.
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    # The beginnings of such names, or of names in a vision tower (``vision/loading``).
+    # Prefixes of such names, or of names in a vision tower (``vision/loading``).
     ignored_parts: tuple[str, ...] = ()
 
     def without_head(self) -> WeightNames:
-        """Returns the names in a checkpoint without a head, which do not begin with ``model.``."""
+        """Returns the names in a checkpoint without a head, which have no first part such as ``model.``."""
         shared = ("embedding", "positions", "layers", "final_norm")
         return replace(self, **{name: getattr(self, name).partition(".")[2] for name in shared})
 
@@ -112,11 +112,11 @@ class Family:
     models: str  # well-known models, for the docs
     read: Callable[[RawConfig], DecoderConfig]  # raises ``BadModelFolder`` for models that cannot be run
     names: WeightNames = WeightNames()
-    other_names: tuple[WeightNames, ...] = ()  # in other releases or sizes
+    other_names: tuple[WeightNames, ...] = ()  # the names in other releases, sizes or formats
     gguf: tuple[str, ...] = ()  # the values of ``general.architecture`` in GGUF files
 
     def names_among(self, tensors: Collection[str]) -> WeightNames:
-        """Returns the names that fit the tensors of a model best, or the usual ones."""
+        """Returns the names that fit the tensors of a model best; ``names`` if none fit better."""
 
         def num_found(names: WeightNames) -> int:
             first = names.layers.format(0)
@@ -127,7 +127,7 @@ class Family:
 
 
 def read_activation(raw: RawConfig, *names: str) -> Activation:
-    """Returns the activation under the first of these names that the config has."""
+    """Returns the activation in the first of these fields that the config has; SiLU if it has none."""
     name = next((name for name in names if raw.get(name)), names[0])
     value = raw.get(name) or "silu"
     if value not in _ACTIVATIONS:
@@ -139,13 +139,13 @@ def read_activation(raw: RawConfig, *names: str) -> Activation:
 def standard_shape(
     raw: RawConfig, *, head_dim: int = 0, norm: NormKind = "rms", **changes: Any
 ) -> DecoderConfig:
-    """Reads a shape under the names of Llama's config.
+    """Reads a shape from a config with the field names of Llama.
 
     Args:
         raw: the config.
-        head_dim: used if the config does not have it; 0 derives it from the other sizes.
-        norm: as in ``DecoderConfig``, which decides the field of its epsilon.
-        changes: other fields of ``DecoderConfig`` that differ.
+        head_dim: the default if the config has none; 0 derives it from the other sizes.
+        norm: as in ``DecoderConfig``; selects the field of the epsilon.
+        changes: values for other fields of ``DecoderConfig``.
     """
     hidden_size, num_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
     head_dim = int(raw.get("head_dim") or head_dim or hidden_size // num_heads)
@@ -178,7 +178,7 @@ def standard_shape(
 
 
 def gpt_fields(raw: RawConfig) -> dict[str, Any]:
-    """Returns a config of GPT-2's kind with the names of ``standard_shape``."""
+    """Returns a config in GPT-2's format with the field names of ``standard_shape``."""
     return {
         "activation_function": "gelu_new",
         **raw,
@@ -191,8 +191,8 @@ def gpt_fields(raw: RawConfig) -> dict[str, Any]:
 
 
 def read_ropes(raw: RawConfig, theta: float, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
-    """Returns the ropes of full and of sliding layers: ``rope_parameters`` has both, or configs of older
-    releases scale only the first. ``theta``, ``local_theta``: where the config has none."""
+    """Returns the ropes of full and of sliding layers. ``rope_parameters`` has both; configs of older
+    releases scale only the rope of full layers. ``theta``, ``local_theta``: the defaults."""
     parameters = raw.get("rope_parameters") or {}
     if "full_attention" in parameters:
         return make_rope(raw, parameters["full_attention"]), make_rope(raw, parameters["sliding_attention"])
@@ -203,8 +203,8 @@ def read_ropes(raw: RawConfig, theta: float, local_theta: float) -> tuple[RopeCo
 
 
 def layer_types(raw: RawConfig, default: Callable[[int], str]) -> Sequence[str]:
-    """Returns the kind of attention of each layer: ``layer_types``, or ``default`` of its number, as in older
-    releases."""
+    """Returns the kind of attention of each layer: ``layer_types``, or ``default(layer)`` for configs of
+    older releases."""
     num_layers = int(raw["num_hidden_layers"])
     types = raw.get("layer_types") or [default(i) for i in range(num_layers)]
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
@@ -221,14 +221,13 @@ def layer_types(raw: RawConfig, default: Callable[[int], str]) -> Sequence[str]:
 def windowed(
     raw: RawConfig, kinds: Sequence[str], *, sliding: LayerRope = "global", full: LayerRope = "global"
 ) -> tuple[LayerShape, ...]:
-    """Returns layers of these kinds, or nothing if all are plain. A window that is not smaller than the
-    context is none.
+    """Returns layers of these kinds; empty if all are plain. A window as large as the context is dropped.
 
     Args:
         raw: the config.
-        kinds: of ``layer_types``.
-        sliding: the rope of layers with a window.
-        full: the rope of the others.
+        kinds: the result of ``layer_types``.
+        sliding: the rope of sliding layers.
+        full: the rope of the other layers.
     """
     window = int(raw.get("sliding_window") or 0)
     if not 0 < window < int(raw["max_position_embeddings"]):

@@ -1,7 +1,8 @@
 """Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and Gemma 3 (arXiv 2503.19786).
 
-Scaled embeddings; in 2 and 3, norms around each block and windows in most layers. Gemma 2 caps scores and
-logits; Gemma 3 norms queries and keys, and its layers with windows have a separate rope."""
+They scale embeddings. Gemma 2 and 3 have norms around each block, and windows in half or more of the layers.
+Gemma 2 caps scores and logits. Gemma 3 norms queries and keys, and its layers with windows have a separate
+rope."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def _shape(raw: RawConfig, **changes: Any) -> DecoderConfig:
 
 
 def read_gemma(raw: RawConfig) -> DecoderConfig:
-    """Published configs have the exact GELU by mistake: the models were trained with the approximation."""
+    """Replaces the exact GELU, which is in published configs by mistake: the models were trained with the
+    approximation."""
     is_wrong = raw.get("hidden_act", "gelu") == "gelu"
     return _shape({**raw, "hidden_act": "gelu_pytorch_tanh"} if is_wrong else raw)
 

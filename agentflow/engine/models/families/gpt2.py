@@ -73,7 +73,7 @@ def read_starcoder(raw: RawConfig) -> DecoderConfig:
 
 
 def read_gpt_neo(raw: RawConfig) -> DecoderConfig:
-    """Scores are not scaled, and some layers have a window."""
+    """Reads the shape. Scores are not scaled, and some layers have a window."""
     kinds = [kind for kinds, count in raw["attention_types"] for kind in kinds * count]
     if not set(kinds) <= {"global", "local"} or len(kinds) != raw["num_layers"]:
         raise BadModelFolder("a layer is neither global nor local", param="attention_types")
@@ -91,7 +91,7 @@ def read_gpt_neo(raw: RawConfig) -> DecoderConfig:
 
 
 def read_opt(raw: RawConfig) -> DecoderConfig:
-    """Requires norms before the blocks, which all sizes except one have."""
+    """Reads the shape. Requires norms before the blocks, as in all sizes except 350M."""
     if not raw.get("do_layer_norm_before", True) or raw.get("_remove_final_layer_norm"):
         raise BadModelFolder("norms after the blocks are not supported", param="do_layer_norm_before")
     if int(raw.get("word_embed_proj_dim") or raw["hidden_size"]) != int(raw["hidden_size"]):

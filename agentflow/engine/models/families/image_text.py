@@ -2,8 +2,8 @@
 2310.03744) and its successors (tiles of CLIP or SigLIP), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv
 2511.21631). The towers are in ``vision``; the text model is one of the other families.
 
-The rotary positions of Qwen's models have three axes, which are time, height and width in images and videos,
-and equal in text."""
+The rotary positions of Qwen's models have three axes: time, height and width. In text, the three positions
+of a token are equal."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _READERS: Final[dict[str, Callable[[RawConfig], DecoderConfig]]] = {
 
 
 def _names(prefix: str, head: str, *vision: str) -> WeightNames:
-    """Returns the names of a text model below a prefix. ``vision``: the beginnings of the names of all other
-    tensors, which the tower takes."""
+    """Returns the names of a text model below a prefix. ``vision``: the prefixes of all other tensors, which
+    belong to the tower."""
     return WeightNames(
         embedding=f"{prefix}embed_tokens",
         layers=f"{prefix}layers.{{}}.",
@@ -62,14 +62,14 @@ def read_text_config(raw: RawConfig) -> DecoderConfig:
 
 
 def read_qwen2_5_vl(raw: RawConfig) -> DecoderConfig:
-    """Adjacent frequencies have one axis."""
+    """Reads the shape. Each axis has a range of adjacent frequencies."""
     part, sections = _qwen_text(raw, [16, 24, 24])
     axes = [axis % 3 for axis, count in enumerate(sections) for _ in range(count)]
     return _with_axes(read_qwen2(part), axes)
 
 
 def read_qwen3_vl(raw: RawConfig) -> DecoderConfig:
-    """The axes take turns, and the lowest frequencies are of time."""
+    """Reads the shape. The axes are interleaved, and the lowest frequencies belong to time."""
     part, sections = _qwen_text(raw, [24, 20, 20])
     axes = [0] * sum(sections)
     for axis in (1, 2):
@@ -79,7 +79,7 @@ def read_qwen3_vl(raw: RawConfig) -> DecoderConfig:
 
 
 def _qwen_text(raw: RawConfig, default: list[int]) -> tuple[RawConfig, list[int]]:
-    """Returns the config of the text model with a plain rope, and the frequencies of each axis."""
+    """Returns the config of the text model with a plain rope, and the number of frequencies of each axis."""
     part = text_config(raw)
     parameters: dict[str, Any] = dict(part.get("rope_scaling") or {}) | dict(
         part.get("rope_parameters") or {}

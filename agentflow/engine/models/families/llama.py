@@ -19,17 +19,17 @@ HYPERCLOVAX = WeightNames(attention_norm="post_norm1", output_norm="post_norm2")
 
 
 def read_llama(raw: RawConfig) -> DecoderConfig:
-    """The standard shape, without windows."""
+    """Reads the standard shape, without windows."""
     return standard_shape(raw)
 
 
 def read_mistral(raw: RawConfig) -> DecoderConfig:
-    """A window in all layers, if the config has one."""
+    """Reads the shape. All layers have a window, if the config has one."""
     return standard_shape(raw, layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")))
 
 
 def read_qwen2(raw: RawConfig) -> DecoderConfig:
-    """A window, if enabled, in the layers after the first ``max_window_layers``."""
+    """Reads the shape. The layers after the first ``max_window_layers`` have a window, if enabled."""
     layers: tuple[LayerShape, ...] = ()
     if raw.get("use_sliding_window", False):
         first = int(raw.get("max_window_layers", 28))
@@ -39,14 +39,14 @@ def read_qwen2(raw: RawConfig) -> DecoderConfig:
 
 
 def read_qwen3(raw: RawConfig) -> DecoderConfig:
-    """Qwen 2 with queries and keys normed in each head."""
+    """Reads the shape: Qwen 2, with norms over each head of queries and keys."""
     shape = read_qwen2({"head_dim": 128} | {name: value for name, value in raw.items() if value is not None})
     return replace(shape, qk_norm="head")
 
 
 def read_smollm3(raw: RawConfig) -> DecoderConfig:
-    """Every fourth layer does not rotate (NoPE; Yang et al. 2025, arXiv 2501.18795). These layers have the
-    windows, if the config enables any."""
+    """Reads the shape. Every fourth layer does not rotate (NoPE; Yang et al. 2025, arXiv 2501.18795). These
+    layers have windows, if enabled."""
     raw = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True, **raw}
     interval, num_layers = int(raw.get("no_rope_layer_interval", 4)), int(raw["num_hidden_layers"])
     rotates = raw.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(num_layers)]
@@ -63,9 +63,10 @@ def read_seed_oss(raw: RawConfig) -> DecoderConfig:
 
 
 def read_granite(raw: RawConfig) -> DecoderConfig:
-    """The outputs of blocks are multiplied by a constant before they are added to the residual. Here, the
-    residual is divided by this constant instead: its norms are the same, if their epsilon is divided by the
-    constant's square, except where they norm the output of a block."""
+    """Reads the shape. Granite multiplies the output of each block by a constant before it is added to the
+    residual. Here the residual is divided by the constant instead. Norms of the residual then give the same
+    results with an epsilon that is divided by the constant's square; norms of a block's output keep their
+    epsilon."""
     shape, part = standard_shape(raw), float(raw.get("residual_multiplier", 1.0))
     return replace(
         shape,
@@ -78,7 +79,8 @@ def read_granite(raw: RawConfig) -> DecoderConfig:
 
 
 def read_hyperclovax(raw: RawConfig) -> DecoderConfig:
-    """Granite with norms after the blocks; logits are multiplied by their factor, not divided."""
+    """Reads the shape: Granite with norms after the blocks. Its factor multiplies the logits, instead of
+    dividing them."""
     if not raw.get("use_post_norm", True):
         raise BadModelFolder("blocks without norms after them are not supported", param="use_post_norm")
     shape = read_granite({"attention_multiplier": 0.0} | {k: v for k, v in raw.items() if v is not None})

@@ -1,6 +1,6 @@
-"""Mixtures of experts: the Llama shape with experts in Mixtral (arXiv 2401.04088), Qwen3-MoE (arXiv
-2505.09388) and OLMoE (arXiv 2409.02060); experts with biases, attention sinks and windows in every other
-layer in GPT-OSS (arXiv 2508.10925)."""
+"""Mixtures of experts. Mixtral (arXiv 2401.04088), Qwen3-MoE (arXiv 2505.09388) and OLMoE (arXiv 2409.02060)
+have the Llama shape with experts. GPT-OSS (arXiv 2508.10925) has experts with biases, attention sinks, and
+windows in every other layer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GPT_OSS = WeightNames(
 def _with_experts(
     shape: DecoderConfig, experts: ExpertsShape, is_sparse: Callable[[int], bool] = lambda i: True
 ) -> DecoderConfig:
-    """Returns the shape with experts in the layers with these numbers."""
+    """Returns the shape with experts in the layers for which ``is_sparse``."""
     layers = tuple(replace(shape.layer(i), is_sparse=is_sparse(i)) for i in range(shape.num_layers))
     return replace(shape, experts=experts, layers=layers)
 
@@ -60,7 +60,7 @@ def read_mixtral(raw: RawConfig) -> DecoderConfig:
 
 
 def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
-    """Some layers may have a plain MLP instead. A window, if enabled, is in all layers."""
+    """Reads the shape. Some layers may have a plain MLP. All layers have a window, if enabled."""
     experts = ExpertsShape(
         int(raw.get("num_experts") or raw["num_local_experts"]),
         int(raw["num_experts_per_tok"]),
@@ -73,7 +73,7 @@ def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
 
 
 def read_olmoe(raw: RawConfig) -> DecoderConfig:
-    """Norms whole rows of queries and keys."""
+    """Reads the shape. Queries and keys have norms over whole rows."""
     if raw.get("clip_qkv") is not None:
         raise BadModelFolder("clipped queries, keys and values are not supported", param="clip_qkv")
     shape = standard_shape({"rms_norm_eps": 1e-5} | dict(raw), qk_norm="row")

@@ -1,5 +1,6 @@
-"""Norms after each block instead of before: OLMo 2 (arXiv 2501.00656), which also norms whole rows of queries
-and keys; OLMo 3 (arXiv 2512.13961), with windows; and EXAONE 4 (arXiv 2507.11407), which norms each head."""
+"""Norms after each block instead of before it: OLMo 2 (arXiv 2501.00656), which also norms whole rows of
+queries and keys; OLMo 3 (arXiv 2512.13961), with windows; and EXAONE 4 (arXiv 2507.11407), which norms each
+head of queries and keys."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def read_olmo2(raw: RawConfig) -> DecoderConfig:
 
 
 def read_olmo3(raw: RawConfig) -> DecoderConfig:
-    """Three layers of four have a window and a rope that is not scaled."""
+    """Reads the shape. Three of four layers have a window and an unscaled rope."""
     raw = {"sliding_window": 4096, "rms_norm_eps": 1e-5, **raw}
     kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % 4 else "full_attention")
     rope, local_rope = read_ropes(raw, 500_000.0, float(raw.get("rope_theta") or 500_000.0))
@@ -35,11 +36,11 @@ def read_olmo3(raw: RawConfig) -> DecoderConfig:
 
 
 def read_exaone4(raw: RawConfig) -> DecoderConfig:
-    """In models with windows, the layers without one do not rotate."""
+    """Reads the shape. In models with windows, the layers without a window do not rotate."""
     raw = {"rms_norm_eps": 1e-5, "sliding_window": 4096, **raw}
     has_windows = raw["sliding_window"] is not None
 
-    def kind(layer: int) -> str:  # the pattern may be a text, such as LLLG, in a config with the types
+    def kind(layer: int) -> str:  # not called if the config has the types: its pattern may then be "LLLG"
         pattern = int(raw.get("sliding_window_pattern") or 4)
         return "sliding_attention" if has_windows and (layer + 1) % pattern else "full_attention"
 

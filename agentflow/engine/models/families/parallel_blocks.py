@@ -1,6 +1,6 @@
-"""Attention and MLP in parallel, both of which read the same residual, with layer norms: GPT-J (Wang and
-Komatsuzaki 2021), GPT-NeoX (arXiv 2204.06745), Falcon (arXiv 2311.16867), StableLM (arXiv 2402.17834) and
-Command R (Cohere 2024; Command A: arXiv 2504.00698). Some models of these families have blocks in turn."""
+"""Parallel attention and MLP, which read the same residual, with layer norms: GPT-J (Wang and Komatsuzaki
+2021), GPT-NeoX (arXiv 2204.06745), Falcon (arXiv 2311.16867), StableLM (arXiv 2402.17834) and Command R
+(Cohere 2024; Command A: arXiv 2504.00698). Some models of these families have sequential blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NEOX = WeightNames(
     is_fused_by_head=True,
     ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
 )
-FALCON = WeightNames(  # of blocks in turn
+FALCON = WeightNames(  # sequential blocks
     embedding="transformer.word_embeddings",
     layers="transformer.h.{}.",
     final_norm="transformer.ln_f",
@@ -61,7 +61,7 @@ FALCON_GGUF = replace(NEOX_GGUF, input_norm="self_attn.norm", mlp_norm="mlp.norm
 
 
 def read_gptj(raw: RawConfig) -> DecoderConfig:
-    """The attention and the MLP have the same norm; the head has a bias."""
+    """Reads the shape. Attention and MLP share a norm; the head has a bias."""
     fields = gpt_fields(raw)
     head_dim = int(raw["n_embd"]) // int(raw["n_head"])
     fields["partial_rotary_factor"] = int(raw.get("rotary_dim", 64) or head_dim) / head_dim
@@ -69,7 +69,7 @@ def read_gptj(raw: RawConfig) -> DecoderConfig:
 
 
 def read_gpt_neox(raw: RawConfig) -> DecoderConfig:
-    """Some models are not parallel."""
+    """Reads the shape. Some models have sequential blocks."""
     fields = {
         "hidden_act": "gelu",
         "partial_rotary_factor": raw.get("rotary_pct", 0.25),
@@ -82,10 +82,10 @@ def read_gpt_neox(raw: RawConfig) -> DecoderConfig:
 
 
 def read_falcon(raw: RawConfig) -> DecoderConfig:
-    """The first sizes have one norm for attention and MLP, and all heads share one key and value; the "new
-    decoder architecture" may have two norms, and has groups of heads."""
+    """Reads the shape. In the first models, attention and MLP share a norm, and all heads share one KV head.
+    The "new decoder architecture" may have two norms, and has several KV heads."""
     if raw.get("alibi"):
-        raise BadModelFolder("positions by ALiBi are not supported, only rotary ones", param="alibi")
+        raise BadModelFolder("ALiBi is not supported, only rotary positions", param="alibi")
     is_new = bool(raw.get("new_decoder_architecture"))
     num_kv_heads = raw.get("num_kv_heads")
     if not is_new and raw.get("multi_query", True):
@@ -104,8 +104,8 @@ def read_falcon(raw: RawConfig) -> DecoderConfig:
 
 
 def read_stablelm(raw: RawConfig) -> DecoderConfig:
-    """A part of each head rotates. Large sizes are parallel, and have a norm for each head of queries and
-    keys."""
+    """Reads the shape. A part of each head rotates. Large models have parallel blocks, and a norm for each
+    head of queries and keys."""
     return standard_shape(
         {"partial_rotary_factor": 0.25} | dict(raw),
         norm="layer",
@@ -115,7 +115,7 @@ def read_stablelm(raw: RawConfig) -> DecoderConfig:
 
 
 def _cohere(raw: RawConfig, theta: float, **changes: Any) -> DecoderConfig:
-    """Norms without biases, scaled logits, and heads in which adjacent dimensions rotate together."""
+    """Reads a shape with norms without biases, scaled logits and parallel blocks."""
     return standard_shape(
         {"tie_word_embeddings": True, "rope_theta": theta} | dict(raw),
         norm="layer_unbiased",
@@ -126,12 +126,12 @@ def _cohere(raw: RawConfig, theta: float, **changes: Any) -> DecoderConfig:
 
 
 def read_cohere(raw: RawConfig) -> DecoderConfig:
-    """Command R+ norms queries and keys, each head with separate weights."""
+    """Reads the shape. Command R+ norms each head of queries and keys with separate weights."""
     return _cohere(raw, 500_000.0, qk_norm="each_head" if raw.get("use_qk_norm") else "")
 
 
 def read_cohere2(raw: RawConfig) -> DecoderConfig:
-    """Three layers of four have windows, and the others do not rotate."""
+    """Reads the shape. Three of four layers have windows, and the others do not rotate."""
     pattern = int(raw.get("sliding_window_pattern") or 4)
     kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
     raw = {"sliding_window": 4096, **raw}
@@ -167,7 +167,7 @@ FAMILIES = (
         "StableLM 3B, StableLM 2",
         read_stablelm,
         STABLELM,
-        (replace(STABLELM, mlp_norm="input_layernorm"),),  # of parallel blocks
+        (replace(STABLELM, mlp_norm="input_layernorm"),),  # parallel blocks
         gguf=("stablelm",),
     ),
     Family("CohereForCausalLM", "Command R, Command R+, Aya 23", read_cohere, COHERE, gguf=("command-r",)),

@@ -1,7 +1,7 @@
-"""Phi-1 to 2 (arXiv 2306.11644, 2309.05463): parallel blocks with one layer norm, biases also in the head.
+"""Phi-1 to 2 (arXiv 2306.11644, 2309.05463): parallel blocks with one layer norm, and a bias in the head.
 
 Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905, 2503.01743): fused matrices; some rotate only a part of each
-head, or stretch each frequency by a separate factor."""
+head, or scale each frequency by a separate factor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_phi(raw: RawConfig) -> DecoderConfig:
 
 
 def read_phi3(raw: RawConfig) -> DecoderConfig:
-    """With "longrope", the context is limited to the range of the short factors."""
+    """Reads the shape. With "longrope", the context is limited to the range of the short factors."""
     raw = {"rms_norm_eps": 1e-5, **raw}
     shape = standard_shape(raw, layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")))
     if shape.rope.kind == "longrope":

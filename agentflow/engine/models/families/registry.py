@@ -52,7 +52,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     )
     for family in module.FAMILIES
 }
-"""The architectures that run natively, by the name in ``config.json``."""
+"""The families that run natively, by the architecture's name in ``config.json``."""
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -69,16 +69,14 @@ def read_config(folder: Path) -> DecoderConfig:
     except BadModelFolder as error:
         raise BadModelFolder(f"{folder}: {error}", param=error.param) from None
     except KeyError as error:
-        raise BadModelFolder(
-            f"{folder}: config.json does not give {error}", param=str(error.args[0])
-        ) from None
+        raise BadModelFolder(f"{folder}: config.json has no {error}", param=str(error.args[0])) from None
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
-        message = f"{folder}: config.json holds a value of the wrong kind: {error}"
+        message = f"{folder}: config.json has an invalid value: {error}"
         raise BadModelFolder(message, param="config.json") from error
 
 
 def _check(shape: DecoderConfig) -> None:
-    """Rejects numbers that no model has. They would cause errors in the kernels, or meaningless texts."""
+    """Rejects impossible sizes and scales, which would cause errors in the kernels or meaningless text."""
     sizes = {
         name: getattr(shape, name)
         for name in (
@@ -111,7 +109,7 @@ def _check(shape: DecoderConfig) -> None:
         if not math.isfinite(value := getattr(shape, name)):
             raise ValueError(f"{name} is {value}")
     for rope in filter(None, (shape.rope, shape.local_rope)):
-        frequencies = inverse_frequencies(rope, shape.rotated_dim)  # its factors must fit the heads
+        frequencies = inverse_frequencies(rope, shape.rotated_dim)  # checks that the factors fit the heads
         if not (bool(frequencies.isfinite().all()) and math.isfinite(rope.amplitude)):
             raise BadModelFolder("its rotary frequencies are not finite", param="rope_parameters")
 
@@ -122,7 +120,8 @@ def is_native(folder: Path) -> bool:
 
 
 def _with_head(architecture: object) -> str:
-    """Returns the architecture's name in ``FAMILIES``: embedding models are saved without their head."""
+    """Returns the architecture's name in ``FAMILIES``: embedding models are saved without a head, under
+    another name."""
     name = str(architecture)
     return name.removesuffix("Model") + "ForCausalLM" if name in DECODERS else name
 

@@ -1,4 +1,4 @@
-"""StarCoder 2 (arXiv 2402.19173): attention as Mistral's, with a window; norms and MLP as GPT-2's."""
+"""StarCoder 2 (arXiv 2402.19173): the attention of Mistral, with a window, and the norms and MLP of GPT-2."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The products of one forward pass, changed by the adapters that its rows use: by all adapters together,
-where the kernels have a table of them, else by one after the other. Without adapters, the kernels compute the
-products directly."""
+"""The products of one forward pass, with the changes of the adapters that its rows use. Kernels that can
+group adapters add the changes of all of them together; otherwise one adapter is added after the other.
+Without adapters, the kernels compute the products directly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Products:
         grouped: GroupedAdapters | None = None,
     ) -> None:
         self._linear = linear
-        # Sorted again in each pass, which may be captured in a graph.
+        # Sorts the rows again in each pass, because the pass may be captured in a graph.
         self._grouped = None if grouped is None else grouped.at(grouped.slots)
         self._rows: list[tuple[Adapter, Tensor]] = []
         self._sampled: list[tuple[Adapter, Tensor]] = []
@@ -50,8 +50,7 @@ class Products:
                     self._sampled.append((one.adapter, rows[2 * number + 1]))
 
     def keep_sampled(self, rows: Tensor) -> None:
-        """Prepares for products of ``ForwardInput.rows`` only, in this and all later calls. ``rows``: these
-        rows, on the device."""
+        """Limits all later products to ``ForwardInput.rows``. ``rows``: these rows, on the device."""
         self._rows = self._sampled
         if self._grouped is not None:
             self._grouped = self._grouped.at(self._grouped.slots.index_select(0, rows))
@@ -64,7 +63,7 @@ class Products:
         place: ProductName,
         activation: Activation | None = None,
     ) -> Tensor:
-        """``LinearMethod.multiply`` at one place of a layer."""
+        """Like ``LinearMethod.multiply``, with the changes for one product of a layer."""
         if self._grouped is not None:
             return self._linear.multiply_adapted(
                 x, weight, self._grouped, layer, place, activation=activation

@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: all kernels of a forward pass are launched by one call.
+"""Decode steps as CUDA graphs: one call launches all kernels of a forward pass.
 
-A graph is captured for each form of a decode batch (its number of rows rounded up, and the launches of its
-attention and of the changes by adapters). Before a replay, the batch's arrays are written into the tensors
-that the graph reads. Padding rows have no slot, and their results are dropped.
+A graph is captured for each form of a decode batch: its number of rows, rounded up, and the launches of its
+attention and of its adapters. Before a replay, the batch's arrays are written into the tensors that the graph
+reads. Padding rows have no slot, and their results are dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows for which graphs are captured."""
 CAPTURE_S = 20.0
 _capturing = threading.Lock()
-"""torch captures one graph at a time in a process, and the engines of a process have threads."""
+"""torch can capture only one graph at a time in a process, which may have an engine in each of several
+threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,11 @@ class DeviceRows:
     axis_positions: Tensor | None
 
     def is_deep(self, layer: int) -> bool:
-        """Whether something is added to the rows after this layer."""
+        """Whether vectors are added to the rows after this layer."""
         return self.deep is not None and layer < len(self.deep)
 
     def add_deep(self, hidden: Tensor, layer: int) -> Tensor:
-        """Returns the hidden states after a layer, with the vectors that are added to the rows."""
+        """Returns the hidden states after a layer, with its vectors added to the rows."""
         if self.deep is None or layer >= len(self.deep):
             return hidden
         return hidden.index_add(0, self.rows, self.deep[layer])
@@ -65,7 +66,7 @@ class DeviceInput:
     plan: Any
     adapters: Sequence[AdapterRows]
     given: DeviceRows | None = None
-    grouped: GroupedAdapters | None = None  # the rows with their adapters, if the kernels group them
+    grouped: GroupedAdapters | None = None  # the adapter of each row, if the kernels group adapters
 
     @property
     def token_ids(self) -> Tensor:
@@ -73,7 +74,7 @@ class DeviceInput:
 
 
 def list_arrays(given: ForwardInput) -> dict[str, NDArray[Any]]:
-    """Returns the arrays that ``on_device`` needs on the device."""
+    """Returns the arrays that must be on the device for ``on_device``."""
     arrays = {
         "arrays": np.stack((given.token_ids, given.positions, given.write_slots)),
         "rows": given.rows,
@@ -86,7 +87,7 @@ def list_arrays(given: ForwardInput) -> dict[str, NDArray[Any]]:
 
 
 def on_device(given: ForwardInput, arrived: Mapping[str, Tensor]) -> DeviceInput:
-    """Returns the input with its arrays on the device. ``arrived``: the arrays of ``list_arrays``, there."""
+    """Returns the input with its arrays on the device. ``arrived``: the uploaded ``list_arrays(given)``."""
     num_rows = len(given.rows)
     has_all_rows = num_rows == len(given.token_ids) and bool((given.rows == np.arange(num_rows)).all())
     embedded = None
@@ -106,8 +107,8 @@ class DecodeGraphs:
     Args:
         forward: the forward pass; launches kernels and never waits for the device.
         attention: the implementation that ``forward`` uses.
-        num_heads, num_kv_heads: of all layers.
-        windows: of the layers; 0: none.
+        num_heads, num_kv_heads: the numbers of heads in each layer.
+        windows: the windows that layers use; 0: none.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class DecodeGraphs:
         self._plans: Any = None
         self._kv_layers: tuple[Tensor, ...] = ()
         self._table: Tensor | None = None
-        # By form, and the form of adapters; None: the GPU has no memory for the graph.
+        # By the form of the batch and of its adapters; None: the GPU has no memory for the graph.
         self._captured: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
         self._num_rows = 0  # the columns of ``_arrays`` from here on are padding
 
@@ -147,7 +148,7 @@ class DecodeGraphs:
 
     def run(self, given: DeviceInput) -> Tensor | None:
         """Computes a decode batch: [S, hidden_size], like ``forward``. Returns None if the batch has no
-        graph; then the caller launches the kernels. The result is overwritten by the next call."""
+        graph; then the caller launches the kernels. The next call overwrites the result."""
         num, grouped = given.arrays.shape[1], given.grouped
         table = given.plan.device_table
         if (
@@ -181,7 +182,7 @@ class DecodeGraphs:
         return hidden[:num] if given.has_all_rows else hidden.index_select(0, given.rows)
 
     def _use_memory(self, kv_layers: tuple[Tensor, ...], table: Tensor) -> None:
-        """Makes the tensors that the graphs read, unless they exist for this KV pool and table already."""
+        """Allocates the tensors that the graphs read, unless they exist for this KV pool and table."""
         if kv_layers is self._kv_layers and table is self._table:
             return
         device, head_dim = kv_layers[0].device, kv_layers[0].shape[-1]
@@ -197,7 +198,7 @@ class DecodeGraphs:
         self._adapter_slots = torch.full((NUM_ROWS[-1],), -1, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(NUM_ROWS[-1], device=device)
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all captures: the libraries keep memory for each stream that they have used.
+        # One stream for all captures: libraries such as cuBLAS keep memory for each stream.
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -206,7 +207,7 @@ class DecodeGraphs:
     def _keep(
         self, form: Any, grouped: GroupedAdapters | None, kv_layers: tuple[Tensor, ...], plan: Any
     ) -> bool:
-        """Captures the graph of a form, and keeps it. Returns whether there was enough memory."""
+        """Captures and stores the graph of a form. Returns whether there was enough memory."""
         key = form, None if grouped is None else grouped.form
         self._captured[key] = None
         if grouped is not None:
@@ -215,7 +216,9 @@ class DecodeGraphs:
             self._captured[key] = self._capture(form, grouped, kv_layers, plan)
         except torch.OutOfMemoryError as error:
             logger.warning(
-                "no memory for the graph of %d rows, which run more slowly: %s", form.num_rows, error
+                "no memory for the graph of %d rows, so batches of this size are slower: %s",
+                form.num_rows,
+                error,
             )
         return self._captured[key] is not None
 
@@ -227,7 +230,7 @@ class DecodeGraphs:
         inputs = DeviceInput(
             *(self._arrays[:, :num], self._all_rows[:num], True, kv_layers, plan, ()), grouped=grouped
         )
-        # Compiles kernels and creates handles. This computes the batch, which the replay then computes again.
+        # Compiles kernels and creates handles. This computes the batch; the replay computes it again.
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -246,7 +249,7 @@ class DecodeGraphs:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Suspends Python's garbage collection. It may find the graphs of a model that was closed, and a capture
+    """Suspends Python's garbage collection. It could destroy the graphs of a closed model, and a capture
     fails if its thread destroys a graph meanwhile."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,5 +1,5 @@
-"""The forward pass of every architecture in ``families``: in one call where the kernels have one, else
-composed of norms, attention, and a dense or sparse MLP. Both read the same ``DecoderWeights``."""
+"""The forward pass of every architecture in ``families``: one call if the kernels have a whole forward pass,
+else norms, attention, and a dense or sparse MLP. Both use the same ``DecoderWeights``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from agentflow.kernels.platforms import Kernels
 
 
 class _Batch:
-    """The data that all layers of one forward pass use: tensors of its rows, angles, and products.
-    ``is_captured``: in a graph, which is replayed for texts of any length."""
+    """The data that all layers of one forward pass share: tensors of its rows, angles, and products.
+    ``is_captured``: the pass is captured in a graph, which is replayed for texts of any length."""
 
     def __init__(self, given: DeviceInput, kernels: Kernels, *, is_captured: bool = False) -> None:
         self.given, self.rows = given, given.rows
@@ -43,7 +43,8 @@ class _Batch:
         self.products = Products(kernels.linear, given.adapters, self.rows.device, given.grouped)
 
     def make_positions(self, rope: Rope) -> Tensor:
-        """Returns the positions of the rows, [T], or [T, frequencies] if the rope has axes that differ."""
+        """Returns the positions of the rows: [T], or [T, frequencies] if they differ between the rope's
+        axes."""
         given, positions = self.given.given, self.positions
         if given is not None and given.axis_positions is not None and rope.axes is not None:
             positions = given.axis_positions[rope.axes].t()
@@ -61,7 +62,7 @@ def _tree_lens(trees: object) -> list[int]:
 
 
 def apply_norm(x: Tensor, norm: Norm, kernels: Kernels) -> Tensor:
-    """Returns the norm of rows."""
+    """Applies a norm to rows."""
     if norm.bias is not None:
         return kernels.rows.layer_norm(x, norm.weight, norm.bias, norm.eps)
     if not norm.is_less_one:
@@ -72,11 +73,11 @@ def apply_norm(x: Tensor, norm: Norm, kernels: Kernels) -> Tensor:
 
 
 class Decoder:
-    """Weights and forward pass. Keeps no state between calls: the KV pool is an argument.
+    """The weights and the forward pass of a model. Keeps no KV between calls: the KV pool is an argument.
 
     Args:
         kernels: the implementation that packed the weights.
-        weights: all weights and parameters but the head.
+        weights: all weights and parameters except the head.
         head: computes the logits.
     """
 
@@ -111,7 +112,7 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all weights, in bytes. The embedding and the head may share it, if they are tied."""
+        """The memory of all weights, in bytes. A tied embedding and head may share theirs."""
         embedding, head = self.weights.embedding, self._head
         is_shared = embedding is head or (
             embedding.transposed is not None
@@ -129,8 +130,8 @@ class Decoder:
 
     @property
     def queues_work(self) -> bool:
-        """Whether ``launch`` never waits for the device, if the kernels queue their work. It waits for
-        experts that are computed one after the other, to divide the rows among them."""
+        """Whether ``launch`` never waits for the device, if the kernels queue their work. It waits to divide
+        the rows among experts that are computed one after the other."""
         return self._is_queued
 
     @property
@@ -139,7 +140,7 @@ class Decoder:
         return self._part is not None
 
     def graphs(self) -> DecodeGraphs:
-        """Returns graphs of decode steps, without any captured."""
+        """Returns the graphs of decode steps. None is captured yet."""
         weights = self.weights
         return DecodeGraphs(
             lambda given: self._forward(_Batch(given, self._kernels, is_captured=True)),
@@ -171,8 +172,8 @@ class Decoder:
         return self._forward(_Batch(given, self._kernels)) if hidden is None else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden_size] to [S, vocab_size] in float32; the ranks of a model but the first return an empty
-        tensor."""
+        """Computes logits [S, vocab_size] in float32 from hidden states [S, hidden_size]. Ranks other than
+        rank 0 return an empty tensor."""
         logits = self._kernels.linear.multiply_exactly(hidden, self._head)
         if self._part is not None:
             gathered = self._part.ranks.gather(logits, self._part.token_counts)
@@ -194,7 +195,7 @@ class Decoder:
         for i, layer in enumerate(layers):
             queries = self._queries(layer, normed, batch, i)
             if i == last and not len(batch.rows):
-                return normed[:0]  # a chunk of a prompt: only its KV is needed
+                return normed[:0]  # no row is sampled, only KV is needed
             attended = self._attended(layer, queries, batch, batch.given.kv_layers[i])
             if i == last and len(batch.rows) < len(batch.token_ids):
                 attended, residual = (
@@ -246,8 +247,8 @@ class Decoder:
         return x if norm is None else apply_norm(x, norm, self._kernels)
 
     def _normed_heads(self, heads: Tensor, norm: Norm) -> Tensor:
-        """Returns the norms of heads [T, heads, head_dim], or of all heads of a row together, by the norm's
-        size."""
+        """Applies a norm to each head [T, heads, head_dim], or to all heads of a row together if the norm has
+        their size."""
         if norm.weight.ndim == 1:
             rows = heads if len(norm.weight) == heads.shape[2] else heads.flatten(1)
             return self._normed(rows, norm).view_as(heads)

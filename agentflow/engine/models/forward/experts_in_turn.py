@@ -1,4 +1,4 @@
-"""A mixture of experts whose experts are computed one after the other, where kernels do not group them."""
+"""Computes the experts of a mixture one after the other, for kernels that cannot group them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def experts_in_turn(
 
     Args:
         x: the rows, [T, hidden_size].
-        scores: of the experts, [T, experts].
+        scores: the router's scores, [T, experts].
         experts: the mixture.
-        shared: a summand, which is overwritten.
+        shared: the output of the shared experts, which is added to the result and overwritten; or None.
         dense: computes an MLP.
 
     Returns:
@@ -28,7 +28,7 @@ def experts_in_turn(
     """
     weights, chosen = routed(scores, experts.routing)
     out = torch.zeros_like(x) if shared is None else shared
-    # The rows of each expert become adjacent: one product for all of them.
+    # Sorted by expert, so that each expert computes all of its rows in one product.
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=len(experts.experts)).tolist()
     places = torch.split(order, counts)

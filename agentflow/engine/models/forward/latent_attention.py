@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are computed from
-one small latent for each token, and from a rotated key that all heads share.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the keys and values of all heads are computed
+from one small latent per token, and from a rotated key that all heads share.
 
-The pool holds latent and rotated key, both as the key and as the value of a single KV head. The matrices that
-would expand them are applied to the queries and to the output instead, so that any attention kernel can be
-used.
+The pool stores the latent and the rotated key, both as the key and as the value of a single KV head. The
+matrices that would expand them are applied to the queries and to the output instead, so any attention kernel
+works.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentflow.kernels.platforms import Kernels
 def project(
     weights: LatentWeights, x: Tensor, kernels: Kernels, angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Projects ``x`` [T, hidden_size] to queries [T, heads, pool_dim] and to the pool's entries
+    """Projects ``x`` [T, hidden_size] to queries [T, heads, pool_dim] and entries of the pool
     [T, 2, 1, pool_dim]."""
     kv_rank, plain_dim, num_heads = weights.kv_rank, weights.plain_dim, len(weights.key_up)
     down, rotated_dim = kernels.linear.multiply(x, weights.down), angles[0].shape[-1]
@@ -42,14 +42,14 @@ def project(
 
 
 def project_values(weights: LatentWeights, attended: Tensor) -> Tensor:
-    """``attended`` [T, heads * pool_dim] to [T, heads * value_dim]."""
+    """Expands attended latents [T, heads * pool_dim] to values [T, heads * value_dim]."""
     num_heads = len(weights.value_up)
     latents = attended.view(len(attended), num_heads, -1)[..., : weights.kv_rank].transpose(0, 1)
     return torch.bmm(latents, weights.value_up).transpose(0, 1).flatten(1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates [T, heads, rotated_dim], whose adjacent dimensions rotate together. In the result, these are
-    half of ``rotated_dim`` apart, which does not change the products of queries and keys."""
+    """Rotates [T, heads, rotated_dim], whose adjacent dimensions rotate together. In the result they are
+    ``rotated_dim / 2`` apart, which does not change the products of queries and keys."""
     x = x.reshape(*x.shape[:2], -1, 2).transpose(2, 3).flatten(2)
     return x * cos + x.roll(x.shape[2] // 2, -1) * sin

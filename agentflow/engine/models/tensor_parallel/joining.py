@@ -1,7 +1,7 @@
-"""How the ranks of a model meet: by memory that they share, or by a store of torch.distributed.
+"""Connects the ranks of a model: by shared memory, or by a store of torch.distributed.
 
-On one machine, either is in a file without a name, so that nothing is left behind. For ranks on several
-machines, rank 0 has the store at a TCP address.
+On one machine, either is in an unnamed file, so that nothing is left behind. For ranks on several machines,
+rank 0 has the store at a TCP address.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from agentflow.kernels.ranks import DistributedRanks, Ranks
 
 
 def collective_for(device: torch.device, kernels: Kernels, *, is_remote: bool = False) -> str:
-    """Returns how the ranks add: on one machine through shared memory with the native kernels, else by gloo
-    on CPUs and NCCL on GPUs. ``AGENTFLOW_RANKS`` may choose gloo on CPUs. Raises ``BadArgument`` if it has
-    another value."""
+    """Returns how the ranks add their results: "nccl" on GPUs; on CPUs "shared" (memory) if the ranks are on
+    one machine and use the native kernels, else "gloo". ``AGENTFLOW_RANKS`` may choose gloo on CPUs. Raises
+    ``BadArgument`` if it has an unknown value."""
     chosen = os.environ.get("AGENTFLOW_RANKS", "")
     if chosen not in ("", "shared", "gloo"):
         raise BadArgument(
@@ -35,13 +35,13 @@ def collective_for(device: torch.device, kernels: Kernels, *, is_remote: bool = 
 
 
 def prepare(collective: str, file: int, size: int) -> None:
-    """Makes an empty file without a name ready for ``join`` by ``size`` ranks."""
+    """Prepares an empty unnamed file for ``join`` by ``size`` ranks."""
     if collective == "shared":
         make_room(file, size)
 
 
 def join(collective: str, file: int, rank: int, size: int, device: str, limit_s: float) -> Ranks:
-    """Joins the group of this machine; with gloo and NCCL, waits until all ranks have.
+    """Joins a group on this machine; with gloo and NCCL, waits until all ranks have joined.
 
     Args:
         collective: How the ranks exchange data.
@@ -53,9 +53,9 @@ def join(collective: str, file: int, rank: int, size: int, device: str, limit_s:
     """
     if collective == "shared":
         return SharedRanks(file, rank, size, limit_s=limit_s)
-    # The store opens this path again when it is destroyed, whenever that is. If the descriptor were closed by
-    # then, its number could be another file's, into which the store would write, or a socket's, which ends
-    # the process. So a copy stays open until the process ends.
+    # The store opens this path again when it is destroyed. If the descriptor were closed by then, its number
+    # could belong to another file, into which the store would write, or to a socket, which ends the process.
+    # So a copy stays open until the process ends.
     store = FileStore(f"/proc/self/fd/{os.dup(file)}", size)
     return DistributedRanks(store, rank, size, device=torch.device(device), limit_s=limit_s)
 
@@ -74,15 +74,15 @@ def open_store(host: str, limit_s: float) -> tuple[TCPStore, str]:
 def join_over_tcp(
     store: TCPStore | str, rank: int, size: int, device: str, limit_s: float, *, host: str
 ) -> Ranks:
-    """Joins a group over several machines; waits until all ranks have.
+    """Joins a group over several machines; waits until all ranks have joined.
 
     Args:
-        store: of ``open_store`` on rank 0; its address on the others.
+        store: the store of ``open_store`` on rank 0; its address on the other ranks.
         rank: the number of this rank.
         size: the number of ranks.
         device: where the tensors are.
         limit_s: as in ``Ranks``.
-        host: the address of this machine for the others.
+        host: the address of this machine for the other ranks.
     """
     if isinstance(store, str):
         address, _, port = store.rpartition(":")

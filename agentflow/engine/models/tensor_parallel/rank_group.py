@@ -1,8 +1,8 @@
-"""The processes of the other ranks, as the engine's process has them.
+"""The processes of the other ranks, as the engine's process sees them.
 
-Each is connected by a socket. A rank on this machine also has a lifeline: when the engine's process closes it
-or dies, the kernel kills the rank. A rank that waits for another one, or that is stopped, reads no socket. So
-no rank outlives the engine. Ranks on other machines are started there by others (``cluster.ray``), who end
+Each is connected by a socket. A rank on this machine also has a lifeline, a pipe: when the engine's process
+closes it or dies, the kernel kills the rank, even if the rank is stopped or waits for another rank and does
+not read its socket. So no rank outlives the engine. ``cluster.ray`` starts ranks on other machines, and ends
 them with the engine.
 """
 
@@ -31,31 +31,31 @@ logger = logging.getLogger(__name__)
 RANK_MODULE = "agentflow.engine.models.tensor_parallel.rank_process"
 END_S = 5.0
 LOST_RANK_S = 300.0
-"""How long a rank waits for another one. The supervisor ends an engine process that hangs earlier."""
+"""How long a rank waits for another one. The supervisor kills a hanging engine process earlier."""
 _LENGTH = struct.Struct("!I")
 
 
 def framed(content: bytes) -> bytes:
-    """Returns a batch as one frame, like ``to_frame`` but without msgpack."""
+    """Returns bytes as one frame, like ``to_frame`` but without msgpack."""
     return _LENGTH.pack(len(content)) + content
 
 
 class LoadPart(msgspec.Struct, frozen=True):
     """The first message to a rank."""
 
-    options: dict[str, Any]  # of its ``TorchRunner``, without ``ranks``
+    options: dict[str, Any]  # the arguments of its ``TorchRunner``, without ``ranks``
     rank: int
     size: int
     collective: str  # shared, gloo or nccl
-    store: str  # where ranks on several machines meet, HOST:PORT; empty on one
+    store: str  # the address of the store of ranks on several machines, HOST:PORT; empty on one machine
     limit_s: float  # as in ``Ranks``
     keeps_order: bool
     log_level: int
-    version: str = __version__  # of agentflow in rank 0
+    version: str = __version__  # rank 0's version of agentflow
 
 
 class PartLoaded(msgspec.Struct, frozen=True, tag=True):
-    """A rank is ready. ``weight_bytes``: of its part."""
+    """A rank is ready. ``weight_bytes``: the size of its part."""
 
     weight_bytes: int
 
@@ -67,7 +67,7 @@ class PartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class PartLogged(msgspec.Struct, frozen=True, tag=True):
-    """A line that a rank logs."""
+    """A log message of a rank."""
 
     level: int
     name: str
@@ -80,14 +80,14 @@ from_rank_decoder: msgspec.msgpack.Decoder[PartLoaded | PartFailed | PartLogged]
 
 
 class RankGroup:
-    """Ranks 1 to ``size`` - 1, which import torch and wait for ``load``. Importing it takes seconds, in which
-    this process can import it too.
+    """Ranks 1 to ``size`` - 1, which import torch and wait for ``load``. This process can import torch
+    meanwhile.
 
     Args:
         size: the number of ranks.
-        remote: connections to ranks on other machines, instead of starting processes here. They are closed
-            with the group.
-        host: the address of this machine for them; empty: all ranks are here.
+        remote: connections to ranks on other machines, instead of starting processes here. The group closes
+            them.
+        host: the address of this machine for remote ranks; empty: all ranks are on this machine.
 
     Raises:
         EngineFailed: a process cannot be started.
@@ -95,7 +95,7 @@ class RankGroup:
 
     def __init__(self, size: int, remote: Sequence[socket.socket] = (), host: str = "") -> None:
         self.host = host
-        # By which ranks on this machine meet.
+        # The file for ``joining.join`` on this machine.
         self.file = -1 if remote else os.memfd_create("agentflow-ranks", os.MFD_CLOEXEC)
         self._ranks: list[_Rank] = []
         self._lost = ""
@@ -116,11 +116,12 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the ranks from 1 on that run on this machine."""
+        """The process ids of the other ranks that run on this machine."""
         return [rank.process.pid for rank in self._ranks if isinstance(rank, _LocalRank)]
 
     def load(self, parts: Sequence[LoadPart]) -> None:
-        """Makes the ranks load their parts, from rank 1 on. Raises ``EngineFailed`` if one has ended."""
+        """Makes the ranks load their parts. ``parts``: from rank 1 on. Raises ``EngineFailed`` if a rank has
+        ended."""
         try:
             for rank, part in zip(self._ranks, parts, strict=True):
                 rank.connection.sendall(to_frame(part))
@@ -128,7 +129,7 @@ class RankGroup:
             raise EngineFailed(self._lost or "a rank of the model has ended") from error
 
     def wait_until_loaded(self) -> int:
-        """Returns the bytes of the weights of all ranks. Raises ``EngineFailed`` if a rank has ended."""
+        """Returns the size of the weights of these ranks. Raises ``EngineFailed`` if a rank has ended."""
         total = 0
         for _ in self._ranks:
             num_bytes = self._changed.get()
@@ -144,7 +145,7 @@ class RankGroup:
             abort()
 
     def send(self, message: bytes) -> None:
-        """Sends a message to all ranks. Raises ``ConnectionError`` if one has ended."""
+        """Sends a message to all ranks. Raises ``ConnectionError`` if a rank has ended."""
         frame = framed(message)
         try:
             for rank in self._ranks:
@@ -154,17 +155,17 @@ class RankGroup:
 
     @property
     def lost(self) -> str:
-        """Why the group is of no use any more, or empty."""
+        """Why the group can no longer be used; empty while it can."""
         return self._lost
 
     def close(self) -> None:
-        """Ends all ranks. ``abort`` is not called afterwards. A second call changes nothing."""
+        """Ends all ranks. Does not call ``abort`` afterwards. A second call does nothing."""
         self._is_closing = True
         for rank in self._ranks:
             rank.end()
         for rank in self._ranks:
             rank.wait()
-            # Not closed earlier: the thread that reads it ends with the process.
+            # Not closed before: the thread that reads it ends when the process does.
             with contextlib.suppress(OSError):
                 rank.connection.shutdown(socket.SHUT_RDWR)
             if rank.thread is not None and rank.thread.ident is not None:
@@ -201,24 +202,24 @@ class _Rank:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.thread: threading.Thread | None = None  # reads the connection
-        # Not a time-out, which the reading thread would have.
+        # Not a socket timeout, which would also apply to the reading thread.
         limit = struct.pack("ll", int(LOST_RANK_S), 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def end(self) -> None:
-        """Begins to end it."""
+        """Starts to end the rank."""
 
     def wait(self) -> None:
-        """Waits for its end."""
+        """Waits until the rank has ended."""
 
 
 class _RemoteRank(_Rank):
-    """A rank on another machine, which ends when the connection closes. If it waits for another rank then, it
-    is ended by its starter."""
+    """A rank on another machine, which ends when the connection closes. If it waits for another rank at that
+    time, ``cluster.ray`` ends it."""
 
 
 class _LocalRank(_Rank):
-    """A rank in a process that this one starts."""
+    """A rank in a child process."""
 
     def __init__(self, file: int) -> None:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:

@@ -1,8 +1,8 @@
-"""The main module of a rank's process: ``python -m ... FD LIFELINE FILE``, from ``rank_group``. On another
-machine than rank 0, there is no FILE, and FD is a TCP connection.
+"""The main module of a rank's process: ``python -m ... FD LIFELINE FILE``, from ``rank_group``. On a machine
+without rank 0, there is no FILE, and FD is a TCP connection.
 
 The first frame on the socket is ``LoadPart``; each later one is a batch (``steps``). The process ends with
-the engine's process, or when a batch fails: the ranks have computed different things then.
+the engine's process, or when a batch fails, because the ranks then have different KV.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _F_SETSIG = 10  # of Linux; the fcntl module has no name for it
 
 
 def die_with(lifeline: int) -> None:
-    """Makes the kernel kill this process when the other end of a pipe closes, also while it is stopped."""
+    """Makes the kernel kill this process when the other end of a pipe closes, even while it is stopped."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
@@ -38,7 +38,7 @@ def die_with(lifeline: int) -> None:
 
 
 class _GroupLog(logging.Handler):
-    """Sends the lines that agentflow logs to rank 0."""
+    """Sends agentflow's log messages to rank 0."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def run_rank(connection: socket.socket, file: int | None) -> int:
     ours = logging.getLogger("agentflow")
     ours.addHandler(_GroupLog(connection))
     try:
-        # Before there is a message: it takes seconds.
+        # Imports before the first message arrives: it takes seconds.
         from agentflow.engine.models.tensor_parallel.joining import join, join_over_tcp
         from agentflow.engine.models.torch_runner import TorchRunner
         from agentflow.kernels.native_library import keep_order
@@ -89,7 +89,7 @@ def run_rank(connection: socket.socket, file: int | None) -> int:
 
 
 def main() -> None:
-    """Runs the rank whose files are in the arguments."""
+    """Runs the rank with the file descriptors in the arguments."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     numbers = [*map(int, sys.argv[1:])]

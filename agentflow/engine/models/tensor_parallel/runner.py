@@ -36,27 +36,28 @@ logger = logging.getLogger(__name__)
 
 
 class TensorParallelRunner:
-    """Divides a model over ``size`` processes, of which this one is rank 0.
+    """Divides a model over ``size`` processes. This process is rank 0.
 
-    A failure of any rank, memory that is short included, is an ``AcceleratorFault``: the ranks have computed
-    different things then. The model reads no images and has no adapters.
+    Any failure of a rank, even a lack of memory, becomes an ``AcceleratorFault``, because the ranks then have
+    different KV. The model reads no images and has no adapters.
 
     Args:
         folder: the model folder, or a GGUF file.
         size: the number of ranks.
         num_slots: the size of the KV pool in tokens; each rank has a part of each slot.
-        device: as in ``TorchRunner``. On GPUs of one machine, it is the first of ``size`` consecutive ones.
+        device: as in ``TorchRunner``. On one machine, the first of ``size`` consecutive GPUs.
         dtype: as in ``TorchRunner``.
         kv_dtype: as in ``TorchRunner``.
         quantize: as in ``TorchRunner``.
         num_threads: CPU threads of all ranks together; None: ``usable_cpus``.
         keeps_order: as in ``native_library.keep_order``.
-        group: the processes of the other ranks, if they are started already; they end also if this fails.
+        group: the processes of the other ranks, if they have been started; also ended if this call fails.
 
     Raises:
         UnknownModel: there is no such folder.
         BadModelFolder: the model cannot be run.
-        BadArgument: the model cannot be divided so, or an argument is unknown or unavailable.
+        BadArgument: the model cannot be divided over ``size`` ranks, or an argument is unknown or
+            unavailable.
         EngineFailed: a rank cannot be started, or it ended while it was loading.
     """
 
@@ -118,7 +119,7 @@ class TensorParallelRunner:
             else:
                 self._ranks = join(collective, group.file, 0, size, devices[0], LOST_RANK_S)
             started.callback(self._ranks.close)
-            started.callback(group.close)  # before: none of its threads may abort ranks that are closed
+            started.callback(group.close)  # runs before ``close`` of the ranks: no thread may abort them then
             group.abort_by(self._ranks.abort)
             self._runner = TorchRunner(**options, device=devices[0], ranks=self._ranks)
             other_bytes = group.wait_until_loaded()
@@ -141,7 +142,7 @@ class TensorParallelRunner:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the ranks from 1 on."""
+        """The process ids of the other ranks on this machine."""
         return self._group.pids
 
     def launch(self, batch: Batch) -> Any:
@@ -170,13 +171,13 @@ class TensorParallelRunner:
 
 
 def _devices(device: str | None, size: int, *, is_remote: bool) -> list[str]:
-    """Returns the device of each rank, on its machine."""
+    """Returns the device of each rank."""
     if size > MAX_RANKS:
         raise BadArgument(f"tensor_parallel is at most {MAX_RANKS}, not {size}", param="tensor_parallel")
     first = device_named(device)
     if first.type == "cpu":
         return ["cpu"] * size
-    if is_remote:  # Ray shows each rank the GPU that it has
+    if is_remote:  # Ray makes only the rank's GPU visible
         return ["cuda:0"] * size
     number, count = gpu_number(device), torch.cuda.device_count()
     if number + size > count:
@@ -188,7 +189,7 @@ def _devices(device: str | None, size: int, *, is_remote: bool) -> list[str]:
 
 
 def _check(folder: Path, size: int) -> None:
-    """Refuses models that are not divided, before a process is started."""
+    """Raises ``BadArgument`` if the model cannot be divided, before a process is started."""
     if not is_native(folder):
         raise BadArgument(
             f"tensor_parallel needs a native architecture, and {folder.name} runs through transformers: "
@@ -198,7 +199,7 @@ def _check(folder: Path, size: int) -> None:
     config = read_config(folder)
     if config.architecture in TOWERS and "vision_config" in read_folder(folder)[0]:
         raise BadArgument(
-            f"{folder.name} reads images, and such models are not divided: leave out tensor_parallel",
+            f"{folder.name} reads images, and such models cannot be divided: leave out tensor_parallel",
             param="tensor_parallel",
         )
     check_divides(config, FAMILIES[config.architecture].names, size)

@@ -1,7 +1,8 @@
-"""A batch in one message, for ranks that compute it and sample nothing.
+"""A batch in one message, for ranks that compute it without sampling.
 
-The message has only the numbers that a forward pass needs, all of 64 bits, behind their counts. Of the table
-of slots it has the changes since the last message: each rank keeps a copy of the table.
+The message has the length of each array, then the arrays, all in 64-bit integers: only the arrays that a
+forward pass needs. Each rank keeps a copy of the table of slots, so a message has only the changes since the
+last message.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ _NUM_ARRAYS: Final = 18
 
 
 class StepWriter:
-    """The end of rank 0."""
+    """Writes messages on rank 0."""
 
     def __init__(self) -> None:
-        self._copies = TableCopy()  # the copies of all other ranks, which are equal
+        self._copies = TableCopy()  # of all other ranks: their copies are equal
 
     def message(self, batch: Batch) -> bytes:
-        """Returns the message for a batch. All messages must arrive, in this order. The batch must have no
-        adapters, no media and no pending tokens."""
+        """Returns the message for a batch, which must have no adapters, no media and no pending tokens. Ranks
+        must receive all messages, in this order."""
         assert batch.adapters is None
         assert batch.media is None
         assert batch.pending is None
@@ -48,7 +49,7 @@ class StepWriter:
 
 
 class StepReader:
-    """The end of another rank."""
+    """Reads messages on another rank."""
 
     def __init__(self) -> None:
         self._table: NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)

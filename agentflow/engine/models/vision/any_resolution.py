@@ -1,8 +1,8 @@
 """Joins the features of tiles to the features of an image of any resolution (Liu et al. 2024, "LLaVA-NeXT:
 improved reasoning, OCR, and world knowledge").
 
-The first tile is the whole image. The others are a grid, from which the borders are dropped that made the
-image as long and wide as the grid. A token ends each row.
+The first tile is the whole image, made smaller. The other tiles are a grid; the borders that padded the image
+to the shape of the grid are cut off. A newline token ends each row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentflow.errors import BadArgument
 
 
 def choose_grid(size: Size, resolutions: Sequence[Size], side: int) -> Size:
-    """Returns the rows and columns of tiles of an image of ``size``."""
+    """Returns the rows and columns of tiles for an image of ``size``."""
     rows, columns = best_resolution(size, resolutions)
     return rows // side, columns // side
 
@@ -29,10 +29,10 @@ def pack(tiles: Tensor, size: Size, grid: Size, newline: Tensor, max_tiles: int)
 
     Args:
         tiles: [1 + tiles of the grid, patches, hidden_size].
-        size: of the image, in pixels.
+        size: the height and width of the image, in pixels.
         grid: the rows and columns of tiles.
-        newline: [hidden_size]: the end of each row.
-        max_tiles: the features are reduced to about as many as this number of tiles has; 0: they are not.
+        newline: [hidden_size]: the token at the end of each row.
+        max_tiles: larger images are reduced to about the features of this number of tiles; 0: they are not.
 
     Returns:
         [tokens, hidden_size].

@@ -1,9 +1,9 @@
 """The layers of a vision transformer (Dosovitskiy et al. 2020, arXiv 2010.11929), in parts that can be
 computed one by one.
 
-A layer has two halves. The first computes queries, keys and values of some rows. The second attends from some
-rows to all rows of their segments, in both directions, and computes the rest; it needs the first half of the
-whole segments. Segments are images, tiles, or windows of them.
+A layer has two halves. The first half computes queries, keys and values of some rows. The second attends from
+some rows to all rows of their segments, in both directions, and computes the rest; it needs the first half
+for all rows of the segments. A segment is an image, a tile, or a window of one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EncoderShape:
 
     hidden_size: int
     intermediate_size: int
-    num_layers: int  # those that are computed
+    num_layers: int  # the layers to compute
     num_heads: int
     activation: PlainActivation
     is_gated: bool = False  # the MLP has a gate
@@ -37,7 +37,7 @@ class EncoderShape:
         return self.hidden_size // self.num_heads
 
     def flops(self, num_rows: int, num_seen: float) -> tuple[float, float]:
-        """Returns the operations of the halves of a layer for some rows, each of which sees ``num_seen``."""
+        """Returns the operations of each half of a layer for rows that attend to ``num_seen`` rows each."""
         hidden, num_matrices = self.hidden_size, 3 if self.is_gated else 2
         later = hidden * hidden + num_matrices * hidden * self.intermediate_size + 2 * num_seen * hidden
         return 6.0 * num_rows * hidden * hidden, 2.0 * num_rows * later
@@ -61,7 +61,7 @@ class EncoderLayer:
 
 @dataclass(slots=True)
 class Rows:
-    """Rows that are encoded together. ``hidden`` is changed by each layer.
+    """Rows that are encoded together. Each layer changes ``hidden``.
 
     ``starts`` [S + 1]: the first row of each segment, and the number of rows. ``windows``: the same for the
     windows of ``windowed`` layers. ``angles``: cos and sin [rows, 1, head_dim] of the rotary embeddings, in
@@ -72,7 +72,7 @@ class Rows:
     starts: IntArray
     windows: IntArray | None = None
     angles: tuple[Tensor, Tensor] | None = None
-    qkv: Tensor = field(init=False)  # queries, keys and values of one layer: [rows, 3, heads, head_dim]
+    qkv: Tensor = field(init=False)  # queries, keys and values in one layer: [rows, 3, heads, head_dim]
 
 
 class Encoder:
@@ -94,7 +94,7 @@ class Encoder:
         return sum(layer.nbytes for layer in self._layers)
 
     def begin_layer(self, index: int, rows: Rows, first: int, end: int) -> None:
-        """The first half of a layer, for the rows from ``first`` up to ``end``."""
+        """Computes the first half of a layer for rows ``first`` to ``end`` (exclusive)."""
         layer, shape, hidden = self._layers[index], self.shape, rows.hidden
         normed = apply_norm(hidden[first:end], layer.input_norm, self._kernels)
         qkv = self._kernels.linear.multiply(normed, layer.qkv).view(-1, 3, shape.num_heads, shape.head_dim)
@@ -110,7 +110,7 @@ class Encoder:
         rows.qkv[first:end].copy_(qkv)
 
     def end_layer(self, index: int, rows: Rows, first: int, end: int) -> None:
-        """The second half of a layer, for the rows from ``first`` up to ``end``."""
+        """Computes the second half of a layer for rows ``first`` to ``end`` (exclusive)."""
         layer, hidden = self._layers[index], rows.hidden[first:end]
         is_windowed = index in self.shape.windowed and rows.windows is not None
         starts = rows.windows if is_windowed and rows.windows is not None else rows.starts

@@ -1,7 +1,7 @@
 """Encodes a medium in slices of about equal work, so that other requests wait only for a slice.
 
-A slice is half of a layer for some of a part's rows, or a part of the work before or after the layers. The
-division depends on the medium alone, so features do not depend on how many slices run together.
+A slice is half a layer for some rows of a part, or a piece of the work before or after the layers. The
+division depends only on the medium, so the features do not depend on how many slices run together.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class TowerEncoding:
     Args:
         tower: the tower.
         arrays: the medium's arrays.
-        slice_flops: the wanted work of a slice.
-        done: receives the features when no slice is left.
+        slice_flops: the operations of a slice to aim for.
+        done: receives the features after the last slice.
 
     Raises:
         BadArgument: the arrays are not for this tower.
@@ -57,11 +57,11 @@ class TowerEncoding:
             next(self._pieces)
             self._num_slices -= 1
         if not self._num_slices:
-            for _ in self._pieces:  # puts the parts together
+            for _ in self._pieces:  # joins the parts
                 raise AssertionError("an encoding has more slices than were counted")
 
     def _slices(self, part: TileRange) -> Iterator[tuple[float, int]]:
-        """Yields the operations of each thing that ``_encode_part`` does, and its slices."""
+        """Yields the operations and the number of slices of each step of ``_encode_part``."""
         tower = self._tower
         for flops in (tower.embed_flops(part), tower.finish_flops(part)):
             yield flops, self._count(flops)
@@ -79,7 +79,7 @@ class TowerEncoding:
         return [halves[layer in shape.windowed] for layer in range(shape.num_layers)]
 
     def _count(self, flops: float, most: float = math.inf) -> int:
-        """Returns into how many slices these operations are divided."""
+        """Returns the number of slices for these operations."""
         return int(min(most, max(1, round(flops / self._slice_flops))))
 
     def _encode(self, parts: list[TileRange], done: Callable[[Features], None]) -> Pieces[None]:

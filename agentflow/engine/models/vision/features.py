@@ -1,4 +1,4 @@
-"""The features of media that a runner holds, and the rows of a batch that they replace."""
+"""The media features that a runner holds, and the rows of a batch that they replace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MediaFeatures:
     Args:
         tower: computes features.
         hidden_size: of the text model.
-        slice_flops: the wanted work of a slice of an encoding; None: a few milliseconds.
+        slice_flops: the operations of a slice of an encoding to aim for; None: a few milliseconds of work.
     """
 
     def __init__(self, tower: Tower, hidden_size: int, slice_flops: float | None = None) -> None:
@@ -32,7 +32,7 @@ class MediaFeatures:
         self._features: dict[str, Features] = {}
 
     def encode(self, medium: PreparedMedium) -> TowerEncoding:
-        """Begins the encoding of a medium."""
+        """Returns the encoding of a medium, of which nothing is computed yet."""
 
         def keep(features: Features) -> None:
             self._features[medium.identity] = features
@@ -48,8 +48,8 @@ class MediaFeatures:
         self._features.pop(identity, None)
 
     def given_rows(self, media: BatchMedia) -> GivenRows | None:
-        """Returns the rows of a batch that are parts of media, and the positions of all rows on the rope's
-        axes if these differ. None: there are no such rows."""
+        """Returns the batch's rows that belong to media, and the positions of all rows on the axes of the
+        rope if the axes differ; None if no row belongs to a medium."""
         rows = (media.of_tokens >= 0).nonzero()[0]
         if not len(rows):
             return None  # text has the same position on all axes

@@ -1,4 +1,5 @@
-"""The tower of Gemma 3 (arXiv 2503.19786): SigLIP, whose patches are averaged to a fixed number of tokens."""
+"""The tower of Gemma 3 (arXiv 2503.19786): SigLIP, and an average of its patches to a fixed number of
+tokens."""
 
 from __future__ import annotations
 
@@ -32,10 +33,10 @@ class Gemma3Tower(TileTower):
 
     Args:
         tiles: the encoder.
-        norm: of the averages.
-        projection: from them to the text model.
+        norm: the norm of the averages.
+        projection: from the normed averages to the text model.
         pool: the patches on the side of a token.
-        scaling: of pixels.
+        scaling: the scaling of pixels.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ def load_gemma3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) ->
     side = math.isqrt(num_tokens)
     if side < 1 or side**2 != num_tokens or shape.grid % side:
         raise BadModelFolder(
-            f"mm_tokens_per_image is {num_tokens}, which {shape.grid} by {shape.grid} patches cannot make",
+            f"mm_tokens_per_image is {num_tokens}, into which {shape.grid} by {shape.grid} patches cannot be "
+            "pooled",
             param="mm_tokens_per_image",
         )
     if num_tokens > MAX_TOKENS:
         raise BadModelFolder(
-            f"mm_tokens_per_image is {num_tokens:,}, and one step computes all tokens of an image, at most "
-            f"{MAX_TOKENS:,}: take a model with fewer",
+            f"mm_tokens_per_image is {num_tokens:,}, and at most {MAX_TOKENS:,} are supported, because one "
+            "step computes all tokens of an image: take a model with fewer",
             param="mm_tokens_per_image",
         )
     below = weights.below(

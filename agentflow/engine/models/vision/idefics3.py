@@ -26,7 +26,7 @@ class Idefics3Tower(TileTower):
         tiles: the encoder.
         connector: [hidden_size of the text model, scale * scale * hidden_size].
         scale: the patches on the side of a token.
-        scaling: of pixels.
+        scaling: the scaling of pixels.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ def load_idefics3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) 
 
 
 def _positions(grid: int) -> Tensor:
-    """Returns the row in the table of positions for each patch of a whole tile. As in the released code,
-    rounding decides between neighbours: a patch is at a fraction of the side, and a row covers an interval of
-    fractions."""
+    """Returns the row in the table of positions for each patch of a whole tile. A patch is at a fraction of
+    the side, and a row covers an interval of fractions. At their bounds, rounding in float32 decides, as in
+    the released code."""
     bounds = torch.arange(1 / grid, 1.0, 1 / grid)
     fractions = (torch.arange(grid, dtype=torch.float32) * (1.0 / torch.tensor(grid))).clamp(max=1.0 - 1e-6)
     places = torch.bucketize(fractions, bounds, right=True)

@@ -1,7 +1,7 @@
 """The towers of LLaVA and its successors: CLIP or SigLIP, and an MLP between it and the text model.
 
-LLaVA 1.5 (arXiv 2310.03744) reads a square. LLaVA-NeXT and LLaVA-OneVision (arXiv 2408.03326) read tiles of
-an image of any resolution. In videos, each frame is a tile with fewer features.
+LLaVA 1.5 (arXiv 2310.03744) reads a square image. LLaVA-NeXT and LLaVA-OneVision (arXiv 2408.03326) read the
+tiles of an image of any resolution. In videos, each frame is a tile with fewer features.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ Pool = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AnyResolution:
-    """How images of any resolution are put together: the parameters of ``any_resolution.pack``. Of a video,
-    ``pool_before`` reduces the features of frames before the projector, and ``pool_after`` after it; then the
-    video ends with ``newline``."""
+    """The parameters of ``any_resolution.pack``. In a video, ``pool_before`` reduces the features of frames
+    before the projector, or ``pool_after`` after it. With ``pool_after``, a video ends with ``newline``."""
 
     resolutions: Sequence[Size]
     newline: Tensor
@@ -65,11 +64,11 @@ class LlavaTower(TileTower):
 
     Args:
         tiles: the encoder.
-        layers: the numbers of layers after which the features are taken, side by side.
-        keeps_class: the class token is a feature.
+        layers: the features are the results after these numbers of layers, concatenated.
         projector: the MLP.
-        any_resolution: None: an image is one tile.
-        scaling: of pixels.
+        scaling: the scaling of pixels.
+        keeps_class: the class token is a feature.
+        any_resolution: how tiles are joined; None: an image is one tile.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class LlavaTower(TileTower):
         return product_flops(part.num_rows, self._projector.first, self._projector.second)
 
     def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor], count: int) -> Pieces[list[Tensor]]:
-        """Makes [tiles, features of each, hidden_size]."""
+        """Returns [tiles, features of a tile, hidden_size]."""
         taken = [kept[self.kept_layers.index(layer - 1)] for layer in self._layers]
         features = torch.cat(taken, dim=-1).view(
             -1, self._tiles.shape.num_rows, taken[0].shape[-1] * len(taken)
@@ -172,7 +171,7 @@ def load_llava(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> 
 
 
 def _taken_layers(raw: RawConfig, num_layers: int) -> tuple[list[int], bool]:
-    """Returns after how many layers features are taken, and whether the class token is one."""
+    """Returns the numbers of layers after which features are taken, and whether the class token is one."""
     is_onevision = "LlavaOnevisionForConditionalGeneration" in read_architectures(raw)
     given = raw.get("vision_feature_layer", -1 if is_onevision else -2)
     layers = [int(one) for one in (given if isinstance(given, list) else [given])]

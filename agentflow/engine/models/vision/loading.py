@@ -36,7 +36,7 @@ TOWERS: Final[Mapping[str, Callable[[TowerWeights, RawConfig, PixelScaling], Tow
     "Qwen3VLForConditionalGeneration": load_qwen3,
     "SmolVLMForConditionalGeneration": load_idefics3,
 }
-"""The architectures that read images, by the name in ``config.json``."""
+"""The loader of each architecture that reads images, by the architecture's name in ``config.json``."""
 
 
 def load_tower(
@@ -47,10 +47,10 @@ def load_tower(
 
     Args:
         folder: The model's folder.
-        architecture: A key of ``TOWERS``, or of a model without images.
-        dtype: Of the matrices.
-        device: Of the tower.
-        kernels: That compute it.
+        architecture: A key of ``TOWERS``, or the architecture of a model without images.
+        dtype: The type of matrices.
+        device: The device of the tower.
+        kernels: The kernels that compute it.
 
     Raises:
         BadModelFolder: the configuration is wrong, or tensors are missing, misshapen or left over.
@@ -71,11 +71,11 @@ def load_tower(
             raise BadModelFolder(f"{folder}: {error}", param=error.param) from None
         except KeyError as error:
             raise BadModelFolder(
-                f"{folder}: vision_config does not give {error}", param=str(error.args[0])
+                f"{folder}: vision_config has no {error}", param=str(error.args[0])
             ) from None
         except (TypeError, ValueError, ArithmeticError) as error:
             raise BadModelFolder(
-                f"{folder}: vision_config holds a value of the wrong kind: {error}", param="vision_config"
+                f"{folder}: vision_config has an invalid value: {error}", param="vision_config"
             ) from error
         checkpoint.refuse_leftovers(only=parts)
     return tower

@@ -1,6 +1,6 @@
-"""Work that is done in pieces, so that an encoding can pause between them.
+"""Divides work into pieces, so that an encoding can pause between them.
 
-A piece is an even part of some rows. The division depends on the work alone, not on when it pauses.
+The pieces are even parts of some rows. The division depends only on the work, not on its pauses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def even_parts(num: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x: Tensor, count: int) -> Pieces[Tensor]:
-    """Applies a function of rows to x [rows, any] in ``count`` pieces."""
+    """Applies a function to the rows of x [rows, any] in ``count`` pieces."""
     made = []
     for first, end in even_parts(len(x), count):
         if first < end:

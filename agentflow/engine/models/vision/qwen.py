@@ -1,9 +1,9 @@
 """The towers of Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631): images of any size in patches
-with rotary positions on two axes. Squares of patches become one token.
+with rotary positions on two axes. A square of patches becomes one token.
 
-Qwen2.5-VL attends to windows in most layers. Qwen3-VL adds learned positions, resized from a square, and
-gives the results of some layers to the first layers of the text model (DeepStack). In videos, patches span
-two frames, and those of one time attend to each other.
+Qwen2.5-VL attends to windows in most layers. Qwen3-VL adds learned positions, resized from a square table,
+and adds the results of some layers to the first layers of the text model (DeepStack). In videos, a patch
+spans two frames, and the patches of the same frames attend to each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PatchShape:
     """The sizes of patches."""
 
     patch: int  # the side of a patch, in pixels
-    frames: int  # of a patch
+    frames: int  # the frames that a patch spans
     merge: int  # the patches on the side of a token
     window: int  # the tokens on the side of a window; 0: there are no windows
 
@@ -55,7 +55,7 @@ class PatchShape:
 class Merger:
     """Makes tokens from squares of patches."""
 
-    norm: Norm  # of a patch, or of a whole square
+    norm: Norm  # over a patch, or over a whole square
     first: LinearWeight
     second: LinearWeight
 
@@ -64,7 +64,7 @@ class Merger:
         return self.first.nbytes + self.second.nbytes
 
     def __call__(self, squares: Tensor, kernels: Kernels) -> Tensor:
-        """[tokens, hidden_size of the patches of each] to [tokens, hidden_size of the text model]."""
+        """Turns [tokens, merge * merge * hidden_size] into [tokens, hidden_size of the text model]."""
         size = squares.shape[1]
         normed = apply_norm(squares.view(-1, len(self.norm.weight)), self.norm, kernels)
         inner = kernels.linear.multiply(normed.view(-1, size), self.first, activation="gelu")
@@ -77,13 +77,13 @@ class QwenTower(Tower):
     Args:
         encoder: the layers.
         shape: the sizes of patches.
-        patches: embeds a patch.
-        positions: [side * side, hidden_size]: learned positions of a square; None: there are none.
+        patches: the product that embeds a patch.
+        positions: [side * side, hidden_size]: the learned positions of a square; None: there are none.
         merger: makes tokens.
         deep: the layers whose results are deep features, with their mergers.
         kernels: the implementation that packed the weights.
-        scaling: of pixels.
-        dtype, device: of the weights.
+        scaling: the scaling of pixels.
+        dtype, device: the type and device of the weights.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class QwenTower(Tower):
 
     def embed(self, arrays: Arrays, part: TileRange, count: int) -> Pieces[Rows]:
         shape, (_, rows, columns) = self._shape, self._grid(arrays)
-        num_times, line = part.end - part.first, shape.merge * columns  # the patches of a line of tokens
+        num_times, line = part.end - part.first, shape.merge * columns  # line: the patches in a row of tokens
         frames = arrays["pixels"][shape.frames * part.first : shape.frames * part.end]
         places = self._places(rows, columns)
         made: list[Tensor] = []
@@ -165,7 +165,8 @@ class QwenTower(Tower):
         )
 
     def _cut(self, pixels: Tensor, num_times: int) -> Tensor:
-        """Cuts lines of frames [frames, 3, height, width] into patches [patches, size], square by square."""
+        """Cuts frames, or lines of them, [frames, 3, height, width] into patches [patches, size], square by
+        square."""
         shape = self._shape
         if len(pixels) == 1:
             pixels = pixels.expand(shape.frames, -1, -1, -1)
@@ -198,7 +199,8 @@ class QwenTower(Tower):
         return made
 
     def _grid(self, arrays: Arrays) -> tuple[int, int, int]:
-        """Returns the patches in time, height and width. Raises ``BadArgument``."""
+        """Returns the number of patches in time, height and width. Raises ``BadArgument`` if the arrays do
+        not fit them."""
         shape, pixels, grid = self._shape, arrays.get("pixels"), arrays.get("grid")
         sizes = () if grid is None else tuple(grid.ravel().tolist())
         if (
@@ -208,7 +210,7 @@ class QwenTower(Tower):
             or sizes[1] % shape.merge
             or sizes[2] % shape.merge
         ):
-            raise BadArgument("image: the model reads pixels and their grid of patches", param="image")
+            raise BadArgument("image: the model needs pixels and their grid of patches", param="image")
         num_times, rows, columns = sizes
         frames = {num_times * shape.frames} | ({1} if num_times == 1 else set())
         if pixels.ndim != 4 or pixels.shape[0] not in frames:
@@ -228,7 +230,8 @@ class QwenTower(Tower):
         return squares.transpose(2, 3).reshape(2, -1).to(self.device)
 
     def _windows(self, rows: int, columns: int) -> tuple[Tensor, NDArray[np.int64]]:
-        """Returns the tokens of one time in the order of windows, and the first patch of each window."""
+        """Returns the tokens of one time in the order of windows, the first patch of each window, and the
+        number of patches."""
         side, merge = self._shape.window, self._shape.merge
         num_rows, num_columns = rows // merge, columns // merge
         if not side:
@@ -243,7 +246,7 @@ class QwenTower(Tower):
         return torch.from_numpy(np.concatenate(blocks)).to(self.device), starts
 
     def _reordered(self, values: Tensor, order: Tensor, num_times: int) -> Tensor:
-        """Returns the rows [num_times * patches, any] with the tokens of each time in another order."""
+        """Returns the rows [num_times * patches, any] with the tokens of each time in ``order``."""
         squares = values.reshape(num_times, len(order), self._shape.merge**2, -1)
         return squares[:, order].reshape(len(values), -1)
 
@@ -256,8 +259,8 @@ class QwenTower(Tower):
 
 
 def _resized(table: Tensor, places: Tensor, size: tuple[int, int]) -> Tensor:
-    """Returns the positions of patches at ``places`` [2, n] of an image, from a square table that is resized
-    bilinearly to ``size`` with its corners kept: [n, hidden_size] in float32."""
+    """Returns the position embeddings of patches at ``places`` [2, n] of an image, from a square table that
+    is resized bilinearly to ``size`` with aligned corners: [n, hidden_size] in float32."""
     side = math.isqrt(len(table))
     total: Tensor | None = None
     low, shares = [], []
@@ -300,7 +303,7 @@ def _read_patches(vision: RawConfig, patch: int, window: int) -> PatchShape:
     patch, merge = int(vision.get("patch_size", patch)), int(vision.get("spatial_merge_size", 2))
     frames = int(vision.get("temporal_patch_size", 2))
     if min(patch, merge, frames) < 1:
-        raise ValueError(f"patches of {patch} pixels and {frames} frames, {merge} of them on a side")
+        raise ValueError(f"patches of {patch} pixels and {frames} frames, {merge} on the side of a token")
     return PatchShape(patch, frames, merge, window // merge // patch)
 
 
@@ -345,7 +348,7 @@ def load_qwen3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> 
     shape, patches = _read_encoder(vision, is_gated=False), _read_patches(vision, 16, 0)
     num_positions = int(vision.get("num_position_embeddings", 2304))
     if num_positions < 1 or math.isqrt(num_positions) ** 2 != num_positions:
-        raise ValueError(f"num_position_embeddings is {num_positions}, which is no square")
+        raise ValueError(f"num_position_embeddings is {num_positions}, which is not a square number")
     deep = [int(layer) for layer in vision.get("deepstack_visual_indexes", (8, 16, 24))]
     if sorted(set(deep)) != deep or not set(deep).issubset(range(shape.num_layers)):
         raise BadModelFolder(

@@ -32,14 +32,14 @@ class TileShape:
     """The sizes of an encoder of square tiles."""
 
     encoder: EncoderShape
-    side: int  # of a tile, in pixels
-    patch: int  # the side of a patch
+    side: int  # the side of a tile, in pixels
+    patch: int  # the side of a patch, in pixels
     eps: float
-    has_class: bool  # a token for the whole tile is in front of the patches
+    has_class: bool  # a class token precedes the patches
 
     @property
     def grid(self) -> int:
-        """The patches on a side."""
+        """The number of patches on a side."""
         return self.side // self.patch
 
     @property
@@ -47,7 +47,7 @@ class TileShape:
         return self.grid**2 + self.has_class
 
     def with_layers(self, count: int) -> TileShape:
-        """Returns the shape with the first layers only: the results of the others are not used."""
+        """Returns the shape with only the first ``count`` layers."""
         return replace(self, encoder=replace(self.encoder, num_layers=count))
 
 
@@ -56,7 +56,7 @@ def read_tiles(vision: RawConfig) -> TileShape:
     hidden, heads = int(vision["hidden_size"]), int(vision["num_attention_heads"])
     side, patch = int(vision["image_size"]), int(vision["patch_size"])
     if min(hidden, heads, side, patch, int(vision["num_hidden_layers"])) < 1 or hidden % heads:
-        raise ValueError(f"{heads} heads in {hidden} dimensions, {patch} of {side} pixels")
+        raise ValueError(f"{heads} heads in {hidden} dimensions, patches of {patch} in {side} pixels")
     if int(vision.get("num_channels", 3)) != 3:
         raise BadModelFolder("images must have 3 channels", param="num_channels")
     return TileShape(
@@ -75,7 +75,7 @@ def read_tiles(vision: RawConfig) -> TileShape:
 
 
 def plain_activation(vision: RawConfig) -> PlainActivation:
-    """Returns ``hidden_act``."""
+    """Reads ``hidden_act``."""
     name = read_activation(vision, "hidden_act")
     assert name != "clamped_swiglu"
     return name
@@ -90,7 +90,7 @@ class TileEncoder:
     patches: LinearWeight
     positions: Tensor  # [rows, hidden_size], with the class token added
     first_norm: Norm | None
-    last_norm: Norm | None  # None: it is not used
+    last_norm: Norm | None
     kernels: Kernels
 
     @property
@@ -100,8 +100,8 @@ class TileEncoder:
     def embed(
         self, tiles: NDArray[Any], scaled: Callable[[NDArray[Any]], Tensor], count: int
     ) -> Pieces[Tensor]:
-        """Makes the rows of tiles [n, 3, side, side], [n * rows, hidden_size], in ``count`` pieces.
-        ``scaled``: returns pixels as the encoder reads them."""
+        """Embeds tiles [n, 3, side, side] as rows [n * rows, hidden_size], in ``count`` pieces. ``scaled``:
+        scales and normalises pixels."""
         shape, num_before = self.shape, int(self.shape.has_class)
         rows = self.positions.repeat(len(tiles), 1, 1)
         for first, end in even_parts(len(tiles) * shape.grid, count):
@@ -130,8 +130,8 @@ def load_tiles(
     Args:
         weights: the tensors.
         shape: the sizes.
-        is_normed: the last norm is applied.
-        order: the row in the table of positions for each patch; None: in order.
+        is_normed: load and apply the last norm.
+        order: the row in the table of positions for each patch; None: patch i has row i.
     """
     encoder, eps = shape.encoder, shape.eps
     weights.leave("embeddings.position_ids", "head.", "post_layernorm.")
@@ -163,7 +163,7 @@ class TileTower(Tower):
 
     Args:
         tiles: the encoder.
-        scaling: of pixels.
+        scaling: the scaling of pixels.
     """
 
     def __init__(self, tiles: TileEncoder, scaling: PixelScaling) -> None:
@@ -192,15 +192,15 @@ def square_tiles(arrays: Arrays, side: int) -> NDArray[Any]:
     if pixels is None or pixels.ndim != 4 or not len(pixels) or pixels.shape[1:] != (3, side, side):
         shape = None if pixels is None else pixels.shape
         raise BadArgument(
-            f"image: the model reads tiles of {side} by {side} pixels, and they have the shape {shape}",
+            f"image: the model reads tiles of {side} by {side} pixels, and the pixels have the shape {shape}",
             param="image",
         )
     return pixels
 
 
 def _blocks(first: int, end: int, grid: int) -> Iterator[tuple[slice, int, int]]:
-    """Divides the lines from ``first`` up to ``end`` of tiles with ``grid`` lines into blocks: tiles, and the
-    lines of each from a first one up to an end."""
+    """Divides lines ``first`` to ``end`` (exclusive) of tiles with ``grid`` lines each into blocks. Yields a
+    slice of tiles, and the first and the end of the block's lines in each of them."""
     while first < end:
         tile, top = divmod(first, grid)
         num_tiles = max(1, (end - first) // grid) if top == 0 else 1
@@ -210,8 +210,8 @@ def _blocks(first: int, end: int, grid: int) -> Iterator[tuple[slice, int, int]]
 
 
 def _cut_patches(tiles: Tensor, side: int) -> Tensor:
-    """Cuts tiles [n, 3, height, width] into patches [n, rows * columns, 3 * side * side], row by row. A rest
-    at the right is left out."""
+    """Cuts tiles [n, 3, height, width] into patches [n, rows * columns, 3 * side * side], row by row. A
+    remainder at the right edge is dropped."""
     n, channels, height, width = tiles.shape
     tiles = tiles[..., : width // side * side]
     grid = tiles.view(n, channels, height // side, side, width // side, side)

@@ -1,7 +1,7 @@
-"""A vision tower with its connector: from the arrays of a medium to the rows that stand in a prompt.
+"""A vision tower with its connector: from the arrays of a medium to the embeddings of its tokens.
 
 A tower divides a medium into *parts*, such as tiles, that are encoded one after another. Each kind of tower
-embeds the patches of a part, and makes features from its encoded rows. Both are done in pieces.
+embeds the patches of a part, and makes features from its encoded rows. Both work in pieces.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The embeddings of a medium's tokens: row ``MediaRun.first + i`` is for token i."""
+    """The embeddings of a medium's tokens. Row ``MediaRun.first + i`` is for token i of a run."""
 
     rows: Tensor  # [tokens, hidden_size of the text model]
-    deep: Tensor | None = None  # [L, tokens, hidden_size]: as ``GivenRows.deep``
+    deep: Tensor | None = None  # [L, tokens, hidden_size]: as in ``GivenRows.deep``
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +39,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class TileRange:
-    """The tiles or frames from ``first`` up to ``end``, with ``num_rows`` rows in the encoder."""
+    """Tiles or frames ``first`` to ``end`` (exclusive), with ``num_rows`` rows in the encoder."""
 
     first: int
     end: int
@@ -47,19 +47,19 @@ class TileRange:
 
 
 EMBED_FACTOR = 2.0
-"""The time to embed a patch, relative to its product: its pixels are scaled and moved, too."""
+"""The time to embed a patch relative to its product alone: its pixels are also scaled and moved."""
 
 
 def product_flops(num_rows: int, *weights: LinearWeight) -> float:
-    """Returns the operations of products of rows."""
+    """Returns the operations of the products of rows with ``weights``."""
     return 2.0 * num_rows * sum(one.shape[0] * one.shape[1] for one in weights)
 
 
 class Tower(ABC):
     """The weights of a tower.
 
-    ``kept_layers``: the layers whose results ``finish`` needs, in addition to the last one's.
-    ``num_deep``: of ``Features``.
+    ``kept_layers``: the layers whose results ``finish`` needs, in addition to the result of the last layer.
+    ``num_deep``: the number of deep features, the length of ``Features.deep``.
     """
 
     kept_layers: Sequence[int] = ()
@@ -75,7 +75,7 @@ class Tower(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """The size of all weights."""
+        """The size of the weights in bytes."""
 
     @abstractmethod
     def parts(self, arrays: Arrays, most_rows: int) -> list[TileRange]:
@@ -83,12 +83,12 @@ class Tower(ABC):
         Raises ``BadArgument`` if the arrays are not for this tower."""
 
     def num_seen(self, part: TileRange, arrays: Arrays, *, is_windowed: bool) -> float:
-        """Returns how many rows a row of a part sees, in the mean."""
+        """Returns the mean number of rows to which a row of a part attends."""
         return part.num_rows / (part.end - part.first)
 
     @abstractmethod
     def embed(self, arrays: Arrays, part: TileRange, count: int) -> Pieces[Rows]:
-        """Makes the rows of a part before the first layer, in ``count`` pieces."""
+        """Embeds a part: returns its rows before the first layer, in ``count`` pieces."""
 
     @abstractmethod
     def embed_flops(self, part: TileRange) -> float:
@@ -96,8 +96,8 @@ class Tower(ABC):
 
     @abstractmethod
     def finish(self, arrays: Arrays, rows: Rows, kept: Sequence[Tensor], count: int) -> Pieces[list[Tensor]]:
-        """Makes the features of a part, and then the deep features from those of ``kept`` that have some, in
-        ``count`` pieces."""
+        """Returns the features of a part, then its deep features if the model has some, in ``count`` pieces.
+        ``kept``: the results of ``kept_layers``."""
 
     @abstractmethod
     def finish_flops(self, part: TileRange) -> float:
@@ -109,8 +109,9 @@ class Tower(ABC):
         return Features(rows, torch.stack(deep) if deep else None)
 
     def scaled(self, pixels: NDArray[Any]) -> Tensor:
-        """Returns pixels [tiles, 3, height, width] as the tower reads them. Only bytes are scaled."""
-        # Arrays of a message are read-only, which torch does not know.
+        """Returns pixels [tiles, 3, height, width] as the tower reads them. Bytes are scaled and normalised;
+        floats only change their type."""
+        # Arrays from a message are read-only, which torch does not support.
         values = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).to(self.device)
         if pixels.dtype == np.uint8:
             scaling = self._scaling

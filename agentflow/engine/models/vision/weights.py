@@ -1,4 +1,4 @@
-"""Takes the tensors of a tower from a checkpoint and packs them for the kernels."""
+"""Reads the tensors of a tower from a checkpoint and packs them for the kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentflow.kernels.platforms import Kernels
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:
-    """The names of the tensors of a layer, below its prefix. ``qkv`` and ``up``: one name for each part, or
+    """The names of a layer's tensors, below its prefix. ``qkv`` and ``up`` have one name for each part, or
     one name for a tensor with all parts."""
 
     input_norm: str = "layer_norm1"
@@ -35,7 +35,7 @@ class TowerWeights:
     Args:
         checkpoint: all tensors.
         kernels: the implementation that packs them.
-        prefix: of the names.
+        prefix: the prefix of their names.
     """
 
     def __init__(self, checkpoint: TensorSource, kernels: Kernels, prefix: str = "") -> None:
@@ -52,7 +52,8 @@ class TowerWeights:
         return self._checkpoint.device
 
     def below(self, *prefixes: str) -> TowerWeights:
-        """Returns the tensors below the first of these prefixes that the checkpoint has: releases differ."""
+        """Returns the tensors below the first of these prefixes that occurs in the checkpoint: releases
+        differ."""
         for prefix in prefixes:
             whole = self.prefix + prefix
             if any(name.startswith(whole) for name in self._checkpoint.names):
@@ -64,7 +65,7 @@ class TowerWeights:
         )
 
     def leave(self, *beginnings: str) -> None:
-        """Marks the tensors whose names begin so as not used."""
+        """Marks the tensors whose names start with one of ``beginnings`` as unused."""
         for beginning in beginnings:
             self._checkpoint.leave(self.prefix + beginning)
 
@@ -74,8 +75,8 @@ class TowerWeights:
     def linear(
         self, names: Sequence[str] | str, num_outputs: int, num_inputs: int, *, gated: bool = False
     ) -> LinearWeight:
-        """Returns one weight for matrices with the same input, which divide the outputs equally. ``gated``:
-        as in ``LinearMethod.pack``."""
+        """Returns one weight for matrices with the same input and the same number of outputs. ``gated``: as
+        in ``LinearMethod.pack``."""
         names = [names] if isinstance(names, str) else names
         whole, size = [self.prefix + name for name in names], num_outputs // len(names)
         weight = self._checkpoint.take_rows(
@@ -83,12 +84,12 @@ class TowerWeights:
         )
         biases = [self._checkpoint.take_if_there(f"{name}.bias", size) for name in whole]
         bias = None
-        if any(one is not None for one in biases):  # Qwen2's keys have none
+        if any(one is not None for one in biases):  # some of the matrices may have no bias
             bias = torch.cat([weight.new_zeros(size) if one is None else one for one in biases])
         return self.kernels.linear.pack(weight, bias, gated=gated)
 
     def patches(self, name: str, num_outputs: int, *shape: int) -> LinearWeight:
-        """Returns a convolution whose steps are as long as its kernel: a product with patches."""
+        """Returns a convolution whose stride is the size of its kernel, as a product with patches."""
         weight = self.tensor(f"{name}.weight", num_outputs, *shape).view(num_outputs, -1)
         bias = self._checkpoint.take_if_there(f"{self.prefix}{name}.bias", num_outputs)
         return self.kernels.linear.pack(weight, bias)
@@ -100,7 +101,7 @@ class TowerWeights:
     def layer(
         self, shape: EncoderShape, eps: float, names: LayerNames, *, is_rms: bool = False
     ) -> EncoderLayer:
-        """Returns the layer below this prefix."""
+        """Returns the encoder layer below this prefix."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
         return EncoderLayer(
             input_norm=self.norm(names.input_norm, hidden, eps, is_rms=is_rms),

@@ -1,8 +1,8 @@
 """Reads the tensors of a model by name, for the loader.
 
 ``Checkpoint`` reads them from safetensors files, ``GgufCheckpoint`` from a GGUF file, and
-``PackedCheckpoint`` (``packed.source``) from safetensors files with quantised matrices. All map their files
-and release the pages of a tensor once it is copied, so that at most one tensor of the files is in memory.
+``PackedCheckpoint`` (``packed_checkpoint``) from safetensors files with quantised matrices. All map their
+files and release the pages of a tensor once it is copied, so that the files occupy little memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentflow.kernels.inputs import BlockMatrix
 from agentflow.kernels.page_advice import release_file_pages
 
 _ROWS_COMPARED = 1024
-_VALUES_CONVERTED = 1 << 22  # in one slice: as float32, they take 16 MB
+_VALUES_CONVERTED = 1 << 22  # in one slice: 16 MB as float32
 
 
 class TensorSource(ABC):
@@ -44,7 +44,7 @@ class TensorSource(ABC):
         self.dtype = dtype
         self.device = device
         self._taken: set[str] = set()
-        self.cuts: Cuts = WHOLE  # the parts that are read; shapes in arguments are the parts' shapes
+        self.cuts: Cuts = WHOLE  # the parts to read; shapes in arguments are the shapes of these parts
 
     @property
     @abstractmethod
@@ -57,12 +57,12 @@ class TensorSource(ABC):
         """Yields an existing tensor as stored, and releases its memory afterwards."""
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Returns the tensor with that name, which must have that shape."""
+        """Returns a tensor by name. Its shape must be ``shape``."""
         with self._fitting(name, shape) as stored:
             return torch.empty(shape, dtype=self.dtype, device=self.device).copy_(stored)
 
     def take_rows(self, names: Sequence[str], sizes: Sequence[int], width: int) -> Tensor:
-        """Returns matrices of ``width`` columns, stacked. ``sizes``: their numbers of rows."""
+        """Returns matrices of ``width`` columns, stacked. ``sizes``: the number of rows of each."""
         taken: Tensor | None = None
         begin = 0
         for name, size in zip(names, sizes, strict=True):
@@ -75,7 +75,7 @@ class TensorSource(ABC):
         return taken
 
     def take_if_there(self, name: str, *shape: int) -> Tensor | None:
-        """Returns the tensor with that name, or None."""
+        """Like ``take``; None if there is no such tensor, or if another rank adds it."""
         if name in self.cuts.absent:
             self._taken.add(name)
             return None
@@ -86,13 +86,13 @@ class TensorSource(ABC):
         with self._stored(first) as one, self._stored(second) as other:
             if one.shape != other.shape:
                 return False
-            # In parts: most different tensors differ in the first one.
+            # In parts: tensors that differ mostly do so in the first one.
             parts = [slice(i, i + _ROWS_COMPARED) for i in range(0, len(one), _ROWS_COMPARED)]
             return all(torch.equal(one[part], other[part]) for part in parts)
 
     def take_blocks(self, name: str, *shape: int) -> BlockMatrix | None:
-        """Returns the matrix [out, in] with that name in its blocks of quantised values, if the file stores
-        it in such blocks, output by output; else None. Valid until ``release_blocks`` or until the files are
+        """Returns a matrix [out, in] in the blocks of quantised values in which the file stores it, output by
+        output; None if it does not store such blocks. Valid until ``release_blocks`` or until the files are
         closed."""
         return None
 
@@ -101,7 +101,7 @@ class TensorSource(ABC):
         return None
 
     def is_output_first(self, name: str) -> bool:
-        """Whether the matrix with that name is [out, in] even if its architecture stores [in, out]."""
+        """Whether the files store this matrix as [out, in] although its architecture stores [in, out]."""
         return False
 
     def release_blocks(self, names: Collection[str]) -> None:
@@ -109,26 +109,26 @@ class TensorSource(ABC):
         return
 
     def leave(self, beginning: str) -> None:
-        """Marks the tensors whose names begin so as taken: the model does not use them."""
+        """Marks the tensors whose names start with ``beginning`` as taken: the model does not use them."""
         self._taken.update([name for name in self.names if name.startswith(beginning)])
 
     def refuse_leftovers(
         self, *ignored_endings: str, ignored_parts: tuple[str, ...] = (), only: tuple[str, ...] = ("",)
     ) -> None:
         """Raises ``BadModelFolder`` if a tensor was not taken: the weights belong to another architecture.
-        ``only``: the beginnings of the names that are checked."""
+        ``only``: check only names that start with one of these."""
         left = sorted(n for n in self.names if n not in self._taken and not n.endswith(ignored_endings))
         left = [name for name in left if name.startswith(only) and not name.startswith(ignored_parts)]
         if left:
             raise BadModelFolder(
-                f"{self._path} has tensors that its config has no use for ({', '.join(left[:3])}"
+                f"{self._path} has tensors that its config does not use ({', '.join(left[:3])}"
                 f"{', …' if len(left) > 3 else ''}): take the config and the weights of one model",
                 param=left[0],
             )
 
     @contextmanager
     def _fitting(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """Yields the tensor, or its part, as stored. Its shape is compared before memory is allocated for
+        """Yields the tensor, or its part, as stored. Compares its shape before memory is allocated for
         ``shape``: a damaged config may contain any size."""
         cut = self._cut(name)
         whole = shape if cut is None else cut.whole
@@ -156,7 +156,7 @@ class TensorSource(ABC):
             yield stored if cut is None else cut.part(stored)
 
     def _cut(self, name: str) -> Cut | None:
-        """Returns the part of the tensor that is read, in the order of its axes; None: all of it."""
+        """Returns the part of the tensor to read, with the axes in stored order; None: all of it."""
         cut = self.cuts.by_name.get(name)
         if cut is None or not self.cuts.is_transposed or len(cut.whole) != 2:
             return cut
@@ -164,7 +164,7 @@ class TensorSource(ABC):
         return cut if is_stored_so else cut.transposed
 
     def _whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of a matrix [out, in] in the file. ``shape``: of the part that is read."""
+        """Returns the shape of the whole matrix [out, in]. ``shape``: the shape of the part to read."""
         cut = self.cuts.by_name.get(name)
         return shape if cut is None else cut.whole
 
@@ -229,7 +229,7 @@ class Checkpoint(TensorSource):
 
 
 class GgufCheckpoint(TensorSource):
-    """The tensors of a GGUF file, dequantised except by ``take_blocks``."""
+    """The tensors of a GGUF file. Only ``take_blocks`` and ``take_stacked_blocks`` keep them quantised."""
 
     def __init__(self, file: Path, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(file, dtype, device)
@@ -310,6 +310,5 @@ class GgufCheckpoint(TensorSource):
 
 
 def _block_matrix(type_name: str, rows: NDArray[np.uint8], shape: tuple[int, int]) -> BlockMatrix:
-    """Returns a matrix of the file. MXFP4 becomes blocks of 5 bits with the same values, which the kernels
-    can multiply."""
+    """Returns a matrix of the file. MXFP4 becomes blocks of 5 bits, which the kernels can multiply."""
     return gguf_mxfp4_blocks(rows) if type_name == "MXFP4" else BlockMatrix(type_name, rows, shape)

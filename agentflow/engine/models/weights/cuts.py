@@ -1,9 +1,9 @@
-"""Divides a model over ranks (tensor parallel: Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053).
+"""Divides a model over ranks (tensor parallelism: Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053).
 
-A rank has some of the heads and of the inner dimensions of each MLP: the outputs of ``qkv`` and ``gate_up``
-and the inputs of ``output`` and ``down``, so that the sum over the ranks is needed only after the last two.
-Of the vocabulary, it has consecutive tokens, in the embedding and in the head. Norms, routers and learned
-positions are on all ranks. ``Cut`` says which values of a tensor a rank reads.
+A rank has some of the heads and some of the inner dimensions of each MLP: a part of the outputs of ``qkv``
+and ``gate_up`` and of the inputs of ``output`` and ``down``, so that only the results of the last two are
+summed over the ranks. It has a range of the vocabulary, in the embedding and in the head. Norms, routers and
+learned positions are on all ranks. ``Cut`` describes the values of a tensor that a rank reads.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _BLOCKS = {name: (values, num_bytes) for name, values, num_bytes in TYPES.values
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of a tensor: ``ranges`` on one axis, one after the other. For a matrix, the axes are outputs and
-    inputs, also where the files store inputs by outputs."""
+    """A part of a tensor: the concatenated ``ranges`` of one axis. The axes of a matrix are outputs and
+    inputs, even if the files store inputs by outputs."""
 
     whole: tuple[int, ...]  # the shape of the tensor
     axis: int
@@ -46,7 +46,7 @@ class Cut:
         return Cut(self.whole[::-1], len(self.whole) - 1 - self.axis, self.ranges)
 
     def part(self, tensor: Tensor) -> Tensor:
-        """Returns the part of a tensor, as a view if it is one range. The other axes may have any length."""
+        """Returns the part of a tensor; a view if there is one range. The other axes may have any length."""
         parts = [tensor.narrow(self.axis, first, end - first) for first, end in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
@@ -61,7 +61,8 @@ class Cut:
             if any(bound % values for ends in self.ranges for bound in ends):
                 raise BadModelFolder(
                     f"{name} has {self.whole[1]} inputs in blocks of {values} values ({matrix.type}), which "
-                    "are not divided: take fewer ranks for tensor_parallel, or another format of the weights",
+                    "cannot be divided: take fewer ranks for tensor_parallel, or another format of the "
+                    "weights",
                     param="tensor_parallel",
                 )
             [(first, end)] = self.ranges
@@ -71,13 +72,13 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The parts of a rank. Tensors without a ``Cut`` are whole on each rank, but for those in ``absent``,
+    """The parts of a rank. Tensors without a ``Cut`` are whole on each rank, except biases in ``absent``,
     which only the first rank adds."""
 
     by_name: Mapping[str, Cut]
     absent: frozenset[str] = frozenset()
     is_transposed: bool = False  # the files store matrices as inputs by outputs, except ``untransposed``
-    untransposed: tuple[str, ...] = ()  # the beginnings of the names of the embedding and the head
+    untransposed: tuple[str, ...] = ()  # the first parts of the names of the embedding and the head
 
 
 WHOLE = Cuts({})
@@ -93,7 +94,7 @@ def check_divides(config: DecoderConfig, names: WeightNames, size: int) -> None:
     ):
         if is_so:
             raise BadArgument(
-                f"{config.architecture} has {feature}, and such models are not divided: leave out "
+                f"{config.architecture} has {feature}, and such models cannot be divided: leave out "
                 "tensor_parallel",
                 param="tensor_parallel",
             )
@@ -106,7 +107,7 @@ def check_divides(config: DecoderConfig, names: WeightNames, size: int) -> None:
     ):
         if number % size:
             raise BadArgument(
-                f"tensor_parallel is {size}, and the model has {number} {noun}, which it does not divide: "
+                f"tensor_parallel is {size}, which does not divide the model's {number} {noun}: "
                 f"take {' or '.join(map(str, _fitting_sizes(config))) or 'one process'}",
                 param="tensor_parallel",
             )
@@ -130,7 +131,7 @@ def token_counts(vocab_size: int, size: int) -> tuple[int, ...]:
 
 
 def rank_config(config: DecoderConfig, rank: int, size: int) -> DecoderConfig:
-    """Returns the shape of a rank's part."""
+    """Returns the shape of the part of a rank."""
     experts = config.experts
     if experts is not None:
         experts = replace(experts, intermediate_size=experts.intermediate_size // size)
@@ -145,8 +146,8 @@ def rank_config(config: DecoderConfig, rank: int, size: int) -> DecoderConfig:
 
 
 def rank_cuts(config: DecoderConfig, names: WeightNames, rank: int, size: int) -> Cuts:
-    """Returns the parts that a rank reads. ``config``: of the whole model. Where there are fewer KV heads
-    than ranks, several ranks read the same one."""
+    """Returns the parts that a rank reads. ``config``: the shape of the whole model. If there are fewer KV
+    heads than ranks, several ranks read the same KV head."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     counts = token_counts(config.vocab_size, size)
     first_token = sum(counts[:rank])
@@ -160,13 +161,13 @@ def rank_cuts(config: DecoderConfig, names: WeightNames, rank: int, size: int) -
         first = config.num_kv_heads * rank // size * dim
         keys = (first, first + dim)
 
-    # In one tensor, the queries of a KV head, its key, its value, and so on.
+    # One tensor has the queries, the key and the value of the first KV head, then of the second, and so on.
     total = (config.num_heads + 2 * config.num_kv_heads) * dim
     by_head = [(total, _share(total, rank, size))]
     if config.num_kv_heads < size:
         group = config.num_kv_heads * rank // size  # the rank's KV head
         skipped = group * 2 * dim
-        end = (group + 1) * config.num_heads // config.num_kv_heads * dim + skipped  # of the head's queries
+        end = (group + 1) * config.num_heads // config.num_kv_heads * dim + skipped  # of the group's queries
         own_queries = queries[0] + skipped, queries[1] + skipped
         by_head = [(end, own_queries), (total - end, (0, 2 * dim))]
 

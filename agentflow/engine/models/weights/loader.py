@@ -44,13 +44,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """The format of matrices in memory. Blocks of a type that the kernels cannot multiply become "Q8_0";
-    kernels that cannot multiply any blocks get ``dtype``."""
+    """The format of matrices in memory. Blocks of a type that the kernels cannot multiply become "Q8_0". For
+    kernels that multiply no blocks, all matrices become ``dtype``."""
 
     dtype: torch.dtype  # of activations, and of matrices that are not quantised
     keeps_blocks: bool = False  # keep matrices that the file stores in blocks of quantised values
-    # Round other matrices to blocks of this type: "Q8_0", "Q4_1", or "F8_E4M3" if the kernels have it; None:
-    # do not.
+    # Round other matrices to blocks of this type: "Q8_0", "Q4_1", or "F8_E4M3" if the kernels support it;
+    # None: keep them dense.
     quantise: str | None = None
 
 
@@ -59,8 +59,8 @@ class LoadedModel:
     """A model with its weights."""
 
     model: Decoder
-    block_types: frozenset[str]  # of the matrices that are in blocks of quantised values
-    origin: str  # of the values of these matrices, for people
+    block_types: frozenset[str]  # the types of the matrices in blocks of quantised values
+    origin: str  # where the values of these matrices come from, as shown to users
 
 
 def load_model(
@@ -73,8 +73,8 @@ def load_model(
     has_head: bool = True,
     ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Loads the model of a folder or GGUF file. Each matrix is packed as soon as it is read, so that only one
-    is in memory in addition to the result.
+    """Loads the model of a folder or GGUF file. Packs each matrix as soon as it is read, so that the memory
+    holds only one matrix in addition to the result.
 
     Args:
         path: the folder or file.
@@ -88,7 +88,7 @@ def load_model(
     Raises:
         BadModelFolder: tensors are missing, misshapen or left over, or a block of quantised values would be
             divided.
-        BadArgument: ``weights`` are to be quantised, and no matrix can be; or the model cannot be divided.
+        BadArgument: ``weights.quantise`` is set and changes no matrix, or the model cannot be divided.
     """
     with (
         torch.inference_mode(),
@@ -96,13 +96,13 @@ def load_model(
         open_checkpoint(path, weights.dtype, device) as checkpoint,
     ):
         names = FAMILIES[config.architecture].names_among(checkpoint.names)
-        if f"{names.embedding}.weight" not in checkpoint.names:  # saved without a head, as embedding models
+        if f"{names.embedding}.weight" not in checkpoint.names:  # saved without a head, like embedding models
             names = names.without_head()
         if not has_head:
             config = replace(config, tie_word_embeddings=True)
         elif config.tie_word_embeddings and _has_other_head(checkpoint, names):
             logger.warning(
-                "%s: the config ties the head to the embedding, but the files have another, which is used",
+                "%s: the config ties the head to the embedding, but the files have another head: it is used",
                 path,
             )
             config = replace(config, tie_word_embeddings=False)
@@ -188,11 +188,11 @@ class _Loader:
             return
         why = [f"{kept} are already quantised in its files, and stay unchanged"] if kept else []
         if unfit:
-            why.append(f"{unfit} have rows whose length is no multiple of {BLOCK_SIZE}, and stay dense")
+            why.append(f"{unfit} have rows whose length is not a multiple of {BLOCK_SIZE}, and stay dense")
         if not self._num_rounded:
             raise BadArgument(
                 f"quantize has no effect on {path.name}: of its matrices, {'; '.join(why)}: leave it out"
-                + (", or give dtype bfloat16, which rounds them again" if kept else ""),
+                + (", or set dtype to bfloat16, which quantises them again" if kept else ""),
                 param="quantize",
             )
         logger.warning(
@@ -204,7 +204,7 @@ class _Loader:
         )
 
     def _fits_blocks(self, num_inputs: int) -> bool:
-        """Whether a matrix that is to be rounded can be rounded. Counts both cases."""
+        """Whether ``quantise`` can round a matrix with rows of this length. Counts both cases."""
         fits = num_inputs % BLOCK_SIZE == 0
         self._num_rounded += fits
         self._num_unfit += not fits
@@ -276,7 +276,7 @@ class _Loader:
         order: Tensor | None = None,
     ) -> LinearWeight | None:
         """Returns a weight in blocks of quantised values, or None if it must be dense. ``parts``: the number
-        of outputs of each tensor. ``order``: as in ``qkv_order``."""
+        of outputs of each tensor. ``order``: from ``qkv_order``."""
         if not self._kernels.linear.block_types:
             return None
         blocks: list[BlockMatrix] = []
@@ -333,7 +333,7 @@ class _Loader:
         return self._linear(parts, config.hidden_size, order=qkv_order(config, self._names))
 
     def _qk_norm(self, name: str, num_heads: int) -> Norm | None:
-        """Returns the norm of queries or keys."""
+        """Returns the norm of queries or keys, or None if the model has none."""
         config, head_dim = self._config, self._config.head_dim
         if not config.qk_norm:
             return None
@@ -353,7 +353,7 @@ class _Loader:
         return replace(norm, weight=in_order(norm.weight), bias=bias)
 
     def _each_head(self, name: str, num_heads: int) -> Tensor:
-        """Returns the weights [heads, head_dim] of norms, in one tensor or one for each head."""
+        """Returns the norm weights [heads, head_dim] from one tensor, or from one for each head."""
         head_dim = self._config.head_dim
         if "{}" not in name:
             return self._vector(f"{name}.weight", num_heads, head_dim)
@@ -425,7 +425,7 @@ class _Loader:
         return Experts(router, routing, experts, shared)
 
     def _expert_mlp(self, prefix: str, names: Sequence[str], inner: int) -> Mlp:
-        """``names``: of gate, up and down."""
+        """``names``: gate, up and down."""
         hidden, (gate, up, down) = self._config.hidden_size, names
         return Mlp(
             self._linear(_below(prefix, (gate, up), inner), hidden, is_gated=True),
@@ -436,7 +436,7 @@ class _Loader:
         config = self._config
         assert config.experts is not None
         hidden, inner = config.hidden_size, config.experts.intermediate_size
-        # Interleaved gate and up become two halves.
+        # The files interleave gate and up; the kernels need two halves.
         halves = torch.cat((torch.arange(0, 2 * inner, 2), torch.arange(1, 2 * inner, 2)))
         gate_ups = self._stack(f"{prefix}{names.gate_up}", 2 * inner, hidden, halves, is_gated=True)
         downs = self._stack(f"{prefix}{names.down}", hidden, inner, torch.arange(hidden))
@@ -446,7 +446,7 @@ class _Loader:
         self, name: str, num_out: int, num_in: int, order: Tensor, *, is_gated: bool = False
     ) -> list[LinearWeight]:
         """Returns the weights of all experts, from a stack of matrices stored as inputs by outputs.
-        ``order``: of the outputs."""
+        ``order``: the stored place of each output."""
         experts, checkpoint = self._config.experts, self._checkpoint
         assert experts is not None
         count = experts.num_experts
@@ -485,7 +485,7 @@ class _Loader:
             return kernels.linear.pack(matrix, bias, gated=is_gated)
         self.block_types.add(matrix.type)
         packed = kernels.linear.pack_blocks([matrix], bias, gated=is_gated, device=self._device)
-        assert packed is not None  # kernels that accept blocks accept those of 5 and 8 bits
+        assert packed is not None  # kernels that accept blocks accept blocks of 5 and 8 bits
         return packed
 
     def _vector(self, name: str, *shape: int) -> Tensor:
@@ -499,7 +499,7 @@ class _Loader:
         weight = self._vector(f"{name}.weight", size)
         bias = self._vector(f"{name}.bias", size) if kind == "layer" else None
         if kind == "layer_unbiased":
-            bias = torch.zeros_like(weight)  # which makes it a layer norm
+            bias = torch.zeros_like(weight)  # a bias makes it a layer norm
         return Norm(weight, bias, eps or self._config.norm_eps, kind == "rms_less_one")
 
     def _linear(
@@ -511,7 +511,7 @@ class _Loader:
         order: Tensor | None = None,
     ) -> LinearWeight:
         """Returns one weight for several matrices with the same input. ``parts``: the number of outputs of
-        each name. ``order``: as in ``qkv_order``."""
+        each matrix. ``order``: from ``qkv_order``."""
         names, sizes = [f"{name}.weight" for name in parts], list(parts.values())
         biases = [self._checkpoint.take_if_there(f"{name}.bias", size) for name, size in parts.items()]
         bias = None
@@ -533,7 +533,7 @@ class _Loader:
     def _dense(
         self, parts: Mapping[str, int], num_inputs: int, *, is_transposed: bool, order: Tensor | None = None
     ) -> Tensor:
-        """Returns the matrices [outputs, inputs] of ``parts``, stacked."""
+        """Returns the matrices of ``parts``, stacked: [outputs, inputs]."""
         if not is_transposed or all(map(self._checkpoint.is_output_first, parts)):
             taken = self._checkpoint.take_rows(list(parts), list(parts.values()), num_inputs)
             return taken if order is None else taken.index_select(0, order.to(taken.device))

@@ -1,4 +1,4 @@
-"""The tensors of a folder whose matrices are quantised, under their names in the unquantised model.
+"""The tensors of a folder with quantised matrices, under their names in the unquantised model.
 
 A matrix ``NAME.weight`` is stored as several tensors:
 
@@ -8,7 +8,7 @@ A matrix ``NAME.weight`` is stored as several tensors:
 * bytes and fp8: ``NAME.weight`` with ``NAME.weight_scale`` or, in blocks, ``NAME.weight_scale_inv``
 
 The stacked experts ``NAME`` of GPT-OSS are ``NAME_blocks`` and ``NAME_scales``. Scales of activations are
-ignored: activations are not quantised in the way that the checkpoint specifies.
+ignored: the kernels do not quantise activations as the checkpoint specifies.
 """
 
 from __future__ import annotations
@@ -156,5 +156,6 @@ class PackedCheckpoint(Checkpoint):
 
     def _misfit(self, name: str, why: str) -> BadModelFolder:
         return BadModelFolder(
-            f"{self._path}: the quantised parts of {name} do not fit each other ({why})", param=name
+            f"{self._path}: the tensors of the quantised matrix {name} do not fit together ({why})",
+            param=name,
         )

@@ -1,11 +1,11 @@
 """The formulas of quantised matrices: from the tensors of a file to values, or to blocks that the native
 kernels multiply.
 
-A value is ``(code - zero) * scale``. Scale and zero point belong to a group of inputs of one output. AWQ (Lin
-et al. 2023, arXiv 2306.00978) and GPTQ (Frantar et al. 2022, arXiv 2210.17323) have groups of 32 to 128
+A value is ``(code - zero) * scale``. Each output has a scale and a zero point for each group of inputs. AWQ
+(Lin et al. 2023, arXiv 2306.00978) and GPTQ (Frantar et al. 2022, arXiv 2210.17323) have groups of 32 to 128
 inputs, or one group of all inputs. GPTQ with "act order" quantises the inputs in the order of their
-importance, so a tensor has the group of each input. MXFP4 (OCP Microscaling Formats 1.0) has floats of 4 bits
-in groups of 32, whose scales are powers of two.
+importance, so a separate tensor stores the group of each input. MXFP4 (OCP Microscaling Formats 1.0) has
+floats of 4 bits in groups of 32, whose scales are powers of two.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from agentflow.engine.models.weights.quantising import BLOCK_SIZE, quantised
 from agentflow.kernels.inputs import BlockMatrix
 
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The places of 8 adjacent outputs in a word."""
-# Twice the values of MXFP4's codes: whole numbers that fit into 5 bits.
+"""The place in a word of each of 8 adjacent outputs."""
+# The doubled values of MXFP4's codes: integers that fit into 5 bits.
 _E2M1_DOUBLED: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _E8M0_BIAS: Final = 127
 _SLICE = 1 << 22  # the values that are converted in one slice
@@ -36,8 +36,8 @@ class GroupedMatrix:
     codes: Tensor  # [out, in]: uint8, or floats of 8 bits
     scales: Tensor  # [out, groups] float32
     zeros: Tensor | None  # [out, groups] float32; None for floats
-    group_size: int  # inputs of a group; the last may have fewer
-    bits: int  # of a code
+    group_size: int  # inputs in a group; the last group may have fewer
+    bits: int  # in a code
     group_of: Tensor | None = None  # [in] int64: the group of each input; None: groups are adjacent inputs
 
     def __post_init__(self) -> None:
@@ -69,9 +69,10 @@ class GroupedMatrix:
         return out
 
     def blocks(self, *, is_symmetric: bool) -> BlockMatrix | None:
-        """Returns the matrix in blocks of 32; None if the inputs are not a multiple of 32. The codes are kept
-        if groups are adjacent and have at most 4 bits, or 8 bits with zero points in the middle; else the
-        values are rounded to 8 bits. ``is_symmetric``: zero points are expected to be in the middle."""
+        """Returns the matrix in blocks of 32; None if the number of inputs is not a multiple of 32. The codes
+        are kept if groups are adjacent inputs in whole blocks, and codes have at most 4 bits, or 8 bits with
+        zero points in the middle. Otherwise the values are rounded to 8 bits. ``is_symmetric``: zero points
+        are expected to be in the middle."""
         num_out, num_in = self.codes.shape
         if num_in % BLOCK_SIZE:
             return None
@@ -111,8 +112,8 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def awq_matrix(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> GroupedMatrix:
-    """Reads AWQ's "gemm" version: words [in, out / 8] and zero points [groups, out / 8] of 4 bits, whose
-    outputs are interleaved, and scales [groups, out]."""
+    """Reads AWQ's "gemm" version: codes of 4 bits in words [in, out / 8], zero points of 4 bits in words
+    [groups, out / 8], both with interleaved outputs, and scales [groups, out]."""
 
     def in_order(words: Tensor) -> Tensor:
         codes = unpacked(words, 4)
@@ -133,7 +134,7 @@ def gptq_matrix(
         qzeros: words of zero points, [groups, out * bits / 32].
         scales: [groups, out].
         g_idx: the group of each input, [in]; None: groups are adjacent inputs.
-        bits: of a code.
+        bits: the bits of a code.
         zero_offset: added to the stored zero points.
     """
     codes = unpacked(qweight.t(), bits)
@@ -161,7 +162,7 @@ def packed_matrix(
         zero_point: packed along the outputs, or signed bytes [out, groups]; None: the middle.
         g_idx: the group of each input, [in]; None: groups are adjacent inputs.
         shape: (out, in).
-        bits: of a code.
+        bits: the bits of a code.
     """
     num_out, num_in = shape
     middle = 1 << bits - 1
@@ -181,8 +182,8 @@ def packed_matrix(
 def scaled_matrix(
     weight: Tensor, scale: Tensor, zero_point: Tensor | None, block: tuple[int, int] | None
 ) -> GroupedMatrix:
-    """Reads bytes or floats of 8 bits [out, in], with a single scale, or one for each output [out, 1] or
-    [out], for each group of inputs [out, groups], or for each ``block``."""
+    """Reads bytes or floats of 8 bits [out, in]. There is one scale, or one for each output [out, 1] or
+    [out], for each group of inputs [out, groups], or for each block of ``block`` outputs and inputs."""
     num_out, num_in = weight.shape
 
     def by_output(values: Tensor) -> Tensor:
@@ -218,14 +219,14 @@ def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def mxfp4_blocks(blocks: Tensor, scales: Tensor) -> BlockMatrix:
-    """Converts a matrix of MXFP4, blocks [out, groups, 16] and scales [out, groups], to blocks of 5 bits. The
-    values are exact for scales of at least 2 ** -23."""
+    """Converts a matrix of MXFP4, blocks [out, groups, 16] and scales [out, groups], to blocks of 5 bits.
+    Exact for scales of at least 2 ** -23."""
     return _mxfp4(torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2), scales)
 
 
 def gguf_mxfp4_blocks(rows: NDArray[np.uint8]) -> BlockMatrix:
-    """Like ``mxfp4_blocks``, from the rows of a GGUF file: each block has the scale, then 16 bytes with the
-    codes of the first half in their lower bits."""
+    """Like ``mxfp4_blocks``, from the rows of a GGUF file. A block is a scale and 16 bytes; their lower bits
+    are the first 16 codes."""
     stored = torch.from_numpy(rows.copy()).view(len(rows), -1, 1 + BLOCK_SIZE // 2)
     return _mxfp4(torch.cat((stored[..., 1:] & 0x0F, stored[..., 1:] >> 4), dim=-1), stored[..., 0])
 

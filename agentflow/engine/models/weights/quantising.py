@@ -13,13 +13,13 @@ from torch import Tensor
 from agentflow.kernels.inputs import BlockMatrix
 
 BLOCK_SIZE = 32
-_SLICE = 1 << 22  # the values that are converted in one slice: their float32 copies stay small
+_SLICE = 1 << 22  # the values that are converted in one slice, to keep their float32 copies small
 
 
 def quantised(weight: Tensor, block_type: str) -> BlockMatrix:
     """Rounds ``weight`` [out, in] to blocks of "Q8_0" (a scale and 32 signed bytes) or "Q4_1" (a scale, a
-    minimum and 32 codes of 4 bits), or to rows of "F8_E4M3" (a scale and 8-bit floats). ``in`` must be a
-    multiple of 32."""
+    minimum and 32 codes of 4 bits), or to rows of "F8_E4M3" (a scale and 8-bit floats). The number of inputs
+    must be a multiple of 32."""
     num_out, num_in = weight.shape
     convert, size = {"Q8_0": (_q8_0, BLOCK_SIZE), "Q4_1": (_q4_1, BLOCK_SIZE), "F8_E4M3": (_e4m3, num_in)}[
         block_type
@@ -49,7 +49,7 @@ def _q4_1(blocks: Tensor) -> Tensor:
 def _e4m3(rows: Tensor) -> Tensor:
     scales = rows.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
     scales = torch.where(scales > 0, scales, 1.0)
-    # Rounding may take the largest value beyond the largest code, which would be NaN.
+    # Rounding could exceed the largest code, which would give NaN.
     codes = (rows / scales).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
     return torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)), dim=1)
 

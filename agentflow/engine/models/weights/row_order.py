@@ -1,9 +1,9 @@
-"""The order of the rows of queries, keys and values, where the files of a family have another than the
-forward pass.
+"""The order of the rows of queries, keys and values, for families whose files order them differently from
+the forward pass.
 
-The forward pass reads all queries, then all keys, then all values. A rotation combines two rows of a head
-that are half of its rotated part apart. Scores do not depend on the order of the rows of a head, if queries
-and keys have the same.
+The forward pass reads all queries, then all keys, then all values. It rotates row ``i`` of a head together
+with row ``i + n / 2``, if ``n`` rows rotate. Attention scores do not depend on the order of the rows within a
+head, as long as queries and keys have the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentflow.engine.models.families.family import WeightNames
 
 def qkv_order(config: DecoderConfig, names: WeightNames) -> Tensor | None:
     """Returns the place in the files of each row of the forward pass, counted over all tensors of
-    ``names.qkv``; no row is in another tensor than before. None if the order is the same."""
+    ``names.qkv``. Rows stay within their tensor. None if the order is the same."""
     num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     if not (names.is_fused_by_head or names.has_pairs):
         return None
@@ -32,7 +32,8 @@ def qkv_order(config: DecoderConfig, names: WeightNames) -> Tensor | None:
 
 
 def pair_order(config: DecoderConfig) -> Tensor:
-    """Returns the place in the files of each row of a head, if adjacent rows rotate together there."""
+    """Returns the place in the files of each row of a head, for files in which adjacent rows rotate
+    together."""
     num_rotated = config.rope.num_rotated(config.head_dim)
     rows = torch.arange(config.head_dim)
     return torch.cat((rows[:num_rotated:2], rows[1:num_rotated:2], rows[num_rotated:]))
