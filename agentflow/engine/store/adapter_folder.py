@@ -23,7 +23,7 @@ _PADDING = 32
 
 
 def named_adapters(texts: Iterable[str]) -> Mapping[str, str]:
-    """Returns the path of each ``NAME=PATH`` by its name. Raises ``BadArgument`` for other texts.
+    """Parses ``NAME=PATH`` texts. Returns the paths by name. Raises ``BadArgument`` for other texts.
 
     >>> named_adapters(["polite=./polite"])
     {'polite': './polite'}
@@ -35,7 +35,7 @@ def named_adapters(texts: Iterable[str]) -> Mapping[str, str]:
             raise BadArgument(f"lora must be NAME=PATH, not {text!r}", param="lora")
         check_adapter_name(name)
         if name in found:
-            raise BadArgument(f"lora names the adapter {name!r} twice", param="lora")
+            raise BadArgument(f"lora has the adapter {name!r} twice", param="lora")
         found[name] = path
     return found
 
@@ -51,8 +51,8 @@ def check_adapter_name(name: str) -> None:
 
 
 def missing_adapters(loras: Iterable[str]) -> list[str]:
-    """Returns the paths of ``NAME=PATH`` that name adapters of the hub and are not on this computer. Raises
-    ``BadArgument`` for other texts."""
+    """Returns those paths of ``NAME=PATH`` texts that are adapters of the hub and not on this computer.
+    Raises ``BadArgument`` for other texts."""
     return [path for path in named_adapters(loras).values() if _found(path) is None]
 
 
@@ -81,12 +81,12 @@ def resolve_adapter(path: str) -> Path:
     folder = _found(path)
     if folder is None:
         raise UnknownModel(
-            f"there is no folder {path!r}, and no adapter of that name was pulled: "
+            f"there is no folder {path!r}, and no adapter with that name has been pulled: "
             f"run `agentflow pull {path}`",
             param="lora",
         )
     if not _is_folder(folder):
-        raise UnknownModel(f"there is no adapter folder {path!r}: give a folder that holds {CONFIG}")
+        raise UnknownModel(f"there is no adapter folder {path!r}: give a folder that contains {CONFIG}")
     check_adapter(folder)
     return folder.resolve()
 
@@ -118,9 +118,13 @@ def _check_files(folder: Path) -> None:
 
 
 def adapter_bytes(folder: Path, item_bytes: int) -> int:
-    """Returns an upper bound of the memory, in bytes, of an adapter that ``check_adapter`` accepts, with
-    ``item_bytes`` for each weight: kernels pad ranks to multiples of 32. Raises ``BadModelFolder`` for an
-    invalid shape."""
+    """Returns an upper bound of an adapter's memory in bytes: kernels pad ranks to multiples of 32. Raises
+    ``BadModelFolder`` for an invalid shape.
+
+    Args:
+        folder: an adapter that ``check_adapter`` accepts.
+        item_bytes: the bytes of a weight.
+    """
     with (folder / WEIGHTS).open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -132,8 +136,8 @@ def adapter_bytes(folder: Path, item_bytes: int) -> int:
 
 
 def adapter_identity(folder: Path) -> str:
-    """Returns a digest of the files: adapters with other weights have another identity. Raises
-    ``BadModelFolder`` like ``check_adapter``."""
+    """Returns a digest of an adapter's config and weights. Raises ``BadModelFolder`` like
+    ``check_adapter``."""
     check_adapter(folder)
     digest = hashlib.blake2b(digest_size=16)
     for name in (CONFIG, WEIGHTS):

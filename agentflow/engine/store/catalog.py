@@ -1,4 +1,4 @@
-"""The short names: good small models, in one table.
+"""The short names of good small models, in one table.
 
 Each name stands for a repository of the Hugging Face hub; only the default model, smollm2-135m, is pulled
 from another source (``model_store``). The shapes are copied from ``config.json``, so that the memory of a
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# Parameters: in memory, tied ones counted once. GB: the files to pull. Licences: the hub's ids.
+# parameters: in memory; tied ones count once. GB: the files to pull. licence: the hub's id.
 _TABLE: Final = """
 name          repository                           licence     parameters     GB  context  layers kv_heads head_dim  vocabulary
 smollm2-135m  HuggingFaceTB/SmolLM2-135M-Instruct  apache-2.0   134515008   0.09     8192      30        3       64       49152
@@ -43,10 +43,10 @@ class CatalogModel:
     parameters: int
     disk_bytes: int
     context: int  # in tokens
-    layers: int  # this and the next two: the shape of its keys and values
+    layers: int  # layers, kv_heads and head_dim: the shape of its KV cache
     kv_heads: int
     head_dim: int
-    vocabulary: int  # the number of its tokens
+    vocabulary: int  # the size of its vocabulary
 
     @property
     def is_gated(self) -> bool:
@@ -54,7 +54,7 @@ class CatalogModel:
 
     @property
     def kv_numbers_per_token(self) -> int:
-        """The count of numbers in the keys and values of one token."""
+        """How many numbers the keys and values of one token have."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -68,4 +68,4 @@ def _read(table: str) -> Mapping[str, CatalogModel]:
 
 
 CATALOG: Final = _read(_TABLE)
-"""The models by their short names."""
+"""The models by short name."""

@@ -36,7 +36,7 @@ _FLAGS: Final[Mapping[str, Pooling]] = {
 class DenseLayer:
     """A dense layer after the pooling."""
 
-    folder: Path  # of its ``config.json`` and ``model.safetensors``
+    folder: Path  # contains its ``config.json`` and ``model.safetensors``
     in_features: int
     out_features: int
     has_bias: bool
@@ -48,41 +48,43 @@ class EmbeddingFolder:
     """How a model makes embeddings."""
 
     poolings: tuple[Pooling, ...]  # their results are concatenated in this order
-    steps: tuple[DenseLayer | None, ...]  # after the pooling; None normalises
+    steps: tuple[DenseLayer | None, ...]  # after the pooling; None: normalise
     max_tokens: int | None = None  # the longest text; None: the folder has no limit
     prompts: Mapping[str, str] = field(default_factory=dict)  # texts to put before an input, by name
     default_prompt: str | None = None  # the name of the prompt for inputs without one
     lowercases: bool = False  # texts are lowercased before they are encoded
-    is_causal: bool = False  # a token sees no later ones
+    is_causal: bool = False  # a token does not attend to later tokens
 
     @property
     def takes_last(self) -> bool:
-        """Whether the last token of a decoder makes the embedding, so that a paged KV pool can be used."""
+        """Whether the embedding is a decoder's hidden state of the last token, so that a paged KV pool can be
+        used."""
         return self.is_causal and self.poolings == ("lasttoken",)
 
     def prefix(self, name: str | None) -> str:
-        """Returns the prompt of this name, or the default one for None. Raises ``BadArgument`` for an unknown
-        name."""
+        """Returns the prompt with this name; the default prompt for None. Raises ``BadArgument`` for an
+        unknown name."""
         name = self.default_prompt if name is None else name
         if name is None:
             return ""
         if name not in self.prompts:
             known = ", ".join(self.prompts) or "none"
             raise BadArgument(
-                f"the model has no prompt {name[:100]!r} (there are: {known})", param="prompt_name"
+                f"the model has no prompt {name[:100]!r} (its prompts: {known})", param="prompt_name"
             )
         return self.prompts[name]
 
 
 def read_embedding_folder(folder: Path) -> EmbeddingFolder:
-    """Reads how the folder, or GGUF file, makes embeddings. Raises ``BadModelFolder`` for unknown modules."""
+    """Reads how the model in a folder or GGUF file makes embeddings. Raises ``BadModelFolder`` for unknown
+    modules."""
     from agentflow.engine.store.gguf.file import find_gguf, open_gguf  # needs numpy; `doctor` does not
 
     if (file := find_gguf(folder)) is not None:
         if not open_gguf(file).pools_last:
             raise BadModelFolder(
-                f"{file.name}: its embedding is not that of the last token, and of GGUF files only such are "
-                "read: give the model's folder with safetensors, or OWNER/NAME of that on the hub",
+                f"{file.name}: GGUF files are supported only if the last token makes the embedding: give the "
+                "model's folder with safetensors, or its OWNER/NAME on the hub",
                 param="pooling_type",
             )
         return EmbeddingFolder(("lasttoken",), (None,), is_causal=True)
@@ -107,26 +109,25 @@ def read_embedding_folder(folder: Path) -> EmbeddingFolder:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadModelFolder(
-            f"{folder}: a file of sentence-transformers holds a wrong value: {error!r}", param=MODULES
+            f"{folder}: a file of sentence-transformers has an invalid value: {error!r}", param=MODULES
         ) from error
 
 
 def check_generates(folder: Path) -> None:
-    """Raises ``BadModelFolder`` for an embedding model that cannot generate text: an encoder, or a part of
-    one."""
+    """Raises ``BadModelFolder`` for an embedding model that cannot generate text, such as an encoder."""
     config = json_object(folder / "config.json") or {}
     names = [str(name) for name in _architectures(config)]
     encodes = any(name.endswith(("Model", "ForMaskedLM")) and name not in DECODERS for name in names)
     if encodes and not _is_causal(config):
         raise BadModelFolder(
-            f"{folder}: its architecture is {', '.join(names)}, which makes embeddings and generates no "
+            f"{folder}: its architecture is {', '.join(names)}, which makes embeddings and cannot generate "
             "text: serve it with --task embed",
             param="task",
         )
 
 
 def module_files(folder: Path) -> list[str]:
-    """Returns the paths, relative to the folder, of the files of the modules after the model."""
+    """Returns the files of the modules after the model, as paths relative to the folder."""
     found = []
     for module in _modules(folder):
         kind, path = _kind(module), str(module.get("path") or "")
@@ -151,7 +152,7 @@ def _architectures(config: Mapping[str, Any]) -> list[Any]:
 
 
 DECODERS: Final = frozenset({"Qwen2Model", "Qwen3Model", "MistralModel", "LlamaModel"})
-"""Decoders without a head: the form in which embedding models are saved."""
+"""Decoders without a head: embedding models are saved under these names."""
 
 
 def _modules(folder: Path) -> list[dict[str, Any]]:
@@ -162,7 +163,7 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise BadModelFolder(f"{folder / MODULES} cannot be read: {error}", param=MODULES) from error
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise BadModelFolder(f"{folder / MODULES} must hold a list of objects", param=MODULES)
+        raise BadModelFolder(f"{folder / MODULES} must be a list of objects", param=MODULES)
     return modules
 
 
@@ -177,13 +178,13 @@ def _after_the_model(
     known = {"Dense", "Normalize"}
     if kinds[:2] != ["Transformer", "Pooling"] or not known.issuperset(kinds[2:]):
         raise BadModelFolder(
-            f"{folder}: its modules are {', '.join(kinds) or 'none'}; known are Transformer, Pooling, then "
-            "Dense and Normalize",
+            f"{folder}: its modules are {', '.join(kinds) or 'none'}; supported are Transformer, Pooling, "
+            "then Dense and Normalize",
             param=MODULES,
         )
     if modules[0].get("path"):
         raise BadModelFolder(
-            f"{folder}: its model lies in {modules[0]['path']}, not in the folder itself", param=MODULES
+            f"{folder}: its model is in {modules[0]['path']}, not in the folder itself", param=MODULES
         )
     poolings = _poolings(folder / str(modules[1].get("path") or "."))
     steps = [
@@ -197,7 +198,7 @@ def _poolings(folder: Path) -> tuple[Pooling, ...]:
     config = _config(folder)
     if config.get("include_prompt") is False:
         raise BadModelFolder(
-            f"{folder}: the tokens of prompts do not count in its pooling, which is not supported",
+            f"{folder}: its pooling leaves out the tokens of prompts, which is not supported",
             param="include_prompt",
         )
     named = config.get("pooling_mode")

@@ -1,12 +1,12 @@
 """Pulls models and adapters from the Hugging Face hub into its cache, which other tools share.
 
-``huggingface_hub`` handles the token, the mirror (``HF_ENDPOINT``), the proxy and the cache. Only needed
-files are fetched, the small ones first: a model that cannot be run is rejected before its weights are
-fetched.
+``huggingface_hub`` handles the token, the mirror (``HF_ENDPOINT``), the proxy and the cache. A pull fetches
+only the files that are needed, small ones first: it rejects a model that cannot be run before it fetches the
+weights.
 
-Incomplete models are never used: the library moves a file into place when it is complete, all files are
-compared with the hub's hashes, and only then the revision points to them. An interrupted pull continues with
-the missing files.
+Incomplete models are never used: the library moves a file into place when it is complete, a pull compares all
+files with the hub's hashes, and only then makes the revision point to them. An interrupted pull continues
+with the missing files.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class HubFile:
 
     path: str
     num_bytes: int
-    sha256: str = ""  # of the content of large files
-    git_sha1: str = ""  # of other files: git's header and the content
+    sha256: str = ""  # the hash of the content of a large file
+    git_sha1: str = ""  # the hash of git's header and the content of another file
 
 
 def pull_from_hub(name: HubName, listener: PullListener) -> Path:
-    """Fetches the missing files of the model, and verifies all files. Returns its snapshot folder, or its
-    GGUF file. An exception of the listener ends the pull.
+    """Fetches the missing files of a model, and verifies all files. Returns its snapshot folder, or its GGUF
+    file. An exception of the listener ends the pull.
 
     Raises:
-        PullFailed: the hub, the network, the disk or the model prevents the pull; the message says what to
-        do.
+        PullFailed: the hub, the network, the disk or the model prevents the pull; the message says how to
+            fix it.
     """
     try:
         import huggingface_hub.file_download  # noqa: F401  sets up its logger, which is replaced below
@@ -109,7 +109,7 @@ class _Pull:
         return self._snapshot / chosen[0].path if self._name.gguf else self._snapshot
 
     def _files(self) -> dict[str, HubFile]:
-        """Returns the files of the commit to which the revision points, by path."""
+        """Looks up the commit of the revision. Returns its files by path."""
         from huggingface_hub import HfApi
 
         api = HfApi(library_name="agentflow", library_version=__version__)
@@ -138,8 +138,8 @@ class _Pull:
             shards = shards_in(self._snapshot / INDEX)
             if shards is None or not shards <= files.keys():
                 raise PullFailed(
-                    f"{self._name}: {INDEX} does not name files of the repository: it is incomplete; try "
-                    "another revision",
+                    f"{self._name}: {INDEX} lists files that the repository does not have: try another "
+                    "revision",
                     param=INDEX,
                 )
             weights = [files[path] for path in sorted(shards)]
@@ -173,7 +173,7 @@ class _Pull:
             raise PullFailed(f"{self._name} cannot be used: {error}", param=error.param) from error
 
     def _modules(self, files: Mapping[str, HubFile]) -> list[HubFile]:
-        """Returns the files of the modules that make embeddings from the model's output, if there are any."""
+        """Returns the files of modules that make embeddings from the model's output."""
         try:
             paths = module_files(self._snapshot)
         except BadModelFolder as error:
@@ -190,7 +190,7 @@ class _Pull:
             pickles = pickles_in(files)
             if ggufs:
                 usual = next((path for path in ggufs if "q4_k_m" in path.lower()), ggufs[0])
-                reason = f"GGUF files only: name one, as in {name.repository}:{usual}"
+                reason = f"GGUF files only: choose one, as in {name.repository}:{usual}"
             elif pickles:
                 reason = (
                     f"weights only as pickles ({pickles[0]}), which can run code when they are read: take a "
@@ -208,7 +208,7 @@ class _Pull:
         return [files["model.safetensors"]] if "model.safetensors" in files else tensors
 
     def _check_config(self) -> None:
-        """Rejects a model that cannot be run here, before the weights are fetched."""
+        """Raises ``PullFailed`` if the model cannot be run, before the weights are fetched."""
         config = json_object(self._snapshot / "config.json")
         if config is None:
             raise PullFailed(f"config.json of {self._name} is not a JSON object", param="config.json")
@@ -252,13 +252,12 @@ class _Pull:
                 revision=self._commit,
                 library_name="agentflow",
                 library_version=__version__,
-                force_download=again or self._path(file).exists(),  # it has the wrong size
+                force_download=again or self._path(file).exists(),  # an existing file has the wrong size
                 tqdm_class=self._progress(),
             )
 
     def _verify(self, files: Sequence[HubFile]) -> None:
-        """Compares the files with the hub's hashes. Files that were damaged in the cache are fetched
-        again."""
+        """Compares the files with the hub's hashes. Fetches files again that were damaged in the cache."""
         total, done = sum(file.num_bytes for file in files), 0
         for file in files:
             is_intact = self._is_intact(file, done, total)
@@ -268,8 +267,8 @@ class _Pull:
             if not is_intact:
                 self._remove(file)
                 raise PullFailed(
-                    f"{file.path} of {self._name} does not have the hash that the hub gives: it was damaged "
-                    "on the way or tampered with, and has been removed; pull again",
+                    f"the hash of {file.path} of {self._name} differs from the hub's: the file was damaged "
+                    "in transit or tampered with, and has been removed; pull again",
                     param=file.path,
                 )
             done += file.num_bytes
@@ -300,18 +299,17 @@ class _Pull:
             free = shutil.disk_usage(folder).free
         except OSError as error:
             raise PullFailed(
-                f"{self._name} cannot be written to {folder} ({error}): set HF_HOME to a folder that can"
+                f"{self._name} cannot be written to {folder} ({error}): set HF_HOME to a writable folder"
             ) from error
         if num_bytes > free:
             raise PullFailed(
                 f"{self._name} needs {num_bytes / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are "
-                "free: make room, or set HF_HOME to a folder on another disk",
+                "free: free some space, or set HF_HOME to a folder on another disk",
                 param=self._name.repository,
             )
 
     def _remove_stale(self) -> None:
-        """Removes the leftovers of a killed pull: the library neither resumes it nor reuses its file
-        names."""
+        """Removes incomplete files of killed pulls: the library neither resumes nor overwrites them."""
         for leftover in (repository_folder(self._name) / "blobs").glob("*.incomplete"):
             if time.time() - leftover.stat().st_mtime > _STALE_S:
                 leftover.unlink(missing_ok=True)
@@ -341,8 +339,8 @@ class _Pull:
 
     def _progress(self) -> type:
         """Returns a class that replaces tqdm's and reports to the listener. The library creates one or two
-        objects for each file; it counts bytes on the disk in ``update``, and bytes from the network
-        elsewhere."""
+        objects for each file. It counts bytes on disk in ``update``, and bytes from the network in other
+        methods."""
         pull = self
 
         class Progress:
@@ -384,13 +382,13 @@ def _with_mmproj(model: Sequence[str], files: Collection[str]) -> list[str]:
 
 
 def _is_adapter(files: Collection[str]) -> bool:
-    """Whether the repository has an adapter: it may have a tokenizer and a config, but no other weights."""
+    """Whether a repository is an adapter. It may also have a tokenizer and a config, but no other weights."""
     tensors = {path for path in files if path.endswith(".safetensors") and "/" not in path}
     return CONFIG in files and tensors <= {WEIGHTS}
 
 
 def _hub_file(entry: Any) -> HubFile:
-    """Converts an entry of the library's listing, of either of its types."""
+    """Converts an entry of a listing of the library, which has two types."""
     path = getattr(entry, "rfilename", None) or entry.path
     num_bytes = entry.lfs.size if entry.lfs is not None else entry.size
     if entry.lfs is not None:
@@ -399,17 +397,17 @@ def _hub_file(entry: Any) -> HubFile:
 
 
 def _is_known(architectures: Sequence[object]) -> bool:
-    """Whether one of them is in transformers, or runs natively."""
+    """Whether transformers has one of these architectures, or one runs natively."""
     if importlib.util.find_spec("transformers") is not None:
         transformers = importlib.import_module("transformers")
-        # ``dir`` takes half a second: it looks each name up in a list of all.
+        # ``dir`` takes half a second: it searches a list for each name.
         if not {*vars(transformers)["__all__"]}.isdisjoint(map(str, architectures)):
             return True
     return not NATIVE_ARCHITECTURES.isdisjoint(map(str, architectures))
 
 
 class _Notes(logging.Handler):
-    """Passes log lines of the library, for example about a wait for the hub, to the listener."""
+    """Passes log messages of the library to the listener, such as a wait for the hub."""
 
     def __init__(self, listener: PullListener) -> None:
         super().__init__(logging.WARNING)

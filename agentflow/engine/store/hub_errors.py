@@ -1,4 +1,4 @@
-"""Explains errors of the hub in one sentence that says what to do."""
+"""Explains errors of the hub in one sentence, with a remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def explained(name: HubName, file: str = "") -> Iterator[None]:
 
     try:
         yield
-    # The last four: the answer does not come from a hub.
+    # The last four mean that the answer does not come from a hub.
     except (OSError, httpx2.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         what, param = _explanation(error, name, file)
         raise PullFailed(what, param=param) from error
@@ -30,7 +30,7 @@ def _explanation(error: Exception, name: HubName, file: str) -> tuple[str, str]:
 
     hub = f"the hub at {constants.ENDPOINT}"
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # the library has looked in its cache after this error
+        error = error.__cause__  # after this error, the library searched its cache
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"{name} cannot be pulled, because HF_HUB_OFFLINE is set: unset it", "HF_HUB_OFFLINE"
     if isinstance(error, errors.FileMetadataError):
@@ -44,7 +44,7 @@ def _explanation(error: Exception, name: HubName, file: str) -> tuple[str, str]:
             "proxy and HF_ENDPOINT, then pull again"
         )
         if cached_model(name) is not None:
-            what += "; the copy that was pulled before can be used"
+            what += "; the copy that was pulled before is still usable"
         return what, "HF_ENDPOINT"
     if isinstance(error, errors.HFValidationError):
         return f"{name} is not the name of a model on the hub: {error}", name.repository
@@ -61,7 +61,7 @@ def _of_answer(error: Any, hub: str, name: HubName, file: str) -> tuple[str, str
     has_token = get_token() is not None
     log_in = "set HF_TOKEN or run `hf auth login`"
     if isinstance(error, errors.GatedRepoError):
-        do = "with the account of your token" if has_token else f"and give a token ({log_in})"
+        do = "with the account of your token" if has_token else f"and provide a token ({log_in})"
         return f"{repository} is gated: accept its terms on its page on the hub {do}", repository
     if isinstance(error, errors.RevisionNotFoundError):
         what = f"{repository} has no revision {name.revision}: give a branch, a tag or a commit's hash"
@@ -78,26 +78,26 @@ def _of_answer(error: Any, hub: str, name: HubName, file: str) -> tuple[str, str
         token = "your token must be allowed to read it" if has_token else log_in
         return f"{what}; if it is private, {token}", repository
     if status == 403:
-        return f"{hub} does not allow to read {repository}: give a token that may ({log_in})", "HF_TOKEN"
+        return f"{hub} denies access to {repository}: provide a token with access ({log_in})", "HF_TOKEN"
     if status == 429:
         after = error.response.headers.get("Retry-After", "")
         wait = f"in {after} s" if after.isdigit() else "in some minutes"
-        token = "" if has_token else f", or with a token, which is allowed more ({log_in})"
-        return f"{hub} has received too many requests from here: pull again {wait}{token}", repository
+        token = "" if has_token else f", or with a token, which raises the limit ({log_in})"
+        return f"{hub} has received too many requests from you: pull again {wait}{token}", repository
     if status >= 500:
-        return f"{hub} has an internal fault (status {status}): pull {name} again later", repository
-    return f"{hub} answered {name} with status {status}: check HF_ENDPOINT and the name", repository
+        return f"{hub} has an internal error (status {status}): pull {name} again later", repository
+    return f"for {name}, {hub} returned status {status}: check HF_ENDPOINT and the name", repository
 
 
 def _of_file(error: OSError, name: HubName, file: str) -> tuple[str, str]:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = f"the disk of {cache_folder()} is full: make room, or set HF_HOME to a folder on another disk"
+        what = f"the disk of {cache_folder()} is full: free some space, or set HF_HOME to another disk"
         return f"{what}, then pull {name} again", file
     if error.errno is None:  # raised by the library's check of the size
-        return f"{file} of {name} arrived with another size than the hub gives: pull again", file
-    what = f"{name} cannot be written to {cache_folder()} ({error}): set HF_HOME to a folder that can"
+        return f"the size of {file} of {name} differs from the hub's: pull again", file
+    what = f"{name} cannot be written to {cache_folder()} ({error}): set HF_HOME to a writable folder"
     return what, file
 
 
 def _no_hub(hub: str, name: HubName) -> str:
-    return f"{name} cannot be pulled: {hub} does not answer as a hub does: check HF_ENDPOINT and the proxy"
+    return f"{name} cannot be pulled: {hub} does not answer like a hub: check HF_ENDPOINT and the proxy"

@@ -5,7 +5,7 @@ Other tools use the same cache, in the layout that the hub's library documents::
     models--OWNER--NAME/refs/REVISION           the commit to which a branch or tag points
     models--OWNER--NAME/snapshots/COMMIT/FILE   a link to the file's content in blobs/
 
-Nothing here needs a network.
+Nothing here uses the network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentflow.engine.store.model_folder import find_faults, gguf_parts
 from agentflow.errors import PullFailed
 
 MAIN: Final = "main"
-"""The revision of a name without one."""
+"""The revision of a name that has none."""
 
 _PART: Final = r"[A-Za-z0-9][\w.-]*"
 _NAME: Final = re.compile(rf"(?P<repository>{_PART}/{_PART})(?::(?P<gguf>[^:@]+))?(?:@(?P<revision>[^:@]+))?")
@@ -31,7 +31,7 @@ COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _QUANTISATION: Final = re.compile(
     r"(?<![a-z0-9])(?:I?Q\d[A-Z0-9_]*|BF16|F16|F32)(?![a-z0-9_])", re.IGNORECASE
 )
-# Files next to a model: an image encoder or an importance matrix.
+# Files that accompany a model: an image encoder or an importance matrix.
 _OTHER_GGUF: Final = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
 
@@ -50,8 +50,8 @@ class HubName:
 
 
 def hub_name(name: str) -> HubName | None:
-    """Parses a short name or ``OWNER/NAME[:GGUF][@REVISION]``. Returns None for other texts, such as
-    paths."""
+    """Parses a short name or ``OWNER/NAME[:GGUF][@REVISION]``. Returns None for anything else, such as a
+    path."""
     if name in CATALOG:
         return HubName(CATALOG[name].repository)
     found = _NAME.fullmatch(name)
@@ -64,8 +64,8 @@ def hub_name(name: str) -> HubName | None:
 
 
 def served_name(model: str) -> str:
-    """Returns the default name under which a model is served: the last part of a path; names of the store and
-    of the hub are unchanged."""
+    """Returns the default name under which a model is served: the last part of a path, or the unchanged name
+    of a model in the store or on the hub."""
     path = os.path.expanduser(model)
     is_path = os.path.exists(path) or (hub_name(model) is None and (os.sep in model or model in (".", "..")))
     if not is_path:
@@ -96,7 +96,7 @@ def cached_model(name: HubName) -> Path | None:
 
 
 def cached_snapshot(name: HubName) -> Path | None:
-    """Returns the snapshot folder of the revision, in which files may be missing; None if there is none."""
+    """Returns the snapshot folder of a revision, which may lack files; None if there is no such folder."""
     repository = repository_folder(name)
     commit = name.revision
     if not COMMIT.fullmatch(commit):
@@ -114,7 +114,7 @@ def repository_folder(name: HubName) -> Path:
 
 
 def cached_models() -> Iterator[tuple[HubName, Path]]:
-    """Yields the complete models in the cache, at each revision with a name."""
+    """Yields the complete models in the cache, at each branch and tag."""
     for repository in sorted(cache_folder().glob("models--*--*")):
         _, owner, *rest = repository.name.split("--")
         refs = repository / "refs"
@@ -130,8 +130,8 @@ def cached_models() -> Iterator[tuple[HubName, Path]]:
 
 
 def gguf_files(name: HubName, files: Collection[str]) -> list[str]:
-    """Returns the files of a repository that ``name.gguf`` selects: one, or all files of a model in several.
-    Raises ``PullFailed`` if it selects none, or several models."""
+    """Returns the GGUF files of the model that ``name.gguf`` selects in a repository. Raises ``PullFailed``
+    if it selects no model or several."""
     known = sorted(file for file in files if file.endswith(".gguf"))
     if name.gguf in known:
         found = [name.gguf]
@@ -147,22 +147,22 @@ def gguf_files(name: HubName, files: Collection[str]) -> list[str]:
     if len(parts) > 1:
         firsts = sorted(first for first, *_ in parts)
         raise PullFailed(
-            f"{name.gguf} of {name.repository} can be {_some(firsts)}: give one, as in "
+            f"{name.gguf} of {name.repository} can be {_some(firsts)}: choose one, as in "
             f"{name.repository}:{firsts[0]}",
             param=name.gguf,
         )
     chosen = [*parts.pop()]
     if missing := [part for part in chosen if part not in files]:
         raise PullFailed(
-            f"{name.gguf} of {name.repository} is incomplete, {missing[0]} is missing: take another",
+            f"{name.gguf} of {name.repository} is incomplete ({missing[0]} is missing): take another",
             param=name.gguf,
         )
     return chosen
 
 
 def _cached_ggufs(name: HubName, snapshot: Path) -> Iterator[tuple[HubName, Path]]:
-    """Yields the models in GGUF files of a snapshot. Each is named by its quantisation, if no other model has
-    the same one."""
+    """Yields the models in GGUF files of a snapshot, named by their quantisation if it is unique, else by
+    their file."""
     found = [file for file in sorted(snapshot.rglob("*.gguf")) if file.is_file()]
     files = {file.relative_to(snapshot).as_posix(): file for file in found}
     for gguf, file in files.items():

@@ -19,13 +19,13 @@ INDEX: Final = "model.safetensors.index.json"
 PICKLE_ENDINGS: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 MAX_HEADER_BYTES: Final = 100_000_000
-"""The limit of the header of a safetensors file, as its format specifies."""
+"""The largest header that the safetensors format allows."""
 _GGUF_MAGIC: Final = b"GGUF"
 _GGUF_PART: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 
 def check_folder(path: Path) -> None:
-    """Raises ``BadModelFolder``, with a list of all faults, unless ``path`` is a complete model folder or a
+    """Raises ``BadModelFolder`` with a list of all faults, unless ``path`` is a complete model folder or a
     GGUF file."""
     from agentflow.engine.store.gguf.file import find_gguf  # needs numpy, which a bare install does not have
 
@@ -34,8 +34,8 @@ def check_folder(path: Path) -> None:
         return
     if not path.is_dir():
         raise BadModelFolder(
-            f"{path} is a file: give the folder that holds config.json, *.safetensors and tokenizer.json, or "
-            "a .gguf file",
+            f"{path} is a file: give a folder that contains config.json, *.safetensors and tokenizer.json, "
+            "or a .gguf file",
             param=path.name,
         )
     if faults := find_faults(path):
@@ -43,8 +43,8 @@ def check_folder(path: Path) -> None:
 
 
 def check_gguf(file: Path) -> None:
-    """Raises ``BadModelFolder`` unless the file, and all other files of a model in several, begin as GGUF
-    files do."""
+    """Raises ``BadModelFolder`` unless all files of the model are there and start with GGUF's magic
+    number."""
     parts = gguf_parts(file.name)
     if file.name != parts[0]:
         raise BadModelFolder(
@@ -77,12 +77,12 @@ def gguf_parts(name: str) -> list[str]:
 
 
 def pickles_in(names: Iterable[str]) -> list[str]:
-    """Returns the file names that are pickled weights."""
+    """Returns the names of files with pickled weights."""
     return sorted(name for name in names if name.endswith(PICKLE_ENDINGS) and name != "training_args.bin")
 
 
 def find_faults(folder: Path) -> list[str]:
-    """Returns the faults that keep the folder from being loaded, one phrase each."""
+    """Returns the faults that prevent loading the folder, a phrase for each."""
     faults = [
         f"{name} is missing" for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()
     ]
@@ -92,9 +92,9 @@ def find_faults(folder: Path) -> list[str]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Returns the names of the folder's safetensors files that hold the model: the files in its index, or
-    ``model.safetensors``, or else all. Some repositories have the weights a second time, in another layout.
-    Raises ``BadModelFolder`` if the index is damaged."""
+    """Returns the names of the folder's safetensors files: the files in its index, or ``model.safetensors``,
+    or else all. Some repositories also have the weights in another layout. Raises ``BadModelFolder`` if the
+    index is damaged."""
     if (folder / INDEX).is_file():
         shards = shards_in(folder / INDEX)
         if shards is None:
@@ -106,7 +106,8 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def shards_in(index: Path) -> set[str] | None:
-    """Returns the files in an index of safetensors files; None if it is damaged, or has files elsewhere."""
+    """Returns the files in an index of safetensors files; None if the index is damaged, or lists files in
+    other folders."""
     content = json_object(index)
     shards = content.get("weight_map") if content else None
     if not isinstance(shards, dict):
@@ -125,7 +126,7 @@ def _weight_faults(folder: Path) -> list[str]:
         if pickles:
             return [
                 f"*.safetensors is missing, and {pickles[0]} is a pickle, which can run code when it is "
-                "read: save the weights as safetensors, or take a copy of the model that has them"
+                "read: save the weights as safetensors, or take a copy of the model with safetensors"
             ]
         return ["*.safetensors is missing (other weight formats are not read)"]
     return [fault for name in files if (fault := safetensors_fault(folder / name))]
@@ -167,7 +168,7 @@ def json_object(file: Path) -> dict[str, Any] | None:
 
 
 def read_text(file: Path) -> str | None:
-    """Returns the file's text; None if there is no such file. Raises ``BadModelFolder`` if it cannot be
+    """Returns the text of a file; None if there is no such file. Raises ``BadModelFolder`` if it cannot be
     read."""
     try:
         return file.read_text(encoding="utf-8")

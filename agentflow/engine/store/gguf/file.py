@@ -39,7 +39,7 @@ ENCODERS = frozenset(
         "t5encoder",
     }
 )
-"""Architectures of embedding models in which each token sees the whole text."""
+"""Architectures of embedding models in which each token attends to the whole text."""
 # Values of ``pooling_type`` in llama.cpp: none, mean, first, last, rank.
 _NO_POOLING, _POOLING_OF_LAST = 0, 3
 
@@ -49,8 +49,8 @@ _READ: ContextVar[dict[Path, GgufFile] | None] = ContextVar("read", default=None
 
 @contextmanager
 def reading_once() -> Iterator[None]:
-    """Within the scope, ``open_gguf`` reads each file once. The config, the tokenizer, the template and the
-    weights of a model are read from one file by functions that do not know of each other."""
+    """Makes ``open_gguf`` read each file only once within the scope. Independent functions read the config,
+    the tokenizer, the template and the weights from the same file."""
     read = _READ.get()
     token = _READ.set({} if read is None else read)
     try:
@@ -60,8 +60,8 @@ def reading_once() -> Iterator[None]:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Maps a GGUF file, and the projector file next to it (``find_mmproj``). Takes some 20 ms for each
-    100,000 texts in its metadata; weights are not read.
+    """Maps a GGUF file, and the projector file next to it (``find_mmproj``). Takes about 20 ms for 100,000
+    texts in the metadata. Does not read weights.
 
     Raises:
         UnknownModel: there is no such file.
@@ -77,7 +77,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 def find_gguf(path: Path) -> Path | None:
     """Returns the GGUF file at a path: the path itself, or the only GGUF file of a folder without other
-    weights. None if there is none."""
+    weights; None if there is none. Raises ``BadModelFolder`` if the folder has several."""
     if path.suffix == ".gguf" and not path.is_dir():
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")) or (path / "config.json").exists():
@@ -86,16 +86,15 @@ def find_gguf(path: Path) -> Path | None:
     firsts = [file for file in files if "-of-" not in file.name or "-00001-of-" in file.name]
     if len(firsts) > 1:
         raise BadModelFolder(
-            f"{path} has {len(firsts)} GGUF files ({firsts[0].name}, {firsts[1].name}…): give one of them",
+            f"{path} has {len(firsts)} GGUF files ({firsts[0].name}, {firsts[1].name}…): choose one of them",
             param=firsts[0].name,
         )
     return firsts[0] if firsts else None
 
 
 class GgufFile:
-    """A mapped GGUF file. ``path``; ``config``: the equivalent of ``config.json``; ``tensors``: by their
-    names in the torch model (tensors that it does not have keep their names); ``vocabulary``; ``vision``: its
-    projector file; ``unread``: why a projector file next to it is not read."""
+    """A mapped GGUF file, as a model. ``vision``: its projector file, or None. ``unread``: the reason why a
+    projector file next to it is not read, or None."""
 
     def __init__(self, container: Container, mmproj: Path | None = None) -> None:
         self.path = container.path
@@ -106,14 +105,14 @@ class GgufFile:
         name = self._metadata.architecture
         if name in ENCODERS:
             raise BadModelFolder(
-                f"{self.path.name} is an encoder ({name}), which is not read from GGUF files: give the "
-                "model's folder with safetensors, or OWNER/NAME of that on the hub",
+                f"{self.path.name} is an encoder ({name}), which is not supported in GGUF files: give the "
+                "model's folder with safetensors, or its OWNER/NAME on the hub",
                 param="general.architecture",
             )
         if name not in ARCHITECTURES:
             raise BadModelFolder(
-                f"{self.path.name}: its architecture is {name!r}, and GGUF files are read of "
-                f"{', '.join(ARCHITECTURES)} only: give the model's folder with safetensors",
+                f"{self.path.name}: its architecture is {name!r}, and GGUF files are supported only of "
+                f"{', '.join(ARCHITECTURES)}: give the model's folder with safetensors",
                 param="general.architecture",
             )
         self._architecture = ARCHITECTURES[name]
@@ -142,17 +141,18 @@ class GgufFile:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source of the chat template, in the file or known of its kind."""
+        """The Jinja source of the chat template in the file, or of the default of its kind of projector."""
         default = None if self.vision is None else self.vision.kind.template
         return self.vocabulary.chat_template or default
 
     @property
     def pools_last(self) -> bool:
-        """Whether the embedding of a text is made from its last token, which is also the default."""
+        """Whether the embedding of a text is the hidden state of its last token, which is the default."""
         return self._metadata.whole(".pooling_type", _POOLING_OF_LAST) in (_NO_POOLING, _POOLING_OF_LAST)
 
     @cached_property
     def tensors(self) -> Mapping[str, ModelTensor]:
+        """The tensors by name in the torch model. Unknown tensors keep their names."""
         found: dict[str, ModelTensor] = {}
         with self._rejecting_misfits():
             names = _Names(self._architecture, self._metadata)
@@ -170,12 +170,12 @@ class GgufFile:
 
     @contextmanager
     def _rejecting_misfits(self) -> Iterator[None]:
-        """Raises ``BadModelFolder`` for errors of reading: a damaged file may contain any values."""
+        """Turns errors of reading into ``BadModelFolder``: a damaged file may contain any values."""
         try:
             yield
         except (ArithmeticError, IndexError, TypeError, ValueError) as error:
             raise BadModelFolder(
-                f"{self.path.name} has metadata that do not fit its tensors ({error}): fetch it again, or "
+                f"{self.path.name} has metadata that does not fit its tensors ({error}): fetch it again, or "
                 "another conversion of the model",
                 param=self.path.name,
             ) from error
@@ -187,7 +187,7 @@ class GgufFile:
 
 
 class _Names:
-    """Finds the model's tensors in a stored tensor."""
+    """Finds the tensors of the model that a stored tensor contains."""
 
     def __init__(self, architecture: Architecture, data: GgufMetadata) -> None:
         self._architecture = architecture
@@ -239,7 +239,7 @@ class _Names:
         return tensor
 
     def _split(self, stored: StoredTensor, prefix: str, leaf: str) -> Iterator[tuple[str, ModelTensor]]:
-        """Splits queries, keys and values, which are one matrix in the file and three in the model."""
+        """Splits queries, keys and values: one matrix in the file, three in the model."""
         queries, keys = self._sizes
         if stored.shape[0] != queries + 2 * keys:
             return
@@ -274,7 +274,7 @@ class _Names:
 
 
 def _each_part(stored: StoredTensor, name: str) -> Iterator[tuple[str, ModelTensor]]:
-    """Yields the parts of a tensor on its slowest axis, whose numbers are in their names."""
+    """Yields the slices of a tensor on its slowest axis. ``{}`` in ``name`` becomes the index."""
     for number in range(stored.shape[0]):
         part = GgufTensor(stored=stored, shape=stored.shape[1:], first=number, count=1)
         yield name.format(number), part
@@ -284,7 +284,7 @@ _GATE, _UP, _BOTH = "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts
 
 
 def _interleaved(tensors: Mapping[str, ModelTensor]) -> dict[str, ModelTensor]:
-    """Joins gate and up of each layer's experts to one tensor."""
+    """Joins gate and up of each layer's experts into one tensor."""
     joined = dict(tensors)
     for name, gate in tensors.items():
         if _GATE in name:
@@ -300,7 +300,7 @@ _KEYS, _VALUES, _LATENTS = "self_attn.k_b_proj", "self_attn.v_b_proj", "self_att
 
 
 def _with_latents(tensors: Mapping[str, ModelTensor]) -> dict[str, ModelTensor]:
-    """Joins the two stacks of each layer's latent attention to one tensor."""
+    """Joins the two stacks of each layer's latent attention into one tensor."""
     joined = dict(tensors)
     for name, keys in tensors.items():
         values = tensors.get(name.replace(_KEYS, _VALUES)) if _KEYS in name else None
@@ -318,7 +318,7 @@ def _with_latents(tensors: Mapping[str, ModelTensor]) -> dict[str, ModelTensor]:
 def _fitting(stored: StoredTensor, num_rows: int, num_heads: int) -> int:
     if num_heads < 1 or num_rows % (2 * num_heads):
         raise BadModelFolder(
-            f"the tensor {stored.name} has {num_rows} rows, which {num_heads} heads cannot share",
+            f"the tensor {stored.name} has {num_rows} rows, which cannot be divided into {num_heads} heads",
             param=stored.name,
         )
     return num_heads

@@ -1,4 +1,4 @@
-"""Reads single entries of a GGUF file's metadata, with errors that contain their keys."""
+"""Reads single entries of a GGUF file's metadata. Errors contain the key."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from agentflow.errors import BadModelFolder
 
 
 class GgufMetadata:
-    """The entries of one file. Keys that begin with a dot belong to its architecture: ".block_count" is
-    "llama.block_count". An entry of the wrong type raises ``BadModelFolder``, and so does a missing entry
+    """The entries of one file. Keys that start with a dot belong to its architecture: ".block_count" is
+    "llama.block_count". Raises ``BadModelFolder`` for an entry of the wrong type, and for a missing entry
     without a default."""
 
     def __init__(self, container: Container) -> None:
@@ -51,7 +51,7 @@ class GgufMetadata:
         return float(value)
 
     def numbers(self, key: str) -> list[Any]:
-        """Returns a list of numbers or flags; empty if there is none. A single one becomes a list."""
+        """Returns a list of numbers or flags; empty if there is none. A single value becomes a list."""
         value = self._value(key, np.zeros(0))
         if isinstance(value, int | float):
             return [value]

@@ -1,9 +1,9 @@
-"""The file next to a GGUF model that has its vision tower and projector, in the layout of llama.cpp's
+"""The projector file next to a GGUF model: its vision tower and projector, in the layout of llama.cpp's
 ``clip``.
 
-One entry of ``PROJECTORS`` describes a kind of projector (``clip.projector_type``): which text models it has,
-the config and the settings of images that transformers' files of the same model would have, and the names of
-the tensors there. Facts that the file leaves out are those of the released models, as in llama.cpp.
+An entry of ``PROJECTORS`` describes a kind of projector (``clip.projector_type``): its text models, and the
+config, the image settings and the tensor names of the same model in transformers. Facts that the file leaves
+out are assumed as in the released models, like in llama.cpp.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class ProjectorKind:
     ``.weight`` and ``.bias``."""
 
     texts: tuple[str, ...]  # ``general.architecture`` of its text models
-    read: Callable[[GgufMetadata, StoredTensors], Config]  # returns the config without the text model's
+    read: Callable[[GgufMetadata, StoredTensors], Config]  # returns the config, except ``text_config``
     images: Callable[[GgufMetadata, Config], Config]  # returns the equivalent of preprocessor_config.json
-    text: str  # what stands for "model." in the names of the text model
-    tower: str  # the beginning of the names of the tower
+    text: str  # replaces "model." in the names of the text model
+    tower: str  # the prefix of the names of the tower
     names: Mapping[str, str]
     layer: Mapping[str, str]  # below ``v.blk.N.`` in the file, below ``layers`` in the model
     layers: str
-    qkv: str | None = None  # the model has queries, keys and values in one matrix of this name
-    has_frames: bool = False  # the model's patches have frames, one tensor of the file for each
-    template: str | None = None  # the chat template of models whose file has none
+    qkv: str | None = None  # the name of the model's matrix for queries, keys and values, if it has one
+    has_frames: bool = False  # the model's patches span frames; the file has a tensor for each frame
+    template: str | None = None  # the chat template for models whose file has none
 
 
 class VisionFile:
-    """A projector file. ``path``, ``kind``.
+    """A projector file.
 
     Raises:
         BadModelFolder: the file is damaged, or of a kind that is not supported.
@@ -56,8 +56,8 @@ class VisionFile:
         name = data.text(".projector_type", data.text(".vision.projector_type", "mlp"))
         if name not in PROJECTORS or not data.flag(".has_vision_encoder", True):
             raise BadModelFolder(
-                f"{path.name} has a projector of the type {name!r}, and images are read with "
-                f"{', '.join(PROJECTORS)} only: give the model's folder with safetensors",
+                f"{path.name} has a projector of the type {name!r}, and only {', '.join(PROJECTORS)} are "
+                "supported: give the model's folder with safetensors",
                 param="clip.projector_type",
             )
         self.kind = PROJECTORS[name]
@@ -68,17 +68,17 @@ class VisionFile:
         mine = self._data.whole(".vision.projection_dim", width)
         if architecture not in self.kind.texts or mine != width:
             raise BadModelFolder(
-                f"{self.path.name} belongs to another model: it projects to {mine} dimensions of "
-                f"{' or '.join(self.kind.texts)}, and the model next to it has {width} of {architecture}; "
-                "take the files of one model",
+                f"{self.path.name} belongs to another model: it is for {mine} dimensions and "
+                f"{' or '.join(self.kind.texts)}, and the model next to it has {width} dimensions and is "
+                f"{architecture}: take the files of one model",
                 param=self.path.name,
             )
 
     def config(self, text: Config, *, reads_videos: bool) -> Config:
-        """Returns the config of the whole model. ``text``: of its text model. ``reads_videos``: the chat
-        template shows videos."""
+        """Returns the config of the whole model. ``text``: the config of its text model. ``reads_videos``:
+        the chat template has videos."""
         config = dict(self._config)
-        if config["model_type"] == "idefics3" and reads_videos:  # their files are of one kind
+        if config["model_type"] == "idefics3" and reads_videos:  # both models have this kind of projector
             config |= {"model_type": "smolvlm", "architectures": ["SmolVLMForConditionalGeneration"]}
         shared = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
         return config | {"text_config": text} | {name: text[name] for name in shared if name in text}
@@ -92,11 +92,11 @@ class VisionFile:
         return self.kind.images(data, self._config) | given
 
     def text_name(self, name: str) -> str:
-        """Returns the name of a tensor of the text model in the whole model."""
+        """Returns the name in the whole model of a tensor of the text model."""
         return f"{self.kind.text}{name.removeprefix('model.')}" if name.startswith("model.") else name
 
     def tensors(self) -> Iterator[tuple[str, ModelTensor]]:
-        """Yields the tensors under their names in the model. Unknown ones keep their names."""
+        """Yields the tensors under their names in the model. Unknown tensors keep their names."""
         kind, in_layers = self.kind, dict[tuple[str, str, str], StoredTensor]()
         for stored in self._stored.values():
             match stored.name.split("."):
@@ -124,15 +124,15 @@ class VisionFile:
         name = self.kind.names.get(stem)
         if name is None:
             return stored.name, whole(stored)
-        if stem == "mm.soft_emb_norm":  # stored plus 1, as the norms of the text model
+        if stem == "mm.soft_emb_norm":  # stored plus 1, like the norms of the text model
             return name, replace(whole(stored), shift=-1.0)
-        if name.endswith("_weight"):  # a parameter and no module
+        if name.endswith("_weight"):  # a parameter, not a module
             return name, whole(stored)
         before = "" if name.startswith("model.") else self.kind.tower
         return f"{before}{name}{dot}{leaf}", whole(stored)
 
     def _is_swapped(self, key: tuple[str, str, str], stored: StoredTensor) -> bool:
-        """Whether the names up and down mean each other, as in files of older converters."""
+        """Whether the names of up and down are swapped, as in files of older converters."""
         is_down = key[1:] == ("ffn_down", "weight")
         return is_down and stored.shape[-1] == self._data.whole(".vision.embedding_length")
 
@@ -173,7 +173,7 @@ class VisionFile:
 def _metadata(container: Container) -> GgufMetadata:
     data = GgufMetadata(container)
     if data.architecture != "clip":
-        raise data.reject("general.architecture", f"is {data.architecture!r}, and a projector has 'clip'")
+        raise data.reject("general.architecture", f"is {data.architecture!r}, but must be 'clip'")
     return data
 
 
@@ -183,7 +183,7 @@ def _deep_layers(data: GgufMetadata) -> list[int]:
 
 
 def _sizes(data: GgufMetadata) -> Config:
-    """Returns the sizes that all towers have."""
+    """Returns the sizes of any tower."""
     num_layers = data.whole(".vision.block_count")
     if not 0 < num_layers <= _MAX_LAYERS:
         raise data.reject(".vision.block_count", f"is {num_layers}: a tower has 1 to {_MAX_LAYERS:,} layers")
@@ -219,8 +219,8 @@ def _idefics3_images(data: GgufMetadata, config: Config) -> Config:
 
 
 def _llava(data: GgufMetadata, stored: StoredTensors) -> Config:
-    """Reads LLaVA 1.5, and 1.6 if the file has a newline between the rows of tiles. The features are those of
-    the last layer in the file: converters leave out the layers after it."""
+    """Reads LLaVA 1.5, or 1.6 if the file has a newline embedding. By default, the features are the results
+    of the file's last layer: converters leave out unused layers."""
     vision, layers = _sizes(data), data.numbers(".vision.feature_layer")
     is_clip = "v.class_embd" in stored
     vision["model_type"] = "clip_vision_model" if is_clip else "siglip_vision_model"
@@ -424,4 +424,4 @@ PROJECTORS: Final[Mapping[str, ProjectorKind]] = {
         has_frames=True,
     ),
 }
-"""The kinds of projectors that are read."""
+"""The supported kinds of projectors, by ``clip.projector_type``."""

@@ -1,4 +1,4 @@
-"""The names of projector files (``mmproj``), by which they belong to models."""
+"""Finds the projector file (``mmproj``) of a model by its name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Final
 
 _MMPROJ_TYPES: Final = ("f16", "bf16", "q8_0", "f32")
-"""Types of projector files, the preferred one first: towers are computed in bfloat16 or float32."""
+"""Types of projector files, in order of preference: towers are computed in bfloat16 or float32."""
 _COMMON: Final = re.compile(r"mmproj|(?<![a-z0-9])(?:model|vision|bf16|f16|f32|i?q\d[a-z0-9_]*)(?![a-z0-9])")
 """Words in the names of GGUF files that do not belong to the name of a model."""
 
 
 def is_mmproj(name: str) -> bool:
-    """Whether a file has this name because it is a projector."""
+    """Whether this is the name of a projector file."""
     return "mmproj" in name.lower()
 
 
@@ -25,9 +25,9 @@ def find_mmproj(model: Path) -> Path | None:
 
 
 def mmproj_among(model: str, names: Iterable[str]) -> str | None:
-    """Returns the projector file of a GGUF model among the files of its folder: a file with ``mmproj`` in its
-    name. If the name contains more than a type, this must be the beginning of the model's name, so that a
-    folder may have several models. None if there is none."""
+    """Returns the projector file of a GGUF model among the files of its folder, or None. Its name contains
+    ``mmproj``. If it contains a model's name, the name of the GGUF model must start with that, so that a
+    folder may have several models."""
     letters, found = _name_letters(model), []
     for name in names:
         if is_mmproj(name) and name != model and letters.startswith(mine := _name_letters(name)):
@@ -38,5 +38,5 @@ def mmproj_among(model: str, names: Iterable[str]) -> str | None:
 
 
 def _name_letters(name: str) -> str:
-    """Returns the letters and digits of a model's name in the name of a file."""
+    """Returns the letters and digits of the model's name in a file name."""
     return re.sub("[^a-z0-9]", "", _COMMON.sub("", name.lower().removesuffix(".gguf")))

@@ -1,8 +1,8 @@
 """Tensors of a GGUF file in the layout of the torch model.
 
-The layouts differ in the order of query and key rows (a rotation combines adjacent rows in the file, and rows
-half a head apart in the model), in norm weights, which the file stores plus 1, and in matrices, which the
-model may store as inputs by outputs, as stacks of experts, or several in one tensor.
+The layouts differ in three ways. A rotation combines adjacent rows of queries and keys in the file, and rows
+half a head apart in the model. The file may store norm weights plus 1. The model may store matrices as inputs
+by outputs, as stacks of experts, or several in one tensor.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _JOINED_BYTES: Final = 8_192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
-    """One tensor of the model, which is a stored tensor or a part of it."""
+    """A tensor of the model that is a stored tensor or a part of one."""
 
     stored: StoredTensor
     shape: tuple[int, ...]  # in the torch model
-    first: int  # where the part begins, on the stored tensor's slowest axis
+    first: int  # the start of the part on the stored tensor's slowest axis
     count: int  # the length of the part on that axis
     is_transposed: bool = False  # the model stores inputs by outputs, the file outputs by inputs
     shift: float = 0.0  # added to each value
-    paired_heads: int = 0  # the number of heads whose rows the file stores in pairs; 0: none
+    paired_heads: int = 0  # the number of heads, if the file stores their rows in pairs; else 0
 
     @property
     def type_name(self) -> str:
@@ -39,19 +39,19 @@ class GgufTensor:
 
     @property
     def is_block_matrix(self) -> bool:
-        """Whether ``raw`` has the outputs of one of the model's matrices, in blocks of quantised values."""
+        """Whether ``raw`` is a matrix of the model, output by output, in blocks of quantised values."""
         return len(self.shape) == 2 and self.is_quantised and not self.shift
 
     @property
     def is_quantised(self) -> bool:
-        """Whether its values are stored in blocks."""
+        """Whether the values are stored in quantised blocks."""
         return self.type_name not in ("F32", "F16", "BF16", "F64")
 
     @property
     def raw(self) -> NDArray[np.uint8]:
         """uint8 [rows, bytes of a row], before ``shift``. A row has the weights of one output, even if
-        ``is_transposed``; the rows of a stack of experts follow each other; a vector is one row with all of
-        its stored values. A view of the mapped file, or a copy if the file stores rows in pairs."""
+        ``is_transposed``. The matrices of a stack of experts are concatenated. A vector is one row with all
+        values of the stored tensor. A view of the mapped file, or a copy if the file stores rows in pairs."""
         if len(self.stored.shape) == 1:
             return self.stored.rows
         per_slice = len(self.stored.rows) // self.stored.shape[0]
@@ -59,7 +59,7 @@ class GgufTensor:
         return _halves_apart(rows, self.paired_heads) if self.paired_heads else rows
 
     def dequantised(self) -> NDArray[np.float32]:
-        """Returns float32 in the model's layout, with the values to which ggml dequantises. May be
+        """Returns the values as ggml dequantises them, in float32 and the model's layout. May be
         read-only."""
         values = dequantise(self.raw, self.type_name)
         if len(self.stored.shape) == 1:
@@ -80,14 +80,14 @@ def whole(stored: StoredTensor) -> GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """Tensors of the file that the model stores as one."""
+    """Tensors of the file that are one tensor of the model."""
 
     parts: tuple[GgufTensor, ...]
-    shape: tuple[int, ...]  # of the model's tensor
+    shape: tuple[int, ...]  # in the torch model
 
     @property
     def type_name(self) -> str:
-        """The type of the stored values of the first part."""
+        """The type of the first part's stored values."""
         return self.parts[0].type_name
 
     def _values(self) -> list[NDArray[np.float32]]:
@@ -105,7 +105,7 @@ class InterleavedTensor(_Parts):
 
 
 class JoinedTensor(_Parts):
-    """Tensors that follow each other on the first axis, as queries, keys and values."""
+    """Tensors that are concatenated on the first axis, such as queries, keys and values."""
 
     __slots__ = ()
 
@@ -115,8 +115,8 @@ class JoinedTensor(_Parts):
 
 
 class FramesTensor(_Parts):
-    """The patches of a tower for two frames, [out, channels, height, width] each, which the model has in
-    [out, channels, frames, height, width]."""
+    """The patch embedding of a tower for two frames: [out, channels, height, width] each in the file, and
+    [out, channels, frames, height, width] in the model."""
 
     __slots__ = ()
 
@@ -126,9 +126,9 @@ class FramesTensor(_Parts):
 
 
 class LatentTensor(_Parts):
-    """The matrix that expands latents to keys and values. The file stores it as two stacks with a matrix for
-    each head: latents by keys, and values by latents. In the model's tensor, the rows of a head's keys come
-    before the rows of its values."""
+    """The matrix that expands latents to keys and values. The file stores two stacks with a matrix for each
+    head: latents by keys, and values by latents. In the model, the rows of a head's keys come before the rows
+    of its values."""
 
     __slots__ = ()
 
@@ -148,8 +148,8 @@ def dequantise(rows: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
         return stored.astype(np.float32, copy=False)
     from gguf import GGMLQuantizationType, dequantize  # 0.2 s
 
-    # It takes 16 rows at a time, which is slow if they are short. Blocks do not depend on each other, so that
-    # rows can be joined.
+    # ``dequantize`` converts 16 rows at a time, which is slow for short rows. Blocks are independent, so rows
+    # can be joined.
     num_joined = math.gcd(len(rows), 1 << max(0, (_JOINED_BYTES // rows.shape[1]).bit_length() - 1))
     joined = rows.reshape(len(rows) // num_joined, -1)
     values: NDArray[np.float32] = dequantize(joined, GGMLQuantizationType[type_name])

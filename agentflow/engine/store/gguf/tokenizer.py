@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file, as the object of a ``tokenizer.json``.
 
-Two kinds: byte-level BPE ("gpt2"), for which the file has the merges and the name of the pre-tokenizer; and
-SentencePiece's BPE ("llama"), whose merges follow from the scores of its tokens. The expressions of the
-pre-tokenizers come from the models' ``tokenizer.json`` files; their names come from llama.cpp.
+There are two kinds: byte-level BPE ("gpt2"), for which the file has the merges and the name of the
+pre-tokenizer, and SentencePiece's BPE ("llama"), whose merges follow from the scores of its tokens. The
+expressions of the pre-tokenizers are from the models' ``tokenizer.json`` files, their names from llama.cpp.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _GPT4O = (
     rf"|\p{{N}}{{1,3}}|{_REST_SLASH}"
 )
 _TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_SLASH}"
-# Letters with a case, without rare scripts and styles.
+# Letters with case, without rare scripts and styles.
 _DEEPSEEK = (
     "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c88\u2d00-\u2d2d"
     "\ua790-\ua7fa\uab30-\uab68\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001d7cb"
@@ -56,10 +56,10 @@ _DEEPSEEK3 = (
 class _Pre:
     """A pre-tokenizer."""
 
-    splits: tuple[str | Spec, ...] = ()  # expressions, or the splitting of digits, applied in this order
-    has_gpt2: bool = False  # GPT-2's expression comes last
-    adds_bos: bool = False  # if the file does not say
-    is_composed: bool = False  # texts are normalised (NFC)
+    splits: tuple[str | Spec, ...] = ()  # regular expressions or pre-tokenizers, applied in this order
+    has_gpt2: bool = False  # GPT-2's expression is applied last
+    adds_bos: bool = False  # the default if the file does not specify it
+    is_composed: bool = False  # texts are normalised to NFC
     ignores_merges: bool = False  # a piece that is a token is not merged from its parts
 
 
@@ -101,8 +101,8 @@ PRE_TOKENIZERS: Final = {
 
 
 def tokenizer_spec(words: GgufVocabulary) -> Spec:
-    """Returns the tokenizer in the form of ``tokenizer.json``. Raises ``BadModelFolder`` for an unknown kind
-    or pre-tokenizer."""
+    """Returns the object of the ``tokenizer.json``. Raises ``BadModelFolder`` for an unknown kind of
+    tokenizer or pre-tokenizer."""
     match words.data.text("tokenizer.ggml.model"):
         case "gpt2":
             return _byte_level(words)
@@ -145,8 +145,8 @@ def _byte_level(words: GgufVocabulary) -> Spec:
 
 
 def _sentence_piece(words: GgufVocabulary) -> Spec:
-    """Returns SentencePiece's BPE. It merges the pair whose token has the highest score, the leftmost of
-    equals."""
+    """Returns SentencePiece's BPE. It merges the pair whose token has the highest score; of equal scores, the
+    leftmost pair."""
     has_prefix = words.data.flag("tokenizer.ggml.add_space_prefix", True)
     to_marks = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     to_spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
@@ -237,11 +237,11 @@ def _spec(
 
 
 def _around_texts(words: GgufVocabulary, *, adds_bos: bool) -> Spec | None:
-    """Returns the step that adds the tokens for the begin and the end of a text, if the file asks for it.
-    Only embedding models, which encode whole texts, have both."""
+    """Returns the step that adds tokens at the start and the end of a text, if the file specifies them. Only
+    embedding models, which encode whole texts, have both."""
     adds_eos = words.data.flag("tokenizer.ggml.add_eos_token", False)
     if adds_bos and words.bos_id is None:
-        raise words.data.reject("tokenizer.ggml.bos_token_id", "is missing, but each text begins with it")
+        raise words.data.reject("tokenizer.ggml.bos_token_id", "is missing, but each text starts with it")
     if adds_eos and words.eos_id is None:
         raise words.data.reject("tokenizer.ggml.eos_token_id", "is missing, but each text ends with it")
     ids = {"bos": words.bos_id if adds_bos else None, "eos": words.eos_id if adds_eos else None}

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: its tokens, and the ids of tokens with a role."""
+"""The vocabulary of a GGUF file: its tokens, and the ids of tokens with roles such as eos."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENDS: Final = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-"""Markers that end a text. A file lists one or two; a model may have more."""
+"""Markers that end a text. A file lists one or two of them; a model may have more."""
 _MARKS: Final = _ENDS | {
     "<|im_start|>",
     "<|start_header_id|>",
@@ -37,12 +37,12 @@ _MARKS: Final = _ENDS | {
     "<|assistant|>",
     "<|system|>",
 }
-"""Markers that no text contains by chance: some files give them the type of ordinary text."""
+"""Markers that do not occur in ordinary text. In some files, their type is that of ordinary text."""
 
 
 class GgufVocabulary:
-    """The tokens by id, and the metadata about them. Raises ``BadModelFolder`` for a role whose token is
-    missing, and for a token without a type."""
+    """The tokens by id, and the metadata about them. Raises ``BadModelFolder`` for a role whose token does
+    not exist, and for tokens without types."""
 
     def __init__(self, data: GgufMetadata) -> None:
         self.data = data
@@ -61,7 +61,7 @@ class GgufVocabulary:
         wrong = [i for i, kind in enumerate(types) if kind == NORMAL and self.tokens[i] in _MARKS]
         if wrong:
             shown = ", ".join([self.tokens[i] for i in wrong])
-            logger.warning("the file types %s as ordinary text: read as control tokens", shown)
+            logger.warning("the file has %s as ordinary text: treated as control tokens", shown)
             types = [*types]
             for i in wrong:
                 types[i] = CONTROL
@@ -97,14 +97,14 @@ class GgufVocabulary:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text, the most common one first."""
+        """The tokens that end a text: eos, eot and eom of the file, then known markers."""
         named = [self._id(role) for role in ("eos", "eot", "eom")]
         marks = {
             self.tokens[i]: i
             for i, kind in enumerate(self.types)
             if kind in (CONTROL, USER_DEFINED) and self.tokens[i] in _ENDS
         }
-        if "<|return|>" in marks:  # in this format, <|end|> ends a message, not the answer
+        if "<|return|>" in marks:  # in the Harmony format, <|end|> ends a message, not the answer
             marks.pop("<|end|>", None)
         found = dict.fromkeys([token for token in named if token is not None] + sorted(marks.values()))
         return tuple(found)
