@@ -1,8 +1,8 @@
-"""Limits of the work in a child process that runs inputs of clients.
+"""Limits the work in a child process that processes input of clients.
 
 ``LimitedWork.run`` enforces each limit twice: by an exception in Python code, after which the process
-continues; and, for native code that does not return to Python, by the kernel, which ends the process. The
-server then starts another one.
+continues, and by the kernel, which ends a process whose native code does not return to Python. The server
+then starts another process.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ ONE_THREAD = {
     "RAYON_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
 }
-# Signals with which the kernel ends a process for a fault in the process.
+# Exit codes of a process that the kernel ended for a fault of that process.
 OWN_FAULTS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE)
 
 
 class OverCpuTime(Exception):
-    """The work took more processor time than it may."""
+    """The work exceeded its processor time."""
 
 
 class ServerGone(ConnectionError):
@@ -50,18 +50,18 @@ class ServerGone(ConnectionError):
 
 
 class _CpuTimeOver(BaseException):
-    """A ``BaseException``, so that the work does not catch it."""
+    """A ``BaseException``, so that ``except Exception`` in the work does not catch it."""
 
 
 class LimitedWork:
-    """Runs pieces of work one after the other. Make it when everything is loaded: later collections of
-    garbage skip all objects until then.
+    """Runs pieces of work one after another. Create it when everything is loaded: garbage collections skip
+    all objects that exist by then.
 
     Args:
-        lifeline: As in ``ChildProcess``: if it closes, the process is killed, also during work.
-        cpu_s: Processor time of one piece of work.
-        memory_bytes: Memory of one piece of work, in addition to the memory in use.
-        file_bytes: The size to which it may write a file; a library may unpack into one.
+        lifeline: As in ``ChildProcess``: if it closes, the process is killed, even during work.
+        cpu_s: The processor time of a piece of work.
+        memory_bytes: The memory of a piece of work, in addition to the memory in use.
+        file_bytes: The largest file that it may write; a library may unpack into a file.
     """
 
     def __init__(self, lifeline: BinaryIO, cpu_s: float, memory_bytes: int, file_bytes: int = 0) -> None:
@@ -80,12 +80,12 @@ class LimitedWork:
 
         Args:
             work: A piece of work.
-            cpu_s: Its processor time, if it is another than usual.
+            cpu_s: Its processor time; None: the default.
 
         Raises:
             OverCpuTime: It reached its limit of processor time.
             MemoryError: It reached its limit of memory.
-            ServerGone: Nobody waits for it.
+            ServerGone: The server has ended.
         """
         cpu_s = self._cpu_s if cpu_s is None else cpu_s
         with _ending_with(self._lifeline), self._kernel_limits(cpu_s):
@@ -96,7 +96,7 @@ class LimitedWork:
                 finally:
                     self._stop_counting()
             except _CpuTimeOver:
-                self._stop_counting()  # it may have been raised before the one above ran
+                self._stop_counting()  # the exception may have prevented the call above
                 raise OverCpuTime from None
 
     @property
@@ -118,8 +118,8 @@ class LimitedWork:
 
     @contextlib.contextmanager
     def _kernel_limits(self, cpu_s: float) -> Iterator[None]:
-        """Sets the kernel's limits of memory (in addition to the memory in use), of processor time and of
-        files."""
+        """Sets the kernel's limits of memory (in addition to the memory in use), processor time and file
+        size."""
         _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + cpu_s + CPU_GRACE_S))
         _set_limit(resource.RLIMIT_AS, _address_space_bytes() + self._memory_bytes)
         _set_limit(resource.RLIMIT_FSIZE, self._file_bytes)
@@ -146,8 +146,8 @@ def _set_limit(which: int, value: int) -> None:
 
 @contextlib.contextmanager
 def _ending_with(lifeline: BinaryIO) -> Iterator[None]:
-    """Within this context, SIGIO kills the process as soon as the lifeline closes. Only on Linux; elsewhere
-    the process first finishes its job."""
+    """Within this context, SIGIO kills the process as soon as the lifeline closes. On systems other than
+    Linux, the process first finishes its work."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
@@ -162,14 +162,14 @@ def _ending_with(lifeline: BinaryIO) -> Iterator[None]:
 
 
 def be_killed_first() -> None:
-    """Makes the process the first to be killed when memory is short."""
+    """Makes this process the first that the kernel kills when memory is short."""
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def inherited_files() -> list[int]:
-    """Prepares a child of ``ChildProcess.run``: it ignores the signals that are for the server, and writes no
-    core dump. Returns the file descriptors in its arguments, which its own children do not inherit."""
+    """Prepares a child of ``ChildProcess.run``: ignores signals for the server, and disables core dumps.
+    Returns the file descriptors in the arguments, which children of this process do not inherit."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)  # the server ends this process
     _set_limit(resource.RLIMIT_CORE, 0)

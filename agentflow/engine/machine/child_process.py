@@ -1,16 +1,16 @@
 """A child process of the server: exchanges frames with it over a socket, and ends it.
 
 A frame is its length in four bytes, big-endian, then msgpack. The child also gets a lifeline: a pipe that
-nothing writes to, and that closes when the server closes it or dies. A child can let the kernel send it a
-signal then. The socket is unsuitable for this: a frame can cause the same signal, which may arrive late, when
-the child has already read the frame and works on it.
+carries no data, and closes when the server closes it or dies. A child can make the kernel send it a signal
+then. The socket is unsuitable for this: a frame causes the same signal, which may arrive late, when the child
+has already read the frame and works on it.
 
 ``lower_priority`` makes the server's thread yield the processor to its engines. An engine on the CPU computes
-in threads that wait for each other many times a step. If the server takes a processor for a fraction of a
-millisecond meanwhile, all of them wait; at a lower priority it runs between two steps instead. (Measured on
-two cores with 25 requests a second, most of them rejected: a fifth more steps.) On Linux each thread has a
-separate priority, and a process inherits the priority of the thread that starts it. Engines are therefore
-started from a thread that keeps the old priority, because only root may raise a priority again.
+in threads that wait for each other many times a step. If the server runs for a fraction of a millisecond
+meanwhile, all of them wait; at a lower priority, the server runs between two steps instead. (Measured on two
+cores with 25 requests a second, most of them rejected: a fifth more steps.) On Linux each thread has a
+separate priority, and a process inherits the priority of the thread that starts it. Only root may raise a
+priority again, so a thread that keeps the old priority starts the engines.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def to_frame(content: object) -> bytes:
-    """Returns a message, or a list of messages, as one frame. Raises ``OverflowError`` for a number beyond 64
-    bits."""
+    """Returns a message, or a list of messages, as one frame. Raises ``OverflowError`` for integers that do
+    not fit into 64 bits."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(content, frame, _LENGTH.size)
     _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
@@ -68,7 +68,7 @@ class FrameBuffer:
 
 
 class FrameConnection:
-    """The server's end of a socket, on which frames travel both ways."""
+    """The server's end of a socket, for frames in both directions."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -104,7 +104,8 @@ class FrameConnection:
 
 
 def received_frames(connection: socket.socket) -> Iterator[bytes]:
-    """Yields the contents of frames, for a process, until the server closes the socket or exits."""
+    """Yields the contents of the frames that a child receives, until the server closes the socket or
+    exits."""
     buffer = FrameBuffer()
     with contextlib.suppress(OSError):  # the server exited with frames unread
         while piece := connection.recv(READ_BYTES):
@@ -112,16 +113,16 @@ def received_frames(connection: socket.socket) -> Iterator[bytes]:
 
 
 NICENESS = 5
-"""Added to the thread's nice value. If all processors are busy, the thread still gets about a quarter of
-one."""
+"""The increase of the thread's nice value. If all processors are busy, the thread still gets about a quarter
+of one."""
 
 _starter: ThreadPoolExecutor | None = None
 _popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 
 def lower_priority() -> None:
-    """Lowers the priority of this thread, and of threads that it starts, below the one of processes started
-    with ``start_process``. Permanent. A second call has no effect, and no call has one outside Linux."""
+    """Permanently lowers the priority of this thread, and of threads that it starts, below the priority of
+    processes from ``start_process``. A second call has no effect. Only on Linux."""
     global _starter
     if sys.platform != "linux":
         return
@@ -132,13 +133,13 @@ def lower_priority() -> None:
 
 
 def start_process(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """``subprocess.Popen``, at the priority before ``lower_priority``."""
+    """Like ``subprocess.Popen``, with the priority from before ``lower_priority``."""
     if _starter is None:
         return _popen(command, **options)
     return _starter.submit(_popen, command, **options).result()
 
 
-# How long to wait after SIGKILL. A process that waits for a device in the kernel may never end.
+# How long to wait after SIGKILL: a process that waits for a device in the kernel may never end.
 KILL_S = 1.0
 
 
@@ -154,10 +155,19 @@ class ChildProcess:
 
     @classmethod
     def run(cls, module: str, first: object, *files: int, **environment: str) -> Self:
-        """Starts a process that runs ``module``. Its arguments are the file descriptors of its socket, of its
-        end of the lifeline, and ``files``; the message ``first`` is on the socket. ``environment``: variables
-        to add to the environment of this process. Takes milliseconds. Raises ``OSError`` if no process can be
-        started."""
+        """Starts a process that runs ``module``. Takes milliseconds.
+
+        The process gets file descriptors as arguments: its socket, its end of the lifeline, and ``files``.
+
+        Args:
+            module: the module to run.
+            first: the first message on the socket.
+            files: more file descriptors.
+            environment: variables to add to this process's environment.
+
+        Raises:
+            OSError: no process can be started.
+        """
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             connection, other_end = socket.socketpair()
             ours.enter_context(connection)
@@ -184,7 +194,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None before ``end``. Negative: the signal that killed the process."""
+        """The exit code; None before ``end``. Negative: the signal that killed the process."""
         return self._process.returncode
 
     async def send(self, frame: bytes) -> None:
@@ -201,8 +211,8 @@ class ChildProcess:
         self._process.send_signal(number)
 
     async def end(self, grace_s: float = 0.0) -> str:
-        """Ends the process, with SIGKILL if it does not end by itself within ``grace_s``. Returns a phrase
-        that says how it ended, for messages. Cannot be cancelled."""
+        """Ends the process, with SIGKILL if it does not exit by itself within ``grace_s``. Returns a phrase
+        for messages: how it ended. Cannot be cancelled."""
         self._connection.close()
         self._lifeline.close()
         with anyio.CancelScope(shield=True):
@@ -216,19 +226,18 @@ class ChildProcess:
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(KILL_S)
-        # Reaps the process whenever it ends; otherwise it would stay a zombie.
+        # Reaps the process when it ends; otherwise it would stay a zombie.
         threading.Thread(target=self._process.wait, name="process reaper", daemon=True).start()
         return None
 
 
 def import_path() -> str:
-    """Returns a ``PYTHONPATH`` with which a child finds the same modules as this process, in the same
-    order."""
+    """Returns a ``PYTHONPATH`` with which a child finds the same modules as this process."""
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
 
 
 def exit_phrase(code: int | None) -> str:
-    """Returns how a process ended, for messages, from its exit code; None: it could not be killed.
+    """Returns how a process with this exit code ended, for messages; None: it could not be killed.
 
     >>> exit_phrase(-9)
     'was killed by SIGKILL'

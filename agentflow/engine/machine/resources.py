@@ -1,7 +1,7 @@
 """The machine's resources: processors, and the free memory of host and GPU.
 
-The machine may have more than the container of this process may use, so the limits of Linux cgroups count.
-The server never loads torch; it asks a child process for the GPU's free memory:
+A container may limit this process to less than the machine has, so the limits of Linux cgroups apply. The
+server never loads torch; a child process reads the GPUs' free memory:
 ``python -m agentflow.engine.machine.resources 0 1`` prints a list with the bytes of two GPUs, ``null`` for a
 GPU that torch does not find.
 """
@@ -31,11 +31,11 @@ _MEMORY_FILES = {
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Processors that this process can keep busy: those in its affinity mask (which cpusets narrow), but no
-    more than the CPU quotas of its cgroups allow, rounded up. At least 1. ``root``: of the file system.
+    """Returns the number of processors that this process can keep busy: the processors in its affinity mask
+    (which cpusets narrow), but at most the CPU quotas of its cgroups, rounded up. At least 1. ``root``: the
+    root of the file system.
 
-    Threads beyond the quota gain nothing: they use it up early in each period, spinning or working, and then
-    all of them stand still.
+    Threads beyond the quota gain nothing: they exhaust it early in each period, and then all threads stall.
     """
     in_mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([in_mask, *_quotas(root)]))
@@ -46,15 +46,15 @@ class FreeMemory:
     """The free memory for models."""
 
     host_bytes: int
-    cuda_bytes: int | None = None  # of the first GPU; None if no model runs on a GPU
-    other_cuda_bytes: Mapping[int, int] = field(default_factory=dict)  # of the other GPUs that models name
+    cuda_bytes: int | None = None  # on the first GPU; None if no model runs on a GPU
+    other_cuda_bytes: Mapping[int, int] = field(default_factory=dict)  # on other GPUs that models use
 
     def is_on_gpu(self, device: str | None) -> bool:
         """Whether a model with this ``device`` option (None: a GPU if there is one) runs on the GPU."""
         return self.cuda_bytes is not None and device != "cpu"
 
     def count_bytes(self, gpu: int) -> int:
-        """The free memory of a GPU. ``BadArgument`` if there is none of this number."""
+        """Returns the free memory of a GPU. Raises ``BadArgument`` if there is no GPU with this number."""
         found = self.other_cuda_bytes.get(gpu) if gpu else self.cuda_bytes
         if found is None:
             raise BadArgument(f"device is cuda:{gpu}, but torch finds no such GPU", param="device")
@@ -62,7 +62,7 @@ class FreeMemory:
 
 
 def devices_from(device: str | None, count: int) -> list[str | None]:
-    """A device, and on GPUs the ones after it, for ``count`` processes.
+    """Returns the devices of ``count`` processes: consecutive GPUs from ``device`` on, or only ``"cpu"``.
 
     >>> devices_from("cuda:1", 3)
     ['cuda:1', 'cuda:2', 'cuda:3']
@@ -74,13 +74,13 @@ def devices_from(device: str | None, count: int) -> list[str | None]:
 
 
 def gpu_number(device: str | None) -> int:
-    """The number of the GPU that a ``device`` option other than cpu names; the first one is 0."""
+    """Returns the number of the GPU in a ``device`` option other than cpu; 0 if it has no number."""
     return int((device or "").partition(":")[2] or 0)
 
 
 async def free_memory(devices: Iterable[str | None]) -> FreeMemory:
-    """The free memory for models on these devices. ``EngineFailed`` if a GPU is there and its memory cannot
-    be read."""
+    """Returns the free memory for models on these devices. Raises ``EngineFailed`` if the memory of a GPU
+    cannot be read."""
     numbers = {gpu_number(device) for device in devices if device != "cpu"}
     if not numbers or not has_driver():
         return FreeMemory(free_host_bytes())
@@ -91,19 +91,19 @@ async def free_memory(devices: Iterable[str | None]) -> FreeMemory:
 
 
 def collect_garbage_rarely() -> None:
-    """Excludes everything loaded so far from garbage collection, and collects the rest less often, because a
-    collection stops the process. Steps and requests create few reference cycles."""
+    """Excludes all current objects from garbage collection, and makes collections less frequent, because they
+    pause the process. Steps and requests create few reference cycles."""
     gc.collect()
     gc.freeze()
     # Objects of older generations that are freed meanwhile delay a collection, which then visits several
-    # times these numbers: while 1,000 programs begin, the longest takes 30 to 55 ms of processor time; with
-    # 10,000 and 5, 88 to 106. The oldest generation is collected as often.
+    # times as many objects: while 1,000 programs start, the longest collection takes 30 to 55 ms of processor
+    # time; with thresholds of 10,000 and 5, 88 to 106 ms. The oldest generation is collected equally often.
     gc.set_threshold(2_000, 5, 2_000)
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """The free memory of the machine or of a cgroup around this process, whichever is less. ``root``: of the
-    file system."""
+    """Returns the free memory of the machine or of a cgroup of this process, whichever is less. ``root``: the
+    root of the file system."""
     import psutil
 
     available: int = psutil.virtual_memory().available
@@ -111,8 +111,8 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 
 def free_cuda_bytes(gpu: int = 0) -> int | None:
-    """The free memory of a GPU; None without it. Loads torch, and takes the GPU memory that CUDA itself
-    needs."""
+    """Returns the free memory of a GPU; None if there is no such GPU. Loads torch, and uses the GPU memory
+    that CUDA needs."""
     import torch
 
     if not torch.cuda.is_available() or (gpu and gpu >= torch.cuda.device_count()):
@@ -122,8 +122,9 @@ def free_cuda_bytes(gpu: int = 0) -> int | None:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """Version (1 or 2) and folder of each cgroup that may limit this process by ``controller``, innermost
-    first. Some folders may not exist. Yields nothing on systems other than Linux."""
+    """Yields the version (1 or 2) and the folder of each cgroup that may limit this process by
+    ``controller``, innermost first. Some folders may not exist. Yields nothing on systems other than
+    Linux."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -134,13 +135,13 @@ def _cgroups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
         if not controllers:
             version, mount = 2, mounts
         elif controller in controllers.split(","):
-            # Mounted under its own name, or under the names of all controllers of the mount (cpu,cpuacct).
+            # Mounted under its name, or under the names of all controllers of the mount (cpu,cpuacct).
             version, mount = 1, mounts / controller
             if not mount.is_dir():
                 mount = mounts / controllers
         else:
             continue
-        # Inside a container this may be the host's path, which does not exist here; the root does.
+        # In a container this may be the host's path, which does not exist here; the mount's root does.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             yield version, mount.joinpath(*parts[:depth])
@@ -170,7 +171,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
 
 
 def _left_in(folder: Path, limit_name: str, used_name: str, cached_name: str) -> int | None:
-    """None without a limit."""
+    """Returns the free memory of a cgroup; None if it has no limit."""
     try:
         limit = int((folder / limit_name).read_text())
         used = int((folder / used_name).read_text())
@@ -192,8 +193,9 @@ def has_driver() -> bool:
 
 
 def driver_fault() -> str:
-    """Why torch finds no GPU although an NVIDIA driver is installed, such as that the driver is too old.
-    Empty if there is none, if all GPUs are hidden on purpose, or if torch was built for the CPU."""
+    """Returns why torch finds no GPU although an NVIDIA driver is installed, for example because the driver
+    is too old. Empty without a driver, if all GPUs are hidden on purpose, or if torch was built for the
+    CPU."""
     import torch
 
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -207,7 +209,7 @@ def driver_fault() -> str:
 
 
 async def _child_cuda_bytes(gpus: Sequence[int]) -> list[int | None]:
-    """``free_cuda_bytes`` of a child process, for each GPU."""
+    """Returns ``free_cuda_bytes`` for each GPU, from a child process."""
     done = await anyio.run_process(
         [sys.executable, "-P", "-m", __name__, *map(str, gpus)],
         check=False,
@@ -215,7 +217,7 @@ async def _child_cuda_bytes(gpus: Sequence[int]) -> list[int | None]:
     )
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise EngineFailed(f"cannot read how much memory the GPU has free: {last}")
+        raise EngineFailed(f"cannot read the free memory of the GPU: {last}")
     num_bytes: list[int | None] = json.loads(done.stdout)
     return num_bytes
 
@@ -223,6 +225,6 @@ async def _child_cuda_bytes(gpus: Sequence[int]) -> list[int | None]:
 if __name__ == "__main__":
     try:
         free = [free_cuda_bytes(int(gpu)) for gpu in sys.argv[1:]]
-    except ImportError:  # the engine's process reports it better
+    except ImportError:  # the engine's process reports it with a better message
         free = [None for _ in sys.argv[1:]]
     print(json.dumps(free))

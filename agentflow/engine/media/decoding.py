@@ -1,7 +1,8 @@
 """Decodes the files of images and videos. Runs in the reading process: a file may be hostile.
 
-The bytes decide about the format, not a media type. An image is turned as its EXIF orientation says, is laid
-on white where it is transparent, and becomes RGB with 8 bits. Of an animation only the first frame is read.
+The content of a file determines its format, not a media type. An image is rotated by its EXIF orientation,
+composited on white if it is transparent, and converted to RGB with 8 bits. Only the first frame of an
+animation is read.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 MAX_IMAGE_PIXELS: Final = 50_000_000
 MAX_FRAME_PIXELS: Final = 10_000_000
 MAX_VIDEO_FRAMES: Final = 500_000
-"""The most frames of a video, read or not."""
+"""The most frames in a video file, whether they are read or not."""
 _FORMATS: Final = ("PNG", "JPEG", "GIF", "WEBP")
 _ERROR_CHARS: Final = 120
 _STRIP_ROWS: Final = 256
 
 
 def decode_image(data: bytes) -> Image:
-    """Returns the image in RGB. ``BadArgument`` if it is damaged, too large, or in another format."""
+    """Returns the image in RGB. Raises ``BadArgument`` if it is damaged, too large, or in another format."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     Image.MAX_IMAGE_PIXELS = None  # checked here
@@ -38,7 +39,7 @@ def decode_image(data: bytes) -> Image:
             image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
         except UnidentifiedImageError:
             raise BadArgument(
-                "image: these bytes are none of PNG, JPEG, GIF and WebP, or are damaged", param="image"
+                "image: the file is not a PNG, JPEG, GIF or WebP, or is damaged", param="image"
             ) from None
         if image.width * image.height > MAX_IMAGE_PIXELS:
             raise BadArgument(
@@ -78,7 +79,7 @@ def _strip_as_rgb(strip: Image) -> Image:
 
 @contextmanager
 def _naming_damage(kind: str) -> Iterator[None]:
-    """Turns the exceptions of a decoder, which may be of any class, into ``BadArgument``."""
+    """Turns exceptions of a decoder, which may have any class, into ``BadArgument``."""
     try:
         yield
     except (AgentflowError, MemoryError):
@@ -90,15 +91,15 @@ def _naming_damage(kind: str) -> Iterator[None]:
 
 
 def decode_video(data: bytes, sampling: FrameSampling) -> Clip:
-    """Returns frames at equal distances, the first frame among them. ``BadArgument`` if the video is damaged,
-    too large, or in another format."""
+    """Returns frames at equal distances, starting with the first. Raises ``BadArgument`` if the video is
+    damaged, too large, or in another format."""
     import av
 
     with _naming_damage("video"):
-        # The format is given, so that no playlist is read, which could name other files.
+        # With a given format, PyAV reads no playlist, which could refer to other files.
         container = av.open(io.BytesIO(data), format=_container_format(data), options=_NO_OTHER_FILES)
         if not container.streams.video:
-            raise BadArgument("video: it has no pictures", param="video")
+            raise BadArgument("video: it has no video stream", param="video")
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
         width, height = stream.codec_context.width, stream.codec_context.height
@@ -134,11 +135,11 @@ def _container_format(data: bytes) -> str:
         return "matroska"
     if data.startswith(b"RIFF") and data[8:12] == b"AVI ":
         return "avi"
-    raise BadArgument("video: these bytes are none of MP4, QuickTime, Matroska, WebM and AVI", param="video")
+    raise BadArgument("video: the file is not MP4, QuickTime, Matroska, WebM or AVI", param="video")
 
 
 def _packets(container: Any, stream: Any) -> list[tuple[int | None, bool]]:
-    """When each frame is shown, in the stream's unit, and whether it can be decoded without others."""
+    """Returns the time of each frame, in the stream's time base, and whether it is a key frame."""
     found: list[tuple[int | None, bool]] = []
     for packet in container.demux(stream):
         if packet.size:
@@ -151,7 +152,7 @@ def _packets(container: Any, stream: Any) -> list[tuple[int | None, bool]]:
 def _frames(
     container: Any, stream: Any, packets: Sequence[tuple[int | None, bool]], wanted: Sequence[int]
 ) -> Iterator[Image]:
-    """Decodes the wanted frames, which are numbers in the order of showing."""
+    """Decodes the wanted frames. ``wanted``: their indices in display order."""
     times = sorted([time for time, _ in packets if time is not None])
     if len(set(times)) < len(packets):  # without times, frames can only be counted
         container.seek(0, stream=stream)

@@ -1,8 +1,8 @@
-"""The prepared images that states hold, and where prompts have them.
+"""Finds the prepared images of states in prompts.
 
-A prompt is a list of ids. Those below 0 are pseudo-tokens, which identify an image: ids are
-enough to find the images of a prompt, however it was made. Images belong to the states that contain them and
-to unfinished requests, and are known here until the last of these is gone.
+A prompt is a list of token ids. Ids below 0 are pseudo-tokens, which identify an image, so the ids are enough
+to find the images of a prompt, however it was made. An image is known here while a state or an unfinished
+request holds it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentflow.errors import EngineFailed, Overloaded
 from agentflow.runtime.limits import tenant_part
 
 MOST_BYTES = 2 * 2**30
-"""Pixels of all images together."""
+"""The bytes of the pixels of all images together."""
 
 
 class _Known:
@@ -37,11 +37,11 @@ class _Known:
 
 
 class KnownMedia:
-    """The images of one engine's clients. All methods belong to the event loop's thread; images may be
-    released in any.
+    """The images of one engine's clients. Call all methods in the event loop's thread; images may be released
+    in any thread.
 
     Args:
-        most_bytes: The most pixels in bytes; a tenant has a part of them.
+        most_bytes: The most bytes of pixels; each tenant may use a part of them.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -52,9 +52,9 @@ class KnownMedia:
         self._bytes_of: Counter[str] = Counter()
 
     def add(self, medium: PreparedMedium, tenant: str) -> tuple[PreparedMedium, bool]:
-        """Returns the object that stands for the image, which the state must hold, and whether it is new.
-        Each tenant has its own, so that the time of a request does not reveal the images of others.
-        ``Overloaded`` if the images of the tenant, or of all, take too much memory."""
+        """Returns the object for the image, which the state must hold, and whether it is new. Tenants do not
+        share objects, so the time of a request does not reveal the images of other tenants. Raises
+        ``Overloaded`` if the images of the tenant, or of all tenants, take too much memory."""
         if tenant:
             identity = hashlib.sha256(f"{tenant}\0{medium.identity}".encode()).hexdigest()
             medium = replace(medium, identity=identity)
@@ -65,13 +65,13 @@ class KnownMedia:
         most = tenant_part(self._most_bytes, tenant)
         if total + medium.nbytes > self._most_bytes or own + medium.nbytes > most:
             raise Overloaded(
-                "the images of open states take too much memory: close states that are not needed any more, "
-                "or try again later",
+                "the images of open states take too much memory: close states that you no longer need, or "
+                "try again later",
                 param="image",
             )
         if known is not None:
             self._forget(medium.identity)
-        medium = replace(medium)  # only states hold this object
+        medium = replace(medium)  # an object that only states hold
         new = self._known[medium.identity] = _Known(medium, tenant)
         self._bytes_of[tenant] += new.num_bytes
         for number, (ids, _) in enumerate(new.runs):
@@ -80,8 +80,8 @@ class KnownMedia:
         return medium, True
 
     def runs_in(self, token_ids: Sequence[int]) -> tuple[list[SubmittedRun], list[PreparedMedium]]:
-        """Returns the runs in a prompt, in order, and their images. ``EngineFailed`` for ids below 0 that are
-        of no image."""
+        """Returns the runs in a prompt, in order, and their images. Raises ``EngineFailed`` for ids below 0
+        that belong to no image."""
         try:
             if min(token_ids, default=0) >= 0:
                 return [], []
@@ -106,15 +106,15 @@ class KnownMedia:
             medium = known.medium()
             if medium is not None and list(token_ids[at : at + len(ids)]) == ids:
                 return piece.at(identity, at).submitted(), medium
-        raise EngineFailed("a prompt has tokens of an image that is gone")
+        raise EngineFailed("a prompt has tokens of an image that is no longer known")
 
     def released(self) -> list[str]:
-        """Forgets the images that no state holds any more, and returns their identities, once each."""
+        """Forgets the images that no state holds any longer. Returns their identities, once each."""
         gone: list[str] = []
         while self._released:
             identity = self._released.popleft()
             known = self._known.get(identity)
-            if known is not None and known.medium() is None:  # else it is here again
+            if known is not None and known.medium() is None:  # else it was added again
                 self._forget(identity)
                 gone.append(identity)
         return gone

@@ -1,7 +1,7 @@
 """The messages between a server and its reading process, and the limits of reading.
 
 The server sends ``StartReading`` and receives ``Ready``; then it sends one ``ReadMedium`` at a time and
-receives a ``MediumRead`` for each. Bytes and arrays are in a file that both have open, which has no name.
+receives a ``MediumRead`` for each. Bytes and arrays are in an unnamed file that both have open.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MAX_SAMPLED_FRAMES: Final = 256
 class MediaLimits(Declared, frozen=True, kw_only=True):
     """The limits of reading images and videos."""
 
-    image_cpu_s: Seconds = 10.0  # processor time of one
-    video_cpu_s: Seconds = 60.0  # processor time of one
-    memory_bytes: Count = 1_000_000_000  # memory while one is decoded
-    prepared_bytes: Count = 500_000_000  # the model's input for one
-    # time on the clock per second of processor time, after which the request fails with ``Overloaded``
+    image_cpu_s: Seconds = 10.0  # processor time for an image
+    video_cpu_s: Seconds = 60.0  # processor time for a video
+    memory_bytes: Count = 1_000_000_000  # memory to decode an image or a video
+    prepared_bytes: Count = 500_000_000  # the model's input for an image or a video
+    # wall-clock time per second of processor time, after which the request fails with ``Overloaded``
     wall_s: Seconds = 6.0
-    num_processes: Count = 3  # read at the same time
-    cache_bytes: Count = 256_000_000  # of prepared media that are kept
+    num_processes: Count = 3  # that read at the same time
+    cache_bytes: Count = 256_000_000  # the size of the cache of prepared media
 
 
 class StartReading(msgspec.Struct, frozen=True):
@@ -39,14 +39,14 @@ class StartReading(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The process waits for media or, if there is a ``problem``, exits."""
+    """The process waits for media, or exits if there is a ``problem``."""
 
     problem: str = ""
 
 
 class ReadMedium(msgspec.Struct, frozen=True):
-    """A medium, whose bytes are the first ``num_bytes`` of the file. ``num_frames``: of a video; 0: as many
-    as the model is made for."""
+    """A medium, whose bytes are the first ``num_bytes`` of the file. ``num_frames``: the frames to sample
+    from a video; 0: the model's default."""
 
     kind: Literal["image", "video"]
     num_bytes: int
@@ -88,8 +88,8 @@ class MediumRead(msgspec.Struct, frozen=True):
     arrays: dict[str, ArrayPlace] = {}
     pieces: tuple[str | PiecePlace, ...] = ()
     failure: ReadFailure | None = None
-    cpu_s: float = 0.0  # the processor time that it took
-    is_last: bool = False  # the process has grown too large and reads no more
+    cpu_s: float = 0.0  # the processor time of reading
+    is_last: bool = False  # the process has grown too large and exits
 
 
 start_decoder = msgspec.msgpack.Decoder(StartReading)

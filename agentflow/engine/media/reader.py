@@ -1,9 +1,9 @@
 """Reads images and videos for one model, on the event loop's side.
 
-The files are decoded and prepared in processes that may fail (``worker_handle``). One of them is always left
-to other tenants, and one to quick media: the tenants that lately sent an image that took long, such as a file
-made for that, have only the others, and so have videos. Prepared media are kept within a budget of bytes,
-separately for each tenant, so that the time of a call reveals nothing about others.
+The files are decoded and prepared in processes that may fail (``worker_handle``). A tenant may use all
+processes except one, and slow media together may use all except one. Slow media are videos, and the images of
+a tenant that recently sent an image that took long. Prepared media are cached within a budget of bytes,
+separately for each tenant, so that the time of a call reveals nothing about other tenants.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from agentflow.protocol.images import Image, MediumKind, Video
 logger = logging.getLogger(__name__)
 
 LOAD_S: Final = 60.0
-"""How long a process may load."""
+"""How long the start of a process may take."""
 SLOW_S: Final = 2.0
-"""The processor time of an image that is slow. Photos of 50 megapixels take less."""
+"""An image that takes more processor time is slow. Photos of 50 megapixels take less."""
 SLOW_FOR_S: Final = 300.0
-"""For how long the images of a tenant count as slow after one that was."""
+"""How long the images of a tenant count as slow after a slow image."""
 PATIENCE_S: Final = 2.0
-"""If a medium waits longer for a process, a job that has run longer does not count any more, and another
-process is started. On a busy machine, ten seconds of processor time may take a minute."""
+"""If a medium waits longer for a process, a job that has also run longer loses its turn, and another process
+starts. On a busy machine, ten seconds of processor time may take a minute."""
 MAX_FETCHED: Final = 4
-"""The images of one tenant that are fetched from URLs, or were and are not read yet, at the same time."""
+"""The most media of a tenant that are being fetched from URLs, or are fetched and not read yet."""
 
 _Key = tuple[str, str, int]
-"""The tenant, the source of the file, and the frames of a video; 0: as many as the model is made for."""
+"""The tenant, the source of the file, and the number of frames of a video; 0: the model's default."""
 
 
 FetchImage = Callable[[str, MediumKind], Awaitable[Image]]
-"""Returns the image, or the file of a video, at a URL. ``BadArgument`` of ``image`` or ``video`` if it is not
-allowed, or there is none."""
+"""Returns the image, or the file of a video, at a URL. Raises ``BadArgument`` if the URL is not allowed or
+has no such file."""
 
 
 def media_reader(
     folder: Path, limits: MediaLimits | None = None, *, fetch: FetchImage | None = None
 ) -> MediaReader | None:
-    """Returns the reader of a model, or None if the model reads no images, or the extra ``vision`` is not
+    """Returns the reader of a model; None if the model reads no images, or the extra ``vision`` is not
     installed.
 
     Args:
         folder: The files of the model.
-        limits: Limits of reading.
-        fetch: Fetches the files of URLs. None: URLs are refused.
+        limits: The limits of reading.
+        fetch: Fetches the files of URLs. None: URLs are rejected.
 
     Raises:
-        BadModelFolder: Its settings are damaged.
-        NotSupported: It has settings that are not supported.
+        BadModelFolder: The model's settings are damaged.
+        NotSupported: The model has unsupported settings.
     """
     settings = read_media_settings(folder)
     if settings.family not in PROCESSORS or not settings.image:
@@ -78,8 +78,8 @@ def media_reader(
 
 @asynccontextmanager
 async def open_reader(folder: Path, *, fetch: FetchImage | None = None) -> AsyncIterator[MediaReader | None]:
-    """Yields the reader of a model, and ends its processes afterwards. None: as for ``media_reader``, and
-    with a warning if it has settings that are not supported. ``BadModelFolder``: its settings are
+    """Yields the result of ``media_reader``, and ends the reader's processes afterwards. For a model with
+    unsupported settings, logs a warning and yields None. Raises ``BadModelFolder`` if its settings are
     damaged."""
     try:
         reader = await anyio.to_thread.run_sync(partial(media_reader, folder, fetch=fetch))
@@ -105,7 +105,7 @@ class _Turns(Generic[KeyT]):
 
     @asynccontextmanager
     async def one(self, key: KeyT) -> AsyncIterator[None]:
-        """Waits for a turn of the key, and has it."""
+        """Acquires the semaphore of the key."""
         turns, count = self._used.get(key, (anyio.Semaphore(self._size), 0))
         self._used[key] = turns, count + 1
         try:
@@ -120,17 +120,17 @@ class _Turns(Generic[KeyT]):
 
 @dataclass(slots=True)
 class _Job:
-    """A medium that is read in a process since ``began``. ``is_late``: its turn was given to another."""
+    """A medium that a process is reading since ``began``. ``is_late``: its turn was given to another job."""
 
     began: float
     is_late: bool = False
 
 
 class MediaReader:
-    """Made by ``media_reader``. Belongs to the event loop's thread.
+    """Reads the media of one model. Made by ``media_reader``, for the event loop's thread.
 
-    ``image_token``, ``video_token``: the text that a chat template writes for a medium, and that the medium's
-    pieces replace; empty: the model reads none, or a package is not installed.
+    ``image_token``, ``video_token``: the text that a chat template writes for a medium, which the medium's
+    pieces replace; empty: the model reads no such media, or a package is not installed.
     """
 
     def __init__(self, settings: MediaSettings, limits: MediaLimits, fetch: FetchImage | None = None) -> None:
@@ -141,15 +141,15 @@ class MediaReader:
         self._settings = settings
         self._limits = limits
         self._idle: list[MediaWorkerHandle] = []
-        self._loading: list[MediaWorkerHandle] = []  # without a request that waits
+        self._loading: list[MediaWorkerHandle] = []  # started for requests that were cancelled
         self._turns = anyio.Semaphore(limits.num_processes)
         self._turns_of = _Turns[str](max(1, limits.num_processes - 1))
         self._slow_turns = anyio.Semaphore(max(1, limits.num_processes - 1))
         self._slow_until: dict[str, float] = {}  # by tenant
-        self._jobs: list[_Job] = []  # the oldest first
+        self._jobs: list[_Job] = []  # oldest first
         self._num_late = 0
         self._fetched = _Turns[str](MAX_FETCHED)
-        self._kept: dict[_Key, PreparedMedium] = {}  # the least recently used first
+        self._kept: dict[_Key, PreparedMedium] = {}  # least recently used first
         self._kept_bytes = 0
         self._reading = _Turns[_Key](1)
         self._is_closed = False
@@ -160,11 +160,11 @@ class MediaReader:
         return self._settings.scaling
 
     async def read_image(self, image: Image, *, tenant: str = "") -> PreparedMedium:
-        """Returns the image as the model reads it. Equal images of a tenant are read once; a URL is fetched
-        at each call.
+        """Returns the image as the model reads it. Equal images of a tenant are read once and cached; a URL
+        is fetched at each call.
 
         Raises:
-            BadArgument: of ``image``: it is damaged, too large, of another format, or no file.
+            BadArgument: the image is damaged, too large, in another format, or not a file.
             EngineFailed: the process that reads images failed.
             Overloaded: the machine is too busy.
         """
@@ -173,15 +173,15 @@ class MediaReader:
                 return await self.read_image(await self._fetch(image.source, "image"), tenant=tenant)
         if not image.data:
             raise BadArgument(
-                f"image: this model reads the bytes of images, and fetches none from {image.source[:80]!r}",
+                f"image: give the bytes of the image: this model does not fetch {image.source[:80]!r}",
                 param="image",
             )
         medium = ReadMedium("image", len(image.data))
         return await self._read((tenant, image.source, 0), medium, image.data)
 
     async def read_video(self, video: Video, *, tenant: str = "") -> PreparedMedium:
-        """Returns frames of a video as the model reads them: all of them if the video has fewer than it asks
-        for. Raises as ``read_image``, of ``video`` and ``num_frames``."""
+        """Returns frames of a video as the model reads them; all frames if the video has fewer than
+        ``num_frames``. Raises like ``read_image``."""
         if not self.video_token:
             raise BadArgument("video: this model reads no videos", param="video")
         num_frames = video.num_frames or 0
@@ -196,14 +196,14 @@ class MediaReader:
                 return await self.read_video(fetched, tenant=tenant)
         if not file.data:
             raise BadArgument(
-                f"video: this model reads the bytes of videos, and fetches none from {file.source[:80]!r}",
+                f"video: give the bytes of the video: this model does not fetch {file.source[:80]!r}",
                 param="video",
             )
         medium = ReadMedium("video", len(file.data), num_frames)
         return await self._read((tenant, file.source, num_frames), medium, file.data)
 
     async def warm_up(self) -> None:
-        """Starts a process, which otherwise the first image waits for. Raises as ``read_image``."""
+        """Starts a process, so that the first image need not wait for it. Raises like ``read_image``."""
         async with self._turns:
             if self._idle or self._is_closed:
                 return
@@ -220,8 +220,8 @@ class MediaReader:
                 await workers.pop().end()
 
     async def _read(self, key: _Key, medium: ReadMedium, data: bytes) -> PreparedMedium:
-        """Reads a medium unless it is kept. If others want the same, one reads it; if that one is cancelled,
-        the next does."""
+        """Reads a medium unless it is cached. If several calls need the same medium, one of them reads it; if
+        that call is cancelled, the next one does."""
         async with self._reading.one(key):
             prepared = self._kept.pop(key, None)
             if prepared is None:
@@ -250,7 +250,7 @@ class MediaReader:
                         self._turns.release()
 
     async def _wait_for_process(self) -> _Job:
-        """Waits for a turn of all tenants. If it takes long, late jobs leave their turns to others."""
+        """Waits for a turn among all tenants. If that takes long, late jobs lose their turns."""
         while True:
             with anyio.move_on_after(PATIENCE_S):
                 await self._turns.acquire()
@@ -265,7 +265,7 @@ class MediaReader:
                 self._turns.release()
 
     def _note_time(self, tenant: str, seconds: float) -> None:
-        """A medium of the tenant took this time."""
+        """Notes the time that an image of the tenant took."""
         if seconds <= SLOW_S:
             return
         now = anyio.current_time()
@@ -275,7 +275,7 @@ class MediaReader:
     async def _read_in_process(self, medium: ReadMedium, data: bytes, tenant: str) -> PreparedMedium:
         if self._is_closed:
             raise EngineFailed("the engine has stopped and reads no more images")
-        with contextlib.suppress(Killed):  # it had nothing to do, and waited
+        with contextlib.suppress(Killed):  # an idle process may have been killed before
             if self._idle:
                 return await self._read_in(self._idle.pop(), medium, data, tenant)
         try:
@@ -293,7 +293,7 @@ class MediaReader:
                 return await worker.read(medium, data)
         except TimeoutError:
             raise Overloaded(
-                f"{medium.kind}: not read yet, because the processors are busy: try again"
+                f"{medium.kind}: it could not be read in time, because the processors are busy: try again"
             ) from None
         finally:
             if medium.kind == "image":
@@ -307,7 +307,7 @@ class MediaReader:
                 await worker.end()
 
     async def _start(self) -> MediaWorkerHandle:
-        """Returns a new process that has loaded."""
+        """Returns a process that is ready."""
         try:
             worker = (
                 self._loading.pop()
@@ -320,10 +320,12 @@ class MediaReader:
             with anyio.fail_after(LOAD_S):
                 await worker.ready()
         except TimeoutError:
-            raise Overloaded("image: the process that reads images does not start: try again") from None
+            raise Overloaded(
+                "image: the process that reads images did not start in time: try again"
+            ) from None
         except anyio.get_cancelled_exc_class():
             if not self._is_closed:
-                self._loading.append(worker)  # for the next image: to load takes long
+                self._loading.append(worker)  # for the next image: loading takes long
             raise
         finally:
             if not worker.is_usable and worker not in self._loading:

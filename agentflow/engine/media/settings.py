@@ -21,7 +21,8 @@ _MEAN_AND_STD: Final = {
     "gemma3": _HALF,
     "siglip": _HALF,
 }
-"""The constants of image processors whose configuration lacks them. Others have CLIP's."""
+"""The mean and deviation in these families' image processors, for configurations without them. The default of
+other families is CLIP's."""
 _NOT_OF_MEDIA: Final = (
     "text_config",
     "llm_config",
@@ -30,7 +31,7 @@ _NOT_OF_MEDIA: Final = (
     "auto_map",
     "quantization_config",
 )
-"""The parts of ``config.json`` on which the features of a medium do not depend."""
+"""Parts of ``config.json`` that do not affect the features of a medium."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +45,16 @@ class PixelScaling:
 
 
 class MediaSettings(msgspec.Struct, frozen=True):
-    """The configuration files of one model. An empty dictionary: there is no such file, or part."""
+    """The configuration files of one model. A dictionary is empty if there is no such file or part."""
 
     model: dict[str, Any]  # config.json, without the settings of the text model
-    image: dict[str, Any]  # preprocessor_config.json, or the part image_processor of processor_config.json
-    video: dict[str, Any]  # video_preprocessor_config.json, or the part video_processor
-    prompt: dict[str, Any]  # processor_config.json
+    image: dict[str, Any]  # preprocessor_config.json, or image_processor in processor_config.json
+    video: dict[str, Any]  # video_preprocessor_config.json, or video_processor in processor_config.json
+    prompt: dict[str, Any]  # the rest of processor_config.json
 
     @property
     def family(self) -> str:
-        """The model's type, such as ``smolvlm``."""
+        """The model's ``model_type``, such as ``smolvlm``."""
         return str(self.model.get("model_type", ""))
 
     @property
@@ -71,7 +72,7 @@ class MediaSettings(msgspec.Struct, frozen=True):
 
 
 def read_media_settings(folder: Path) -> MediaSettings:
-    """Reads the settings of the model in ``folder``, or in a GGUF file. ``BadModelFolder`` if a file is
+    """Reads the settings of the model in a folder or GGUF file. Raises ``BadModelFolder`` if a file is
     damaged."""
     if (gguf := find_gguf(folder)) is not None:
         file = open_gguf(gguf)
@@ -89,7 +90,8 @@ def read_media_settings(folder: Path) -> MediaSettings:
 
 
 def pixel_scaling(folder: Path) -> PixelScaling:
-    """How the tower of the model in ``folder`` scales pixels. ``BadModelFolder`` if a file is damaged."""
+    """Returns how the tower of the model in ``folder`` scales pixels. Raises ``BadModelFolder`` if a file is
+    damaged."""
     return read_media_settings(folder).scaling
 
 

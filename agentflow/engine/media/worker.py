@@ -1,8 +1,8 @@
 """The reading process: decodes images and videos, and prepares them for one model.
 
 ``python -m agentflow.engine.media.worker SOCKET LIFELINE FILE``: the file descriptors of a socket and a pipe
-that the server leaves open (``ChildProcess``), and of a file for bytes and arrays. It reads one medium after
-the other, within limits (``LimitedWork``).
+that the server keeps open (``ChildProcess``), and of a file for bytes and arrays. It reads one medium after
+another, within limits (``LimitedWork``).
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ logger = logging.getLogger(__name__)
 
 
 class MediaWorker:
-    """The process's end of the socket.
+    """Reads media at the process's end of the socket.
 
     Args:
+        connection: The socket.
+        lifeline: The pipe that closes when the server ends.
         file: The descriptor of the file for bytes and arrays.
     """
 
@@ -71,7 +73,7 @@ class MediaWorker:
         start = start_decoder.decode(first)
         self._limits = start.limits
         self._settings = settings_digest(start.settings)
-        with contextlib.suppress(OSError):  # the server is gone
+        with contextlib.suppress(OSError):  # the server has ended
             try:
                 self._processor = PROCESSORS[start.settings.family](start.settings)
                 _load_decoders()
@@ -83,7 +85,7 @@ class MediaWorker:
                 self._lifeline,
                 self._limits.image_cpu_s,
                 self._limits.memory_bytes,
-                self._limits.prepared_bytes,  # of the file in memory for the results
+                self._limits.prepared_bytes,  # for the file of the results, which is in memory
             )
             self._send(Ready())
             for frame in frames:
@@ -132,7 +134,7 @@ class MediaWorker:
         num_bytes = sum([array.nbytes for array in prepared.arrays.values()])
         if num_bytes > self._limits.prepared_bytes:
             raise BadArgument(
-                f"{medium.kind}: the model would read {num_bytes:,} bytes of pixels, more than "
+                f"{medium.kind}: it has {num_bytes:,} bytes of pixels as the model reads it, more than "
                 f"{self._limits.prepared_bytes:,}: make it smaller",
                 param=medium.kind,
             )
@@ -181,8 +183,8 @@ class MediaWorker:
 
 
 def hash_medium(prepared: Prepared, settings: bytes) -> str:
-    """Returns the identity of a ``PreparedMedium``. All parts are framed by their lengths. The pieces count:
-    equal frames of videos with other times have other markup or positions."""
+    """Returns the identity of a ``PreparedMedium``. Each part is preceded by its length. The pieces are
+    included: videos with equal frames but different times have different markup or positions."""
     digest = hashlib.sha256(settings)
 
     def add(head: list[Any], array: NDArray[Any] | None = None) -> None:
@@ -209,10 +211,10 @@ def settings_digest(settings: MediaSettings) -> bytes:
 
 
 def _load_decoders() -> None:
-    """Imports the decoders of images, which are not loaded under the limits of a job."""
+    """Imports the decoders, which could not be loaded within the limits of a job."""
     for name in ("ImageOps", *[f"{kind}ImagePlugin" for kind in ("Png", "Jpeg", "Mpo", "Gif", "WebP")]):
         importlib.import_module(f"PIL.{name}")
-    with contextlib.suppress(ImportError):  # videos only
+    with contextlib.suppress(ImportError):  # only videos need it
         import av
 
         av.logging.set_level(av.logging.PANIC)
@@ -228,9 +230,9 @@ def _read_bytes(file: int, num_bytes: int) -> bytes:
 
 
 def main() -> int:
-    """Reads for the socket, the lifeline and the file whose descriptors are the arguments."""
+    """Runs a worker with the file descriptors in the arguments."""
     connection_file, lifeline_file, file = inherited_files()
-    os.nice(NICENESS)  # as the server: more, and a request would wait for the engine that waits for it
+    os.nice(NICENESS)  # like the server: at a lower priority, requests would wait behind the engine
     be_killed_first()
     with (
         socket.socket(fileno=connection_file) as connection,

@@ -1,4 +1,4 @@
-"""The server's handle on one reading process. It reads one medium at a time."""
+"""The server's handle of one reading process, which reads one medium at a time."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from agentflow.engine.media.settings import MediaSettings
 from agentflow.engine.media_run import MediaPiece, PreparedMedium
 from agentflow.errors import BadArgument, EngineFailed, NotSupported
 
-# The time for a process whose socket has closed to exit by itself, so that its exit status is known.
+# How long to wait after a process closes its socket until it exits, so that its exit status is known.
 LAST_WORDS_S = 1.0
 _FAULTS = (*OWN_FAULTS, -signal.SIGXCPU)
-"""How the kernel ends a process for a fault in the process."""
+"""Exit codes of a process that the kernel ended for a fault of that process."""
 _MAX_RANK = 4
 
 
 class Killed(Exception):
-    """The process was killed, perhaps for the memory of others, and before it began with the medium."""
+    """The process ended without a fault of its own, for example because other processes needed memory."""
 
 
 class MediaWorkerHandle(ChildProcess):
-    """Created by ``start``. After ``ready`` it reads media while ``is_usable``; ``end`` ends the process.
-    ``cpu_s``: the processor time of the last medium; None: it was not finished."""
+    """Created by ``start``. After ``ready``, it reads media while ``is_usable``; ``end`` ends the process.
+    ``cpu_s``: the processor time of the last medium; None if it was not finished."""
 
     is_usable = True
     cpu_s: float | None = None
@@ -51,7 +51,7 @@ class MediaWorkerHandle(ChildProcess):
 
     @classmethod
     def start(cls, settings: MediaSettings, limits: MediaLimits) -> MediaWorkerHandle:
-        """Starts a process, which begins to load. Raises ``OSError`` if no process can be created."""
+        """Starts a process, which then loads. Raises ``OSError`` if no process can be created."""
         file = _nameless_file()
         try:
             worker = cls.run(
@@ -65,8 +65,8 @@ class MediaWorkerHandle(ChildProcess):
         return worker
 
     async def ready(self) -> None:
-        """Waits until the process has loaded. ``NotSupported`` if a package is missing, ``EngineFailed`` if
-        it died."""
+        """Waits until the process has loaded. Raises ``NotSupported`` if a package is missing, and
+        ``EngineFailed`` if the process has ended."""
         self.is_usable = False
         try:
             answer = ready_decoder.decode(await self._next_frame())
@@ -77,8 +77,8 @@ class MediaWorkerHandle(ChildProcess):
         self.is_usable = True
 
     async def read(self, medium: ReadMedium, data: bytes) -> PreparedMedium:
-        """Returns the prepared medium, or raises its failure, or ``Killed``. After a cancellation, the handle
-        must not be used again."""
+        """Returns the prepared medium, or raises its failure, or ``Killed``. After a cancellation, only
+        ``end`` may be called."""
         self.is_usable, self.cpu_s = False, None
         await self._in_thread(_write, self._file, data)
         try:
@@ -88,8 +88,8 @@ class MediaWorkerHandle(ChildProcess):
             how = await self.end(LAST_WORDS_S)
             if self.exit_code in _FAULTS:
                 raise BadArgument(
-                    f"{medium.kind}: the process that decoded it {how}: it is damaged, or takes too long"
-                    " to decode",
+                    f"{medium.kind}: the process that decoded it {how}: the file is damaged, or takes too "
+                    "long to decode",
                     param=medium.kind,
                 ) from None
             raise Killed(how) from None
@@ -102,7 +102,7 @@ class MediaWorkerHandle(ChildProcess):
         return prepared
 
     async def end(self, grace_s: float = 0.0) -> str:
-        """See ``ChildProcess``; also closes the file."""
+        """Like ``ChildProcess.end``; also closes the file."""
         how = await super().end(grace_s)
         if self._file >= 0:
             os.close(self._file)
@@ -119,18 +119,18 @@ class MediaWorkerHandle(ChildProcess):
         return frames[0]
 
     def _fetch(self, answer: MediumRead) -> PreparedMedium:
-        # A process that a file has taken over may answer anything.
+        # A process that a hostile file controls may answer anything.
         left = 2 * self._limits.prepared_bytes
 
         def array(place: ArrayPlace) -> NDArray[Any]:
             nonlocal left
             dtype, shape = np.dtype(place.dtype), place.shape
             if dtype.hasobject or len(shape) > _MAX_RANK or any(length < 0 for length in shape):
-                raise EngineFailed("the process that reads images gave an array that is none")
+                raise EngineFailed("the process that reads images returned an invalid array")
             num_bytes = dtype.itemsize * int(np.prod(shape, dtype=object))
             left -= num_bytes
             if left < 0:
-                raise EngineFailed("the process that reads images gave arrays that are too large")
+                raise EngineFailed("the process that reads images returned arrays that are too large")
             found = np.empty(shape, dtype)
             _read_into(self._file, found.reshape(-1).view(np.uint8).data, place.at)
             found.setflags(write=False)
@@ -154,7 +154,7 @@ class MediaWorkerHandle(ChildProcess):
 
 
 def _nameless_file() -> int:
-    """Opens a file in memory, or where temporary files are."""
+    """Opens an unnamed file, in memory on Linux, else in the folder for temporary files."""
     if sys.platform == "linux":
         return os.memfd_create("media")
     with tempfile.TemporaryFile() as file:
@@ -173,5 +173,5 @@ def _read_into(file: int, rest: memoryview, at: int) -> None:
     while rest:
         num_bytes = os.preadv(file, [rest], at)
         if not num_bytes:
-            raise EngineFailed("the process that reads images gave less than it said")
+            raise EngineFailed("the process that reads images returned less data than announced")
         rest, at = rest[num_bytes:], at + num_bytes

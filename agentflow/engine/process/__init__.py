@@ -1,7 +1,7 @@
 """An engine in a separate process.
 
-``worker`` runs in it, ``child`` is the other end of its socket, ``supervisor`` starts it and keeps it alive,
-and ``connection`` exchanges messages with it. ``deadlines`` decides when it hangs, ``request_journal`` keeps
-its unfinished requests, ``medium_parts`` carries images to it, and ``shutdown_budget`` divides the time of a
-shutdown.
+``worker`` runs in the process, ``child`` is the server's handle of it, ``supervisor`` keeps it alive, and
+``connection`` exchanges messages with it. ``deadlines`` decides when it hangs, ``request_journal`` tracks its
+unfinished requests, ``medium_parts`` divides images into messages, and ``shutdown_budget`` divides the time
+of a shutdown.
 """

@@ -1,8 +1,8 @@
 """The messages to and from one engine process, from its start to its end.
 
-Sending never waits: messages and images have a queue each, and an image is written in parts, after each of
-which other messages have their turn. The socket of a process that died closes, which ends ``run``. One that
-hangs is found by its deadlines (``deadlines``); while it owes no answer, nothing is measured.
+Sending never waits: messages and images have separate queues, and an image is written in parts, between which
+other messages are written. The socket of a process that died closes, which ends ``run``. ``deadlines`` detect
+a process that hangs; nothing is measured while the process owes no answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agentflow.engine.process.medium_parts import medium_parts
 from agentflow.engine.request import Submit
 from agentflow.runtime.task_group import open_task_group
 
-# The most keys of sent constraints to remember; all are dropped when there are this many.
+# The most keys of sent constraints to remember. At this number, all are dropped.
 MAX_SENT_KEYS = 10_000
 
 
@@ -62,11 +62,11 @@ class ProcessConnection:
         self._outgoing, self._to_write = anyio.create_memory_object_stream[bytes](math.inf)
         self._media_outgoing, self._media = anyio.create_memory_object_stream[PreparedMedium](math.inf)
         self._turn = anyio.Lock()  # to write a frame
-        self._scope = anyio.CancelScope()  # of ``run``
+        self._scope = anyio.CancelScope()  # for ``run``
         self._pace = StepPace(deadlines)
         self._num_frames = 0  # received
         self._has_sent = anyio.Event()
-        self._media_sent: set[str] = set()  # also those that are on the way
+        self._media_sent: set[str] = set()  # the images that were sent or are queued
         self.sent_keys: set[str] = set()
         """The keys of the constraints that were sent."""
 
@@ -78,14 +78,14 @@ class ProcessConnection:
             stream.close()
 
     def post(self, message: ToEngine) -> None:
-        """Sends a message. Raises ``ValueError`` or ``OverflowError`` for text or numbers that no message can
-        have."""
+        """Sends a message. Raises ``ValueError`` or ``OverflowError`` for text or numbers that cannot be
+        encoded."""
         self._outgoing.send_nowait(to_frame(message))
         self._has_sent.set()
 
     def submit(self, submit: Submit) -> None:
-        """Sends a request, without the payload, which may be megabytes, of a constraint that was already
-        sent. If the process has dropped the constraint, it answers ``NeedPayload``."""
+        """Sends a request. Omits the payload of a constraint that was sent before: it may have megabytes. If
+        the process has dropped the constraint, it answers ``NeedPayload``."""
         constraint = submit.constraint
         if constraint is not None:
             if constraint.key in self.sent_keys:
@@ -96,13 +96,13 @@ class ProcessConnection:
         self.post(submit)
 
     def send_medium(self, medium: PreparedMedium) -> None:
-        """Begins to send an image, unless it was sent before."""
+        """Queues an image to be sent, unless it was sent before."""
         if medium.identity not in self._media_sent:
             self._media_sent.add(medium.identity)
             self._media_outgoing.send_nowait(medium)
 
     def drop_medium(self, identity: str) -> None:
-        """No further request has the image."""
+        """Makes the process drop an image: no further request has it."""
         self._media_sent.discard(identity)
         self.post(DropMedium(identity))
 
@@ -111,8 +111,8 @@ class ProcessConnection:
         self._scope.cancel()
 
     async def load(self) -> Loaded | LoadFailed:
-        """Waits until the process is ready, or has failed to load. Raises ``Hung``, or ``EOFError`` if it
-        died."""
+        """Waits until the process is ready, or has failed to load. Raises ``Hung`` if it hangs, and
+        ``EOFError`` if it dies."""
         answer: Loaded | LoadFailed | None = None
         async with open_task_group() as group:
             group.start_soon(self._expire, group.cancel_scope)
@@ -131,12 +131,15 @@ class ProcessConnection:
     async def run(
         self, on_messages: Callable[[list[FromEngine]], None], on_medium: Callable[[str], None]
     ) -> None:
-        """Exchanges messages with a process that has loaded, until ``close``. Raises ``EOFError`` if the
-        process dies, and ``Hung``.
+        """Exchanges messages with a process that has loaded, until ``close``.
 
         Args:
             on_messages: called with the messages of a step.
-            on_medium: called with the identity of an image that is sent.
+            on_medium: called with the identity of an image that has been sent.
+
+        Raises:
+            EOFError: the process died.
+            Hung: the process hangs.
         """
         has_hung = False
 
@@ -170,7 +173,7 @@ class ProcessConnection:
         scope.cancel()
 
     async def _silence(self) -> None:
-        """Returns once the process owes an answer and was silent for longer than its deadline."""
+        """Returns once the process has owed an answer and been silent for longer than its deadline."""
         while True:
             if not self._is_owed():
                 self._has_sent = anyio.Event()
@@ -204,7 +207,7 @@ class ProcessConnection:
 
 
 def _log(lines: Sequence[object]) -> None:
-    """Logs the lines that the process has logged."""
+    """Logs the messages that the process has logged."""
     for line in lines:
         if isinstance(line, Logged):
             logging.getLogger(line.logger).log(line.level, "%s", line.text)

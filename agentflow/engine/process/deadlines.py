@@ -2,7 +2,8 @@
 
 A process that hangs (stopped, or in an endless load or step) keeps its socket open and sends nothing, so its
 supervisor measures time. The engine announces each forward pass with its number of scheduled tokens, and
-sends the next frame after the pass. ``StepPace`` derives the limit of a pass from earlier passes of its size.
+sends the next frame after the pass. ``StepPace`` derives the limit of a pass from earlier passes of the same
+size.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 
 import anyio
 
-# A step may take this many times as long as the slowest recent one of its size.
+# A step may take this many times as long as the slowest recent step of its size.
 STEP_FACTOR = 20.0
-# The slowest duration decays with each step, so that a single outlier is forgotten after a few dozen steps.
+# The slowest duration decays with each step, so that an outlier is forgotten after a few dozen steps.
 _FADE = 0.9
 
 
@@ -27,8 +28,8 @@ class Deadlines:
     """
 
     load_s: float = 600.0  # from the start of a process until it is ready for requests
-    step_s: float = 30.0  # the lowest limit of a step, even if earlier ones were fast
-    # The limit of the first step of each size, which may compile kernels and capture graphs; and the highest
+    step_s: float = 30.0  # the lowest limit of a step, even if earlier steps were fast
+    # The limit of the first step of each size, which may compile kernels and capture graphs, and the highest
     # limit of any step.
     first_step_s: float = 300.0
     # A parameter for tests.
@@ -39,8 +40,8 @@ class Deadlines:
         return self.step_s / 4
 
     async def passes(self, limit_s: float, is_over: Callable[[], bool]) -> bool:
-        """Waits for ``limit_s`` and returns True. Returns False at the end of a slice if ``is_over()`` is
-        then true."""
+        """Waits for ``limit_s`` and returns True. Returns False at the end of the first slice after which
+        ``is_over()`` is true."""
         waited_s = 0.0
         while waited_s < limit_s:
             await self.sleep(self.slice_s)
@@ -56,12 +57,12 @@ class StepPace:
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
         self._slowest_s: dict[int, float] = {}
-        self._size: int | None = None  # of the running step, if one is known
+        self._size: int | None = None  # the size of the running step, if it is known
         self._since = 0.0
 
     def received(self, now_s: float, num_tokens: int | None) -> None:
-        """Records a frame that arrived at ``now_s``: the announced step has run. ``num_tokens``: of the step
-        that begins now, or None."""
+        """Records a frame that arrived at ``now_s``: the announced step has run. ``num_tokens``: the tokens
+        of the step that starts now, or None."""
         if self._size is not None:
             before_s = self._slowest_s.get(self._size, 0.0)
             self._slowest_s[self._size] = max(now_s - self._since, before_s * _FADE)
@@ -70,7 +71,7 @@ class StepPace:
 
     @property
     def limit_s(self) -> float:
-        """Returns the seconds within which the next frame must arrive."""
+        """The seconds within which the next frame must arrive."""
         limits = self._deadlines
         if not self._slowest_s or (self._size is not None and self._size not in self._slowest_s):
             return limits.first_step_s

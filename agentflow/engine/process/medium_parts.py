@@ -1,7 +1,7 @@
-"""The content of an image as messages for an engine process, and back.
+"""Converts an image to messages for an engine process, and back.
 
-An image may have tens of megabytes. It crosses in parts, between which other messages may go, so that neither
-the event loop nor another request waits for all of it.
+An image may have tens of megabytes. It is sent in parts, between which other messages may be sent, so that
+neither the event loop nor another request waits for the whole image.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def _written(piece: MediaPiece) -> tuple[int, bytes, int, bool]:
 
 
 class MediumAssembly:
-    """Puts images together from their parts."""
+    """Assembles images from their parts."""
 
     def __init__(self) -> None:
         self._heads: dict[str, MediumHead] = {}
         self._data: dict[str, bytearray] = {}
 
     def push(self, part: MediumPart) -> PreparedMedium | None:
-        """Takes the next part of an image. Returns the image after its last part."""
+        """Adds the next part of an image. Returns the image after its last part, else None."""
         if part.head is not None:
             self._heads[part.identity], self._data[part.identity] = part.head, bytearray()
         self._data[part.identity] += part.data

@@ -1,10 +1,10 @@
 """The unfinished requests of an engine process: their progress, and which of them may crash it.
 
-When the process dies, the next one gets all of them in the order of submission, with the ids that were
-already generated. A request that always crashes the process must not do so forever, nor fail the others.
-A request that was running at two deaths and made no progress between them is a *suspect*. If there is one
-suspect, it is blamed, and only it is failed. Several run alone, one after the other, while the other requests
-wait: one that makes progress is cleared, and one whose trial crashes the process is blamed.
+When the process dies, the next process gets all of them in the order of submission, with the ids that were
+already generated. A request that always crashes the process must neither do so forever nor fail other
+requests. A request that was running at two deaths and made no progress between them is a *suspect*. A single
+suspect is blamed, and only it fails. Several suspects run alone, one after another, while the other requests
+wait: a suspect that makes progress is cleared, and a suspect whose trial crashes the process is blamed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from agentflow.engine.messages import Failed, Finished, FromEngine, Placed, Prog
 from agentflow.engine.request import Submit, TopTokens
 from agentflow.errors import Cancelled, EngineDown, EngineFailed
 
-# This many deaths without progress between them make a suspect.
+# A request becomes a suspect after this many deaths without progress between them.
 SUSPECT_DEATHS = 2
-# A request is failed after this many deaths in total. Otherwise two requests that crash the process only
+# A request fails after this many deaths in total. Otherwise two requests that crash the process only
 # together, and make a little progress alone, would run forever.
 MAX_DEATHS = 10
 
@@ -33,13 +33,13 @@ class Unfinished:
 
     submit: Submit
     added_s: float  # on the journal's clock
-    ids: list[int] = field(default_factory=list)  # this and the next four: the output so far
+    ids: list[int] = field(default_factory=list)  # the output so far, up to ``texts``
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopTokens] = field(default_factory=list)
     forced: list[tuple[int, int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     num_redrawn: int = 0  # as in ``Submit``
-    placed_s: float | None = None  # when a place changed its ``ttft_s``; None: it is the first one
+    placed_s: float | None = None  # when ``place`` changed its ``ttft_s``; None: it did not
     is_running: bool = False
     is_aborted: bool = False
     deaths: int = 0
@@ -47,7 +47,7 @@ class Unfinished:
 
     @property
     def ttft_from_s(self) -> float:
-        """When the time until its first token began."""
+        """The time from which ``ttft_s`` counts."""
         return self.added_s if self.placed_s is None else self.placed_s
 
     @property
@@ -55,19 +55,19 @@ class Unfinished:
         return self.deaths_since_progress >= SUSPECT_DEATHS
 
     def drop(self, num_tokens: int) -> None:
-        """Drops the last ids. Some of the others may not have log-probabilities yet."""
+        """Drops the last ``num_tokens`` ids. Some of the remaining ids may not have log-probabilities yet."""
         del self.ids[-num_tokens:]
         del self.logprobs[len(self.ids) :], self.top_logprobs[len(self.ids) :]
         self.num_redrawn += 1
 
     def place(self, placed: Placed, now_s: float) -> None:
-        """Gives the request the new place of its state."""
+        """Updates the request with the new place of its state."""
         if placed.ttft_s != self.submit.origin.ttft_s:
             self.placed_s = now_s
         self.submit = msgspec.structs.replace(self.submit, origin=placed.moves(self.submit.origin))
 
     def as_submitted(self, now_s: float) -> Submit:
-        """Returns the request that continues this one in a new engine, with the time that it has left."""
+        """Returns the request that continues this one in a new engine, with its remaining time."""
         submit = _later(self.submit, now_s - self.added_s, now_s - self.ttft_from_s)
         if not (self.ids or self.texts or self.num_redrawn):
             return submit
@@ -84,7 +84,7 @@ class Unfinished:
 
 
 class StateIndex:
-    """Unfinished requests by their states. A session has thousands, and a change of place concerns few."""
+    """Unfinished requests by state. A session has thousands, of which a new place affects few."""
 
     def __init__(self) -> None:
         self._entries: dict[int, dict[int, Unfinished]] = {}
@@ -102,20 +102,20 @@ class StateIndex:
             del self._entries[entry.submit.origin.state]
 
     def place(self, placed: Placed, now_s: float) -> None:
-        """Gives the requests of a state their new place."""
+        """Updates the requests of a state with its new place."""
         for entry in self._entries.get(placed.state, {}).values():
             entry.place(placed, now_s)
 
 
 class RequestJournal:
-    """Tracks unfinished requests; does no input or output. A request is *queued* until ``release`` returns
-    it, and then *sent* until it ends or the process dies. ``clock``: in seconds."""
+    """Tracks unfinished requests; does no I/O. A request is *queued* until ``release`` returns it, and then
+    *sent* until it ends or the process dies. ``clock``: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._queued: dict[int, Unfinished] = {}
         self._sent: dict[int, Unfinished] = {}
-        self._of_state = StateIndex()  # of both
+        self._of_state = StateIndex()  # queued and sent requests
         self._num_suspects = 0
         self._missing: set[str] = set()  # adapters that the process does not have yet
         self.media: set[str] = set()
@@ -134,13 +134,13 @@ class RequestJournal:
         self.adopt(Unfinished(submit, self._clock()))
 
     def adopt(self, entry: Unfinished) -> None:
-        """Queues a request, which may have run in another process."""
+        """Queues a request that may have run in another process."""
         self._queued[entry.submit.request_id] = entry
         self._of_state.add(entry)
         self._num_suspects += entry.is_suspect
 
     def give_up(self, *, suspects: bool = False) -> list[Unfinished]:
-        """Returns and drops the queued requests; suspects only if asked for."""
+        """Drops and returns the queued requests; suspects only if ``suspects``."""
         given = [entry for entry in self._queued.values() if suspects or not entry.is_suspect]
         if len(given) == len(self):
             self._queued, self._of_state, self._num_suspects = {}, StateIndex(), 0
@@ -151,7 +151,7 @@ class RequestJournal:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether a request waits for its trial, or is on trial."""
+        """Whether a request is on trial or waits for its trial."""
         return self._num_suspects > 0
 
     def needs(self, adapter: str) -> bool:
@@ -176,13 +176,14 @@ class RequestJournal:
         return [_without_adapter(entry) for entry in waiting]
 
     def release(self) -> list[Submit]:
-        """Returns the requests to send to the process now: those whose adapters and images it has."""
+        """Returns the requests to send to the process now. Their adapters and images must be in the
+        process."""
         if not self._queued:
             return []
         if not self._num_suspects:
             released = list(self._queued.values())
         elif any(entry.is_suspect for entry in self._sent.values()):
-            released = []  # its trial goes on
+            released = []  # a trial is running
         else:
             released = [next(entry for entry in self._queued.values() if entry.is_suspect)]
         if self._missing:
@@ -198,13 +199,13 @@ class RequestJournal:
         return self.media.issuperset(run.identity for run in entry.submit.media)
 
     def missing_media(self) -> set[str]:
-        """Returns the images for which queued requests wait, because the process does not have them."""
+        """Returns the images of queued requests that the process does not have."""
         runs = [run for entry in self._queued.values() for run in entry.submit.media]
         return {run.identity for run in runs} - self.media
 
     def place(self, placed: Placed) -> None:
-        """Gives the unfinished requests of a state their new place, which they have in another process
-        too."""
+        """Updates the unfinished requests of a state with its new place, which also applies in another
+        process."""
         self._of_state.place(placed, self._clock())
 
     def drop(self, request_id: int) -> None:
@@ -212,7 +213,8 @@ class RequestJournal:
         self._remove(self._sent, request_id)
 
     def resubmit(self, request_id: int) -> Submit | None:
-        """Returns a request to send to the process again; None if it was aborted, and then drops it."""
+        """Returns a request to send to the process again. Returns None if it has ended or was aborted, and
+        then drops it."""
         entry = self._sent.get(request_id)
         if entry is None:
             return None
@@ -222,8 +224,8 @@ class RequestJournal:
         return entry.as_submitted(self._clock())
 
     def abort(self, request_id: int) -> bool:
-        """Drops a request, immediately if the process does not have it. Returns whether to forward the
-        abort."""
+        """Drops a queued request, or marks a sent one as aborted. Returns whether to forward the abort to the
+        process."""
         entry = self._sent.get(request_id)
         if entry is not None:
             entry.is_aborted = True
@@ -257,8 +259,8 @@ class RequestJournal:
                 self._remove(self._sent, message.request_id)
 
     def process_replaced(self) -> list[Failed]:
-        """The process ended without a fault. Queues all requests again. Returns the answers of requests that
-        end now."""
+        """Queues all requests again after the process ended without a fault. Returns the answers of requests
+        that end now."""
         ended = [aborted(entry.submit.request_id) for entry in self._sent.values() if entry.is_aborted]
         self._queued = dict(sorted((self._queued | self._sent).items()))  # ids grow with each submission
         self._sent = {}
@@ -270,8 +272,8 @@ class RequestJournal:
         return ended
 
     def process_died(self) -> tuple[list[Failed], bool]:
-        """Queues all requests again. Returns the answers of requests that end now, and whether one of them is
-        to blame."""
+        """Queues all requests again after the process died. Returns the answers of requests that end now, and
+        whether a single suspect is blamed."""
         running = [entry for entry in self._sent.values() if entry.is_running and not entry.is_aborted]
         ended = self.process_replaced()
         for entry in running:
@@ -300,7 +302,7 @@ class RequestJournal:
 
 
 def _later(submit: Submit, elapsed_s: float, since_placed_s: float) -> Submit:
-    """Returns the request with the rest of its times, below 0 if they are over."""
+    """Returns the request with its remaining times, which are below 0 if they are over."""
     origin = submit.origin
     if origin.deadline_s is None and origin.patience_s is None and origin.ttft_s is None:
         return submit
@@ -318,7 +320,7 @@ def aborted(request_id: int) -> Failed:
 
 def _without_adapter(entry: Unfinished) -> Failed:
     name = entry.submit.origin.adapter
-    why = f"the engine restarted, and the adapter {name!r} of this request is gone: its files have changed"
+    why = f"the engine restarted, and the adapter {name!r} of this request is lost: its files have changed"
     return Failed(entry.submit.request_id, EngineFailed.code, why)
 
 

@@ -1,8 +1,8 @@
 """Keeps an engine process alive: starts it, kills it when it hangs, and replaces it when it dies.
 
-The client sees one engine that never loses a request: the next process continues the requests that a dead one
-had not finished, from the ids that were already generated. After ``MAX_DEATHS_IN_A_ROW`` the engine is
-*down*: requests fail immediately, and new processes start at growing intervals until one loads.
+The client sees one engine that never loses a request: the next process continues the unfinished requests of a
+dead one, from the ids that were already generated. After ``MAX_DEATHS_IN_A_ROW``, the engine is *down*:
+requests fail immediately, and new processes start at growing intervals until one loads.
 """
 
 from __future__ import annotations
@@ -57,26 +57,26 @@ from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import AgentflowError, BadModelFolder, EngineDown, EngineFailed, from_code
 from agentflow.runtime.task_group import open_task_group
 
-# The time for an engine to end by itself: for its last step, and for freeing its memory.
+# The time for an engine to finish its last step and free its memory.
 END_S = LAST_STEP_S + 2.0
 
 
 logger = logging.getLogger(__name__)
 
-# The engine is down after this many deaths in a row, without a completed step or PEACE_S between them.
+# The engine is down after this many deaths in a row, without progress or PEACE_S between them.
 MAX_DEATHS_IN_A_ROW = 3
 PEACE_S = 60.0
 # The delay before a restart after two deaths in a row. It doubles with each further death, up to MAX_DELAY_S:
 # the cause may be temporary.
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
-# The time for a process whose socket has closed to exit by itself, so that its exit code is known.
+# How long to wait after a process closes its socket until it exits, so that its exit code is known.
 LAST_WORDS_S = 1.0
 
-# The client's tickets begin at 1; the tickets of adapters that are loaded again are negative.
+# The client's tickets start at 1; the tickets of reloaded adapters are negative.
 _FIRST_RELOAD = -1_000_000
 
-RESTARTING = "the engine is restarting: it answers again in a few seconds"
+RESTARTING = "the engine is restarting: try again in a few seconds"
 
 
 def restart_delay_s(num_deaths: int) -> float:
@@ -101,8 +101,8 @@ async def supervised_engine(
     shutdown: ShutdownBudget | None = None,
     start_child: StartChild = start_child_process,
 ) -> AsyncIterator[EngineClient]:
-    """Runs an engine in a separate process within the scope. An error of the first load is raised here, as
-    the same class if it is one of agentflow's.
+    """Runs an engine in a separate process within the scope. Raises the error of the first load, with the
+    same class if it is an error of agentflow.
 
     Args:
         start: how to load the engine.
@@ -114,8 +114,8 @@ async def supervised_engine(
         start_child: starts the process.
 
     Raises:
-        EngineFailed: the process died ``MAX_DEATHS_IN_A_ROW`` times before it has loaded once, or at any time
-            if ``exits_when_down``.
+        EngineFailed: the process died ``MAX_DEATHS_IN_A_ROW`` times before the first load, or at any time if
+            ``exits_when_down``.
     """
     supervisor = EngineSupervisor(
         start,
@@ -138,39 +138,39 @@ async def supervised_engine(
 
 
 def prepared(load_tokenizer: Callable[[], Tokenizer]) -> Tokenizer:
-    """Loads a tokenizer, and makes it ready. Takes a second for a large one."""
+    """Loads and prepares a tokenizer. Takes a second for a large one."""
     tokenizer = load_tokenizer()
     tokenizer.prepare()
     return tokenizer
 
 
 def check_tokenizer(loaded: Loaded, tokenizer: Tokenizer) -> None:
-    """Raises ``BadModelFolder`` if the engine has another tokenizer: token ids would mean other text."""
+    """Raises ``BadModelFolder`` if the engine has a different tokenizer, with different token ids."""
     if loaded.tokenizer != tokenizer.identity:
         raise BadModelFolder("the tokenizer differs from the one that was loaded before")
 
 
 class Receiver(Protocol):
-    """Gets the messages of a supervised engine: an ``EngineClient``, or the receiver of one of several
+    """Receives the messages of a supervised engine: an ``EngineClient``, or the receiver of one of several
     engines. Called in the event loop's thread."""
 
     def receive(self, messages: Sequence[FromEngine]) -> None:
-        """The messages of one step."""
+        """Receives the messages of one step."""
 
     def end_all(self, why: str) -> None:
-        """The engine has ended; no message follows."""
+        """The engine has ended, and no message follows."""
 
 
 class _Replaced(Unusable):
-    """The process is replaced on request."""
+    """``replace`` was called."""
 
     def __init__(self) -> None:
         super().__init__("is replaced")
 
 
 class _LoadError(Unusable):
-    """The process cannot load its engine, or loaded another one. ``error``: the exception for the caller of
-    ``supervised_engine``."""
+    """The process cannot load its engine, or loaded a different one. ``error``: the exception for the caller
+    of ``supervised_engine``."""
 
     def __init__(self, error: AgentflowError | ModuleNotFoundError) -> None:
         super().__init__(f"cannot be loaded again ({error})")
@@ -179,12 +179,12 @@ class _LoadError(Unusable):
 
 @dataclass(slots=True, eq=False)
 class _Adapter:
-    """A load of an adapter, which each new process repeats."""
+    """An adapter that was loaded, and that each new process must load again."""
 
     name: str
     folder: str
     identity: str
-    is_loaded: bool = True  # by this process
+    is_loaded: bool = True  # the current process has loaded it
 
 
 def _load_error(answer: LoadFailed) -> _LoadError:
@@ -194,9 +194,9 @@ def _load_error(answer: LoadFailed) -> _LoadError:
 
 
 class EngineSupervisor:
-    """An ``EngineLink`` to the current process, which it replaces when it dies. ``receiver`` gets its
-    messages; set it when ``loaded`` has returned. All methods run in the event loop's thread. The number of
-    unfinished requests bounds the data that waits to be written."""
+    """An ``EngineLink`` to the current process, which it replaces when the process dies. ``receiver`` gets
+    the messages; set it when ``loaded`` has returned. All methods run in the event loop's thread. The number
+    of unfinished requests bounds the data that waits to be written."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class EngineSupervisor:
         self.receiver: Receiver | None = None
         self.on_change: Callable[[], object] | None = None
         """Called when ``is_ready`` or ``down_because`` has changed, before queued requests are sent or
-        failed."""
+        fail."""
         self.down_because: str | None = None
         """Why requests fail immediately; None if they do not."""
         self._start = start
@@ -220,19 +220,19 @@ class EngineSupervisor:
         self._exits_when_down = exits_when_down
         self._shutdown = shutdown
         self._start_child = start_child
-        self._loaded: Loaded | None = None  # of the first process
+        self._loaded: Loaded | None = None  # the answer of the first process
         self._load_failure: AgentflowError | ModuleNotFoundError | None = None
-        self._first_load = anyio.Event()  # it ended
+        self._first_load = anyio.Event()  # set when the first load has ended
         self._child: Child | None = None
         self._connection: ProcessConnection | None = None  # to a process that has loaded
         self._journal = RequestJournal()
         self._queries: set[int] = set()
-        self._loads: set[int] = set()  # the tickets of adapters, which may take long to read
+        self._loads: set[int] = set()  # tickets of adapters, which may take long to read
         self._adapters: list[_Adapter] = []  # each new process must load these
         self._reloads: dict[int, _Adapter] = {}  # the adapters that this process is loading, by ticket
-        self._unneeded: list[str] = []  # identities of adapters, to be unloaded after their last request
+        self._unneeded: list[str] = []  # the identities of adapters to unload after their last request
         self._media: dict[str, PreparedMedium] = {}  # the images that requests may have
-        self._deaths = 0  # in a row, of unknown cause
+        self._deaths = 0  # in a row, for unknown causes
         self._blamed_deaths = 0  # in a row
         self._is_replacing = False
         self._reload_tickets = itertools.count(_FIRST_RELOAD)
@@ -247,7 +247,7 @@ class EngineSupervisor:
 
     @property
     def node(self) -> str:
-        """The address of the process's machine; empty if it is this one, and between two processes."""
+        """The address of the process's machine; empty for this machine, and between two processes."""
         return "" if self._child is None else self._child.node
 
     @property
@@ -257,26 +257,26 @@ class EngineSupervisor:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether requests that may crash the process run alone, or wait for that."""
+        """Whether requests that may crash the process run alone, or wait to run alone."""
         return self._journal.has_suspects
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended."""
+        """The number of unfinished requests."""
         return len(self._journal)
 
     def adopt(self, requests: Iterable[Unfinished]) -> None:
-        """Accepts requests, which another engine may have begun. Those that cannot be sent fail."""
+        """Accepts requests that another engine may have started. Requests that cannot be sent fail."""
         for request in requests:
             self._journal.adopt(request)
         self._forward()
 
     def give_up(self, *, suspects: bool = False) -> list[Unfinished]:
-        """Returns and forgets the requests that no process has; suspects only if asked for."""
+        """Drops and returns the requests that no process has; suspects only if ``suspects``."""
         return self._journal.give_up(suspects=suspects)
 
     def replace(self) -> None:
-        """Ends the process, if one runs requests, and starts another one, which continues them."""
+        """Ends a process that runs requests, and starts another one, which continues them."""
         if self._connection is not None:
             self._is_replacing = True
             self._connection.close()
@@ -289,9 +289,9 @@ class EngineSupervisor:
             self._load_adapter(adapter, self._connection)
 
     def send(self, message: ToEngine | KeepMedium) -> None:
-        """Accepts a message whether or not a process is running. Raises ``EngineDown`` for a ``Query``
+        """Accepts a message, whether or not a process is running. Raises ``EngineDown`` for a ``Query``
         without a process, and for a ``Submit`` while the engine is down; ``ValueError`` or ``OverflowError``
-        for text or numbers that no message can have."""
+        for text or numbers that cannot be encoded."""
         match message:
             case Submit() if self.down_because is not None:
                 raise EngineDown(self.down_because)
@@ -308,16 +308,16 @@ class EngineSupervisor:
                 self._unneeded.append(message.identity)
                 self._forward()
             case KeepMedium():
-                self._media[message.medium.identity] = message.medium  # sent when a request needs it
+                self._media[message.medium.identity] = message.medium  # sent once a request needs it
             case DropMedium():
                 self._drop_medium(message.identity)
             case CloseState() | Placed() | Charges() | BlocksRequest():
                 if isinstance(message, Placed):
                     self._journal.place(message)
                 if self._connection is not None:
-                    self._connection.post(message)  # a new process has no states, and reads the origins again
+                    self._connection.post(message)  # a new process learns states from the requests' origins
             case Stop():
-                pass  # its scope ends the process
+                pass  # the scope ends the process
             case _ if self._connection is None:
                 raise EngineDown(self.down_because or RESTARTING)
             case _:
@@ -325,8 +325,8 @@ class EngineSupervisor:
                 self._connection.post(message)
 
     async def loaded(self) -> Loaded:
-        """Waits until the first process has loaded. Raises the error of its load, or ``EngineFailed`` if it
-        died ``MAX_DEATHS_IN_A_ROW`` times before."""
+        """Waits until the first process has loaded. Raises the error of its load, or ``EngineFailed`` if
+        processes died ``MAX_DEATHS_IN_A_ROW`` times before."""
         await self._first_load.wait()
         if self._load_failure is not None:
             raise self._load_failure
@@ -334,7 +334,7 @@ class EngineSupervisor:
         return self._loaded
 
     async def run(self) -> None:
-        """Runs until cancelled, or until the first load has failed, which ``loaded`` reports. Raises
+        """Runs until it is cancelled, or until the first load has failed, which ``loaded`` reports. Raises
         ``EngineFailed`` if the engine is down and ``exits_when_down``."""
         try:
             while True:
@@ -377,8 +377,8 @@ class EngineSupervisor:
         self._hand_over(self._journal.fail_all(why))
 
     async def _live(self) -> str:
-        """Runs one process until it has ended. Returns how it ended. Raises ``_LoadError`` if the first
-        process cannot load."""
+        """Runs one process until it has ended. Returns a phrase: how it ended. Raises ``_LoadError`` if the
+        first process cannot load."""
         self._loaded_at = math.inf
         try:
             child = await self._start_child(self._start)
@@ -406,9 +406,14 @@ class EngineSupervisor:
         return how if unusable is None else str(unusable)
 
     async def _run(self, child: Child) -> None:
-        """Waits until the process is ready, and exchanges messages with it until it dies (raises
-        ``EOFError``), hangs, or is replaced. Raises ``_LoadError`` if it cannot load, or loaded another
-        model."""
+        """Waits until the process is ready, and exchanges messages with it.
+
+        Raises:
+            EOFError: the process died.
+            Hung: the process hangs.
+            _Replaced: ``replace`` was called.
+            _LoadError: the process cannot load, or loaded another model.
+        """
         with ProcessConnection(child, self._deadlines, lambda: self._is_owed) as connection:
             self._check_loaded(await connection.load())
             self._loaded_at = anyio.current_time()
@@ -430,7 +435,7 @@ class EngineSupervisor:
         if self._loaded is None:
             self._loaded = answer
             self._first_load.set()
-        elif answer != self._loaded:  # requests continue as token ids, which would mean other text
+        elif answer != self._loaded:  # requests continue with token ids, which would have another meaning
             changed = "model" if answer.info != self._loaded.info else "tokenizer"
             raise _LoadError(BadModelFolder(f"the {changed} differs from the one that was loaded before"))
 
@@ -473,7 +478,7 @@ class EngineSupervisor:
         self._forward()
 
     def _load_adapters(self, connection: ProcessConnection) -> None:
-        """Loads the adapters of the last process in a new one. Requests wait for their adapters."""
+        """Loads the adapters of the previous process in a new one. Requests wait for their adapters."""
         self._reloads.clear()
         for adapter in self._adapters:
             adapter.is_loaded = False
@@ -503,8 +508,8 @@ class EngineSupervisor:
         return [] if is_hope_left else self._journal.adapter_gone(gone.identity)
 
     def _unload_adapters(self) -> None:
-        """Unloads adapters that no longer have a name, after the last request that uses them: until then, a
-        new process must load them again."""
+        """Unloads adapters without a name after the last request that uses them: until then, a new process
+        must load them again."""
         for identity in [one for one in self._unneeded if not self._journal.needs(one)]:
             self._unneeded.remove(identity)
             adapter = next(one for one in self._adapters if one.identity == identity)
@@ -521,7 +526,8 @@ class EngineSupervisor:
             self._connection.post(submit)
 
     def _process_died(self) -> None:
-        """Ends the requests that end with the process; the others wait for the next one."""
+        """Counts a death, and ends the requests that end with the process. The others wait for the next
+        process."""
         if anyio.current_time() - self._loaded_at >= PEACE_S:
             self._deaths = self._blamed_deaths = 0
         ended, is_blamed = self._journal.process_died()
@@ -532,21 +538,22 @@ class EngineSupervisor:
         self._end_queries(ended)
 
     def _end_queries(self, ended: list[Failed]) -> None:
-        """Fails the queries to the process that has ended. ``ended``: the requests that ended with it."""
+        """Fails the queries to the process that has ended. ``ended``: the answers of requests that ended with
+        it."""
         ended += [Failed(ticket, EngineDown.code, RESTARTING) for ticket in self._queries | self._loads]
         self._queries.clear()
         self._loads.clear()
         self._hand_over(ended)
         self._num_interrupted = len(self._journal)
-        self._changed()  # others may take requests
+        self._changed()  # other engines may adopt requests
 
     def _changed(self) -> None:
         if self.on_change is not None:
             self.on_change()
 
     def _forward(self, new: int | None = None) -> None:
-        """Sends the requests that the process may have now. One that cannot be sent fails alone; for ``new``,
-        which the client does not wait for yet, this raises the error instead."""
+        """Sends the requests that may run now. A request that cannot be sent fails alone. For the request
+        ``new``, for which the client does not wait yet, raises the error instead."""
         fault: Exception | None = None
         if self._unneeded:
             self._unload_adapters()
@@ -558,7 +565,7 @@ class EngineSupervisor:
                 try:
                     connection.submit(submit)
                 except Exception as error:
-                    # No message can have its numbers or its text.
+                    # Its numbers or its text cannot be encoded.
                     self._journal.drop(submit.request_id)
                     if submit.request_id == new:
                         fault = error

@@ -1,11 +1,11 @@
 """The main module of an engine process.
 
-``python -m agentflow.engine.process.worker FD``, where FD is a socket that the server left open. The first
-frame is ``Start``. Then the engine runs until the socket closes, because the server closed it or died. SIGINT
-and SIGTERM are ignored: the server handles them, and drains first.
+``python -m agentflow.engine.process.worker FD``, where FD is an inherited socket to the server. The first
+frame is ``Start``. Then the engine runs until the socket closes, because the server closed it or died. The
+process ignores SIGINT and SIGTERM: the server handles them, and drains first.
 
-No deadlock is possible on the socket: a dedicated thread always reads it, and the server does the same at the
-other end. A slow reader only slows down the engine.
+The socket cannot deadlock: both ends always read it, this one in a separate thread. A slow reader only slows
+down the engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _ServerGone(Exception):
 
 
 class _ServerLog(logging.Handler):
-    """Sends the lines that agentflow logs in this process to the server, whose log the operator reads."""
+    """Sends agentflow's log messages to the server, whose log the operator reads."""
 
     def __init__(self, send: Callable[[object], None]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _ServerLog(logging.Handler):
 
 
 class EngineProcess:
-    """The process's end of the socket, and the engine once it is loaded."""
+    """Runs the engine, at the process's end of the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -147,7 +147,7 @@ class EngineProcess:
 
 
 def main() -> int:
-    """Runs the engine on the socket in the first argument. Needs no lifeline: a thread waits for the socket
+    """Runs the engine with the socket in the first argument. Needs no lifeline: a thread waits for the socket
     to close."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

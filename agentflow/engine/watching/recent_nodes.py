@@ -1,4 +1,4 @@
-"""The part of the radix trees that was used last, for those that watch the cache."""
+"""Selects the most recently used nodes of the radix trees, for watches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PUSHES_PER_NODE = 2
 
 
 def list_accounts(cache: RadixCache, owner: Hashable) -> list[Account]:
-    """The cached tokens of ``owner``; for None, of each owner."""
+    """Returns the account of ``owner``, if it has one; for None, all accounts."""
     if owner is None:
         return [*cache.accounts()]
     account = cache.find_account(owner)
@@ -21,13 +21,13 @@ def list_accounts(cache: RadixCache, owner: Hashable) -> list[Account]:
 
 
 def recent_nodes(cache: RadixCache, most: int, owner: Hashable = None) -> list[Node]:
-    """The most recently used nodes of ``owner`` (None: of all), ``most`` at most, with all their parents, and
-    parents before their children.
+    """Returns at most ``most`` recently used nodes of ``owner`` (None: of all owners). Each node comes after
+    its parents.
 
-    First come the paths to the ends of prefixes that were used last, as far as the cache remembers them, then
-    other nodes from the top, the most recent of those that were seen first. The time depends on ``most`` and
-    ``MAX_RECENT``, not on the size of the trees: of a node with very many children only the newest are seen.
-    A tree with at most ``most`` nodes is complete.
+    The result has the paths to the ends of the prefixes that were used last, as far as the cache remembers
+    them, then other nodes from the roots down, the most recently used first. The time depends on ``most`` and
+    ``MAX_RECENT``, not on the size of the trees: if a node has very many children, only the newest are
+    considered. Trees with at most ``most`` nodes are complete.
     """
     chosen: dict[Node, None] = {}
     for end in reversed(cache.recent):
@@ -48,7 +48,8 @@ def recent_nodes(cache: RadixCache, most: int, owner: Hashable = None) -> list[N
 
 
 def _fill(chosen: dict[Node, None], most: int, roots: Iterable[Node]) -> None:
-    """Adds nodes from the top: a heap has the children of the chosen ones, the most recently used first."""
+    """Adds nodes from the roots down. A heap has the children of chosen nodes, the most recently used
+    first."""
     num_left = PUSHES_PER_NODE * most
     frontier: list[tuple[int, int, Node]] = []
     above = islice(roots, num_left)

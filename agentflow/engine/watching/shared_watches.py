@@ -1,8 +1,8 @@
-"""The queries of all watches of one engine, limited so that watching does not slow it.
+"""The queries of all watches of one engine, limited so that they do not slow the engine.
 
-Watches of the same tenant that wait share one snapshot. One snapshot is taken at a time, and the next one
-only when those before have cost at most ``ENGINE_PART`` of the engine's time and ``LOOP_PART`` of the event
-loop's: many watches, or large ones, get their events less often. For one event loop."""
+Waiting watches of the same tenant share a snapshot. Snapshots are taken one at a time, with pauses, so that
+they cost at most ``ENGINE_PART`` of the engine's time and ``LOOP_PART`` of the event loop's time: many or
+large watches get their events less often. For one event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agentflow.errors import AgentflowError, Overloaded
 from agentflow.runtime.limits import tenant_part
 
 MAX_WATCHES = 64
-"""The most watches of one engine; one tenant may have half of them."""
+"""The most watches of one engine. A tenant may have a part of them (``tenant_part``)."""
 ENGINE_PART = 0.01
 LOOP_PART = 0.02
 
@@ -34,7 +34,7 @@ SendQuery = Callable[[Callable[[int], Query]], Awaitable[EngineAnswer]]
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """One snapshot for all that wait for it."""
+    """A snapshot for all watches that wait for it."""
 
     max_nodes: int = 0
     steps_after: int | None = None
@@ -43,7 +43,7 @@ class _Shared:
 
 
 class SharedWatches:
-    """Asks for snapshots and node texts with ``send``."""
+    """Queries an engine for snapshots and tokens of nodes. ``send``: sends a query and returns its answer."""
 
     def __init__(self, send: SendQuery) -> None:
         self._send = send
@@ -56,9 +56,9 @@ class SharedWatches:
 
     @contextmanager
     def watching(self, tenant: str) -> Iterator[None]:
-        """The scope of one watch. ``Overloaded`` beyond the limits."""
+        """The scope of one watch. Raises ``Overloaded`` beyond the limits."""
         if self._num_of.total() >= MAX_WATCHES:
-            raise Overloaded(f"{MAX_WATCHES} sessions watch this engine, the limit: try again later")
+            raise Overloaded(f"{MAX_WATCHES} sessions watch this engine, the most it allows: try again later")
         if self._num_of[tenant] >= tenant_part(MAX_WATCHES, tenant):
             raise Overloaded("too many sessions of this tenant watch this engine: end another watch")
         self._num_of[tenant] += 1
@@ -70,11 +70,20 @@ class SharedWatches:
                 del self._num_of[tenant]
 
     def spent(self, loop_s: float) -> None:
-        """Working on a snapshot took so much processor time of the event loop."""
+        """Adds processor time that the event loop spent on a snapshot."""
         self._loop_s += loop_s
 
     async def snapshot(self, tenant: str | None, max_nodes: int, steps_after: int) -> EngineSnapshot:
-        """The tenant's part of a snapshot (None: all of it), with the requested fields. ``EngineDown``."""
+        """Returns the tenant's part of a snapshot (None: all of it).
+
+        Args:
+            tenant: the tenant's name, or None.
+            max_nodes: the most nodes; the answer may have more.
+            steps_after: the answer has the steps after this number, and may have earlier ones.
+
+        Raises:
+            EngineDown: no engine process runs.
+        """
         shared = self._waiting.setdefault(tenant, _Shared())
         shared.max_nodes = max(shared.max_nodes, max_nodes)
         known = shared.steps_after
@@ -103,8 +112,13 @@ class SharedWatches:
         self._next_s, self._loop_s = anyio.current_time() + pause_s, 0.0
 
     async def peek(self, tenant: str, node: int) -> NodeTokens:
-        """The tokens of a node of an earlier snapshot. ``BadArgument`` if it is gone, ``NotAuthorized`` if it
-        is another tenant's, ``EngineDown``."""
+        """Returns the first tokens of a node of an earlier snapshot.
+
+        Raises:
+            BadArgument: the node is no longer in the cache.
+            NotAuthorized: the node belongs to another tenant.
+            EngineDown: no engine process runs.
+        """
         async with self._peeks:
             answer = await self._send(lambda ticket: PeekRequest(ticket, node, tenant))
         assert isinstance(answer, NodeTokens)

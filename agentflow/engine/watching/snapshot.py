@@ -1,7 +1,8 @@
-"""A snapshot of an engine: its counters, last steps, requests and the recently used part of its radix trees.
+"""Takes snapshots of an engine: its counters, last steps, requests and the recently used part of its radix
+trees.
 
-Belongs to the engine's thread. While nothing asks, it costs a record for each step. A snapshot takes a time
-that depends on the limits here, not on the size of the cache.
+Runs in the engine's thread. Without watches, it costs a record for each step. The time of a snapshot depends
+on the limits here, not on the size of the cache.
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ from agentflow.errors import BadArgument, NotAuthorized
 from agentflow.protocol.events import StepRecord
 
 MAX_STEPS = 512
-"""Steps that a snapshot has."""
+"""The most steps in a snapshot."""
 MAX_REQUESTS = 200
-"""Requests that a snapshot has."""
+"""The most requests in a snapshot."""
 MAX_PEEK_TOKENS = 500
 TIMES_EVERY_S = 0.1
 MAX_TIMES = 8192
 
 
 class UseTimes:
-    """When the cache was used, from the number of the use. Knows the times ``TIMES_EVERY_S`` seconds apart,
-    and older ones less densely as there are more."""
+    """Maps the cache's clock, the number of its uses, to times. Records are ``TIMES_EVERY_S`` seconds apart;
+    half of them are dropped when there are more than ``MAX_TIMES``."""
 
     def __init__(self) -> None:
         self._clocks: list[int] = [0]
         self._times: list[float] = [0.0]
 
     def note(self, clock: int, time_s: float, every_s: float = TIMES_EVERY_S) -> None:
-        """Records the number of uses until a time, unless the last record is younger than ``every_s``."""
+        """Records the clock at a time, unless the last record is younger than ``every_s``."""
         if clock > self._clocks[-1] and time_s - self._times[-1] >= every_s:
             self._clocks.append(clock)
             self._times.append(time_s)
@@ -65,16 +66,16 @@ class UseTimes:
                 del self._clocks[1::2], self._times[1::2]
 
     def of(self, clock: int) -> float:
-        """The first known time after the use."""
+        """Returns the first recorded time at or after a use."""
         return self._times[min(bisect_left(self._clocks, clock), len(self._times) - 1)]
 
 
 class EngineWatch:
-    """Makes snapshots. Its clock begins with it. ``epoch``: another one for each engine, whose numbers start
-    over.
+    """Takes snapshots. Their times count from its creation. Their random ``epoch`` shows that numbers of
+    another engine process have another meaning.
 
-    ``steps``: the last steps, to which the engine adds. It calls ``note_use`` after ``notes_use_at``, on the
-    clock ``perf_counter``.
+    ``steps``: the last steps, to which the engine appends. The engine calls ``note_use`` once
+    ``time.perf_counter()`` has reached ``notes_use_at``.
     """
 
     def __init__(self, scheduler: Scheduler, model: str) -> None:
@@ -89,15 +90,15 @@ class EngineWatch:
         self._shown: WeakValueDictionary[int, Node] = WeakValueDictionary()
 
     def note_use(self, now: float) -> None:
-        """Notes until which use of the cache it is ``now``."""
+        """Records the cache's clock at the time ``now``."""
         self._times.note(self._scheduler.memory.cache.clock, now - self._began_s)
         self.notes_use_at = now + TIMES_EVERY_S
 
     def stats(self, ticket: int, step_times: Sequence[BucketCounts], num_unready: int) -> EngineStats:
-        """The counters and gauges of the engine.
+        """Returns the counters and gauges of the engine.
 
         Args:
-            ticket: of the request for them.
+            ticket: the ticket of the query.
             step_times: the durations of the phases of steps.
             num_unready: the requests that wait for their grammar.
         """
@@ -138,7 +139,7 @@ class EngineWatch:
     def snapshot(
         self, asked: SnapshotRequest, requests: Iterable[Request], stats: EngineStats
     ) -> EngineSnapshot:
-        """The part that the tenant (None: every tenant) may see now."""
+        """Returns the part that the tenant of the query (None: all tenants) may see."""
         began_s, cpu_began_s = time.perf_counter(), time.thread_time()
         now_s = began_s - self._began_s
         cache = self._scheduler.memory.cache
@@ -167,7 +168,7 @@ class EngineWatch:
             ticket=asked.ticket,
             epoch=self._epoch,
             time_s=now_s,
-            # Only for those who see every tenant, because steps are common to all.
+            # Only if all tenants are visible: a step may have requests of all of them.
             steps=[] if asked.tenant is not None else [s for s in self.steps if s.number > asked.steps_after],
             requests=self._rows(asked.tenant, requests, began_s),
             nodes=rows,
@@ -178,7 +179,7 @@ class EngineWatch:
         )
 
     def peek(self, asked: PeekRequest) -> NodeTokens | Failed:
-        """The tokens of a node of an earlier snapshot."""
+        """Returns the first tokens of a node of an earlier snapshot."""
         node = self._shown.get(asked.node)
         if node is None or node.parent is None:
             return Failed(asked.ticket, BadArgument.code, "the node is no longer in the cache")
@@ -188,7 +189,7 @@ class EngineWatch:
         return NodeTokens(asked.ticket, ids, len(node.slots))
 
     def _rows(self, tenant: str | None, requests: Iterable[Request], now_s: float) -> list[RequestRow]:
-        """The running requests first, each kind in the order of arrival."""
+        """Returns running requests, then waiting ones."""
         waiting = (one for one in requests if one.status is Status.WAITING)
         visible = (
             one
@@ -213,6 +214,6 @@ class EngineWatch:
 
 
 def _peak_resident_bytes() -> int:
-    """The largest resident memory of this process so far."""
+    """Returns the largest resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

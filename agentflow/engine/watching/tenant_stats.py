@@ -18,11 +18,11 @@ _OF_APIS: Final = {
     "hedged_calls",
 }
 _HIDDEN: Final[dict[str, Any]] = dict.fromkeys(set(Stats.__struct_fields__) - _SHOWN_TO_ALL - _OF_APIS)
-"""The counters that cover all tenants."""
+"""None for the counters that cover all tenants."""
 
 
 class TenantStats:
-    """Counts the finished requests of one tenant on one model, for a tenant that does not see the engine's
+    """Counts the finished requests of one tenant on one model, because the tenant may not see the engine's
     figures."""
 
     def __init__(self, tenant: Tenant, model: str) -> None:
@@ -37,8 +37,8 @@ class TenantStats:
         self._finished += usage
 
     def shown(self, stats: EngineStats | None) -> Stats:
-        """Returns the engine's figures, for all sessions. A tenant that may not see them gets the tokens of
-        its finished requests, and None for the rest. ``stats``: needed only if it may."""
+        """Returns the engine's figures. A tenant that may not see them gets only the tokens of its finished
+        requests, and None for the rest. ``stats``: the engine's; None only for such a tenant."""
         if stats is None or not self._tenant.sees_metrics:
             return Stats(
                 self._model,

@@ -1,7 +1,7 @@
 """The part of an engine that a session of one tenant sees.
 
-A tenant without ``sees_metrics`` gets only its own requests, nodes and counters, and no steps, which are
-common to all tenants. Texts are for their own tenant in any case."""
+A tenant without ``sees_metrics`` gets only its requests, nodes and counters, and no steps, which all tenants
+share. Only the tenant of a node can read its text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentflow.runtime.generator import NodeText, Snapshot, SnapshotNode
 
 
 class EngineView:
-    """``stats``: makes the tenant's stats, from the engine's if the tenant may see them."""
+    """A session's view. ``stats``: returns the tenant's stats, given the engine's."""
 
     def __init__(
         self,

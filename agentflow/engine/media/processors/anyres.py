@@ -1,7 +1,7 @@
 """Images of any resolution in tiles, as LLaVA-NeXT and LLaVA-OneVision cut them.
 
-The resolution of a list that wastes least is chosen; the image fills it in one direction, between borders in
-the other. The tower drops the features of the borders, and adds a token at the end of each row.
+The processor chooses the resolution of a list that wastes least. The image fills it in one direction, and has
+borders in the other. The tower drops the features of the borders, and adds a token at the end of each row.
 
 Liu et al., "LLaVA-NeXT: Improved reasoning, OCR, and world knowledge", 2024.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def read_resolutions(options: ProcessorOptions, default: Sequence[Size], side: int) -> list[Size]:
-    """The resolutions that an image can have, all multiples of the tile's ``side``."""
+    """Returns the resolutions that an image can have, all multiples of the tile's ``side``."""
     found = options.settings.get("image_grid_pinpoints") or default
     try:
         resolutions = [(int(height), int(width)) for height, width in found]
@@ -44,7 +44,8 @@ def read_resolutions(options: ProcessorOptions, default: Sequence[Size], side: i
 
 
 def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
-    """The resolution that keeps most of the image, and has the least border; the first among equals."""
+    """Returns the resolution that keeps most pixels of the image, then the one with the least border, then
+    the first."""
     height, width = size
 
     def worth(resolution: Size) -> tuple[int, int]:
@@ -56,7 +57,7 @@ def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
 
 
 def cut_tiles(image: Image, resolution: Size, side: int, resample: int) -> Bytes:
-    """[tiles, 3, side, side]: the whole image, distorted to a square, then the tiles row by row."""
+    """Returns [tiles, 3, side, side]: the whole image, distorted to a square, then the tiles row by row."""
     height, width = resolution
     scale_x, scale_y = width / image.width, height / image.height
     if scale_x < scale_y:
@@ -71,8 +72,14 @@ def cut_tiles(image: Image, resolution: Size, side: int, resample: int) -> Bytes
 
 
 def features_without_border(size: Size, resolution: Size, side: int, patches: int) -> Size:
-    """The rows and columns of features that are left of an image of ``size`` in ``resolution``, whose tiles
-    have ``patches`` by ``patches`` features."""
+    """Returns the rows and columns of features of an image without its borders.
+
+    Args:
+        size: the height and width of the image.
+        resolution: the height and width of all tiles together.
+        side: the side of a tile, in pixels.
+        patches: the features on the side of a tile.
+    """
     rows, columns = resolution[0] // side * patches, resolution[1] // side * patches
     height, width = size
     if width / height > columns / rows:

@@ -32,8 +32,8 @@ _END: Final = "<end_of_image>\n\n"
 
 
 class Gemma3Processor:
-    """``pixels`` [1, 3, side, side]; with pan and scan, which is off by default, the crops of a long image
-    follow."""
+    """``pixels`` [1, 3, side, side]; with pan and scan, which is off by default, followed by the crops of a
+    long image."""
 
     image_token = "<start_of_image>"
     video_token = ""
@@ -61,10 +61,10 @@ class Gemma3Processor:
         return Prepared({"pixels": np.stack(squares)}, (*pieces, _END))
 
     def prepare_video(self, clip: Clip) -> Prepared:
-        raise NotSupported("video: models of this family read images, and no videos")
+        raise NotSupported("video: models of this family read images, but no videos")
 
     def _crops(self, image: Image) -> list[Image]:
-        """The crops of an image, side by side along its longer side; none if it is almost square."""
+        """Returns the crops of an image, adjacent along its longer side; none if it is almost square."""
         long, short = max(image.width, image.height), min(image.width, image.height)
         if long / short < self._min_ratio:
             return []

@@ -1,5 +1,5 @@
-"""Idefics3 and SmolVLM: an image is cut into tiles, in front of the whole image in the size of a tile. Each
-frame of a video is one tile, behind its time.
+"""Idefics3 and SmolVLM: an image becomes tiles, then the whole image at the size of a tile. A frame of a
+video becomes one tile, after its time.
 
 Laurençon et al., "Building and better understanding vision-language models", 2024, section 3.2; Marafioti et
 al., "SmolVLM", 2025, section 2.
@@ -42,8 +42,8 @@ _FRAMES: Final = FrameSampling(1, 64, per_second=1.0)
 
 
 class Idefics3Processor:
-    """``pixels`` [tiles, 3, side, side]: the tiles row by row, then the whole image; only the whole image if
-    it fits into one tile. All tiles have the same number of tokens."""
+    """``pixels`` [tiles, 3, side, side]: the tiles row by row, then the whole image; an image that fits into
+    one tile is only that. All tiles have the same number of tokens."""
 
     image_token = "<image>"
 
@@ -93,7 +93,7 @@ class Idefics3Processor:
 
     def prepare_video(self, clip: Clip) -> Prepared:
         if not self.video_token:
-            raise NotSupported("video: models of this family read images, and no videos")
+            raise NotSupported("video: models of this family read images, but no videos")
         duration = timedelta(seconds=int(clip.duration_s))
         pieces: list[str | MediaPiece] = []
         before = (
@@ -120,7 +120,7 @@ class Idefics3Processor:
         return in_line(self._num_tokens, tile * self._num_tokens)
 
     def _fitting(self, image: Image, longest: int) -> Size:
-        """The size whose longest edge is ``longest``; the other edge is even."""
+        """Returns the size whose longer edge is ``longest`` and whose other edge is even."""
         height, width, ratio = image.height, image.width, image.width / image.height
         if width >= height:
             width = longest
@@ -139,7 +139,7 @@ class Idefics3Processor:
         return max(height, 1), max(width, 1)
 
     def _in_tiles(self, image: Image) -> Size:
-        """The size whose edges are multiples of the tile's side."""
+        """Returns the size whose edges are multiples of the tile's side."""
         ratio = image.width / image.height
         if image.width >= image.height:
             width = self._whole_tiles(image.width)
@@ -159,7 +159,7 @@ _TENS: Final = "twenty thirty forty fifty sixty seventy eighty ninety"
 
 
 def number_in_words(number: int) -> str:
-    """A number below 1,000, as it was written for the model in training.
+    """Returns a number below 1,000 in words, as in the model's training.
 
     >>> number_in_words(8), number_in_words(64), number_in_words(120)
     ('eight', 'sixty-four', 'one hundred and twenty')

@@ -1,4 +1,4 @@
-"""LLaVA-1.5: one square for each image, by CLIP's or SigLIP's image processor.
+"""LLaVA-1.5: one square for each image, like CLIP's or SigLIP's image processor.
 
 Liu et al., "Improved baselines with visual instruction tuning", 2023.
 """
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class Squares:
-    """Makes a square of each image: resized to a square, or by its shorter side and then cropped; before that
-    padded to a square in the color of the mean, if the settings say so."""
+    """Turns each image into a square: resizes it to a square, or resizes it by its shorter side and crops it.
+    If the settings require it, pads the image to a square with the mean color first."""
 
     def __init__(self, settings: MediaSettings, options: ProcessorOptions, *, pads: bool = False) -> None:
         options.require("do_resize")
@@ -48,7 +48,7 @@ class Squares:
             self._crop = options.size("crop_size", {"height": 224, "width": 224})
         shape = self._crop or self._size
         if shape is None or shape[0] != shape[1]:
-            raise BadModelFolder(f"{options.file}: the model needs squares, but size and crop_size make none")
+            raise BadModelFolder(f"{options.file}: size and crop_size must result in a square")
         self.side = shape[0]
         self._resample = options.integer("resample", BICUBIC)
         self._border: tuple[int, ...] | None = None
@@ -89,17 +89,17 @@ class LlavaProcessor:
         return Prepared({"pixels": self._squares.make(image)[None]}, (in_line(self._num_tokens),))
 
     def prepare_video(self, clip: Clip) -> Prepared:
-        raise NotSupported("video: models of this family read images, and no videos")
+        raise NotSupported("video: models of this family read images, but no videos")
 
 
 def patches_a_side(settings: MediaSettings, side: int) -> int:
-    """The patches that the vision tower makes of one side of a square."""
+    """Returns the number of patches on a side of the vision tower's square."""
     return side // vision_config(settings).integer("patch_size", 14)
 
 
 def num_features(settings: MediaSettings, side: int) -> int:
-    """The features that the vision tower makes of a square: CLIP has one in front of the patches' features,
-    and the strategy ``default`` leaves out the first."""
+    """Returns the number of features of a square. CLIP has a class token before the patches; the strategy
+    ``default`` drops the first feature."""
     has_first = vision_config(settings).settings.get("model_type", "clip_vision_model") == "clip_vision_model"
     leaves_out = settings.model.get("vision_feature_select_strategy", "default") == "default"
     return patches_a_side(settings, side) ** 2 + int(has_first) - int(leaves_out)

@@ -37,8 +37,8 @@ _FRAMES: Final = FrameSampling(8, 8)
 
 
 class LlavaNextProcessor:
-    """An image gives ``pixels`` [tiles, 3, side, side], the whole image first, and ``sizes`` [2], its height
-    and width. Of a video: ``pixels`` [frames, 3, side, side] alone."""
+    """An image has ``pixels`` [tiles, 3, side, side], the whole image first, and ``sizes`` [2], its height
+    and width. A video has only ``pixels`` [frames, 3, side, side]."""
 
     def __init__(self, settings: MediaSettings) -> None:
         options = ProcessorOptions(settings.image)
@@ -73,6 +73,6 @@ class LlavaNextProcessor:
 
     def prepare_video(self, clip: Clip) -> Prepared:
         if not self.video_token:
-            raise NotSupported("video: models of this family read images, and no videos")
+            raise NotSupported("video: models of this family read images, but no videos")
         pixels = np.stack([self._frames.make(frame) for frame in clip.frames])
         return Prepared({"pixels": pixels}, (in_line(len(pixels) * self._num_pooled),))

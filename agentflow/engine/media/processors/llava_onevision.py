@@ -40,10 +40,10 @@ _FRAMES: Final = FrameSampling(32, 32)
 
 
 class LlavaOnevisionProcessor:
-    """An image gives ``pixels`` [tiles, 3, side, side], the whole image first, and ``sizes`` [2], its height
-    and width. A video gives only ``pixels`` [frames, 3, side, side]; its last token is the end of its row.
+    """An image has ``pixels`` [tiles, 3, side, side], the whole image first, and ``sizes`` [2], its height
+    and width. A video has only ``pixels`` [frames, 3, side, side]; its last token is the newline.
 
-    Each image is cut into tiles, also in prompts with several.
+    Each image is cut into tiles, even in prompts with several images.
     """
 
     def __init__(self, settings: MediaSettings) -> None:

@@ -1,7 +1,7 @@
-"""Resizing and cutting, and the form of results, for all processors.
+"""Resizing, cutting, settings and the interface, for all processors.
 
-Images are resized by Pillow between bytes, as transformers' processors on Pillow do it, so that the values
-are the same. Scaling to numbers is left to the vision tower.
+Pillow resizes images in bytes, as in transformers' processors on Pillow, so that the values are the same. The
+vision tower scales the bytes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MAX_RESIZED_PIXELS: Final = 64_000_000
 LANCZOS: Final = 1
 BILINEAR: Final = 2
 BICUBIC: Final = 3
-"""The filters of Pillow, as numbers in the files of models."""
+"""The numbers of Pillow's filters, as in the files of models."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A medium as ``PreparedMedium`` has it, without its identity."""
+    """The fields of a ``PreparedMedium`` without its identity."""
 
     arrays: Mapping[str, NDArray[Any]]
     pieces: tuple[str | MediaPiece, ...]
@@ -41,8 +41,9 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class FrameSampling:
-    """How many frames of a video a model sees: ``per_second`` if that is above 0, from ``least`` to ``most``;
-    otherwise ``most``. Never more than the video has. A number above ``multiple`` is a multiple of it."""
+    """The number of frames of a video that a model reads: ``per_second`` frames a second, at least ``least``
+    and at most ``most``; or ``most`` frames if ``per_second`` is 0. At most as many as the video has. A
+    number above ``multiple`` is rounded down to a multiple of it."""
 
     least: int
     most: int
@@ -50,7 +51,7 @@ class FrameSampling:
     multiple: int = 1
 
     def count(self, total: int, duration_s: float) -> int:
-        """The number for a video of ``total`` frames.
+        """Returns the number for a video of ``total`` frames.
 
         >>> FrameSampling(4, 768, per_second=2, multiple=2).count(total=300, duration_s=10.5)
         20
@@ -66,8 +67,8 @@ NO_FRAMES: Final = FrameSampling(1, 1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clip:
-    """Frames of a video, decoded while they are iterated over, once. ``size``: of each. ``times_s``: when
-    each is shown. ``duration_s``: of the whole video."""
+    """Frames of a video. They are decoded during iteration, which is possible once. ``size``: the size of a
+    frame. ``times_s``: the time of each frame. ``duration_s``: the duration of the whole video."""
 
     frames: Iterable[Image]
     size: Size
@@ -81,9 +82,9 @@ class Clip:
 class Processor(Protocol):
     """Prepares the media of one model.
 
-    ``image_token`` and ``video_token``: the text of the token that a chat template writes for a medium, and
-    that the medium's pieces replace; empty: the model reads none. ``sampling``: the frames of a video for
-    which the model is made. Images are RGB.
+    ``image_token`` and ``video_token``: the text of the token that a chat template writes for a medium, which
+    the medium's pieces replace; empty: the model reads no such media. ``sampling``: the model's default
+    sampling of frames. Images are RGB.
     """
 
     image_token: str
@@ -96,14 +97,14 @@ class Processor(Protocol):
 
 
 def resize(image: Image, size: Size, resample: int) -> Image:
-    """Resizes an image. ``BadArgument`` if the result is too large."""
+    """Resizes an image. Raises ``BadArgument`` if the result is too large."""
     height, width = size
     if height * width > MAX_RESIZED_PIXELS:
         raise BadArgument(
-            f"image: its sides of {image.width:,} and {image.height:,} pixels are too unequal for this model",
+            f"image: {image.width:,} by {image.height:,} pixels are too elongated for this model",
             param="image",
         )
-    # Pillow copies an image that has the size already.
+    # Pillow copies an image that already has this size.
     return image.resize((width, height), resample=_filter(resample))
 
 
@@ -114,24 +115,25 @@ def _filter(number: int) -> Resampling:
 
 
 def channels_first(image: Image) -> Bytes:
-    """The pixels [3, height, width] of an image in RGB."""
+    """Returns the pixels of an image in RGB: [3, height, width]."""
     return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
 
 
 def cut_squares(pixels: Bytes, side: int) -> Bytes:
-    """Cuts [3, height, width] into squares, row by row: [tiles, 3, side, side]. Both lengths are multiples of
-    ``side``."""
+    """Cuts [3, height, width] into squares, row by row: [tiles, 3, side, side]. ``height`` and ``width`` must
+    be multiples of ``side``."""
     _, height, width = pixels.shape
     tiles = pixels.reshape(3, height // side, side, width // side, side)
     return np.ascontiguousarray(tiles.transpose(1, 3, 0, 2, 4)).reshape(-1, 3, side, side)
 
 
 def crop_center(pixels: Bytes, size: Size) -> Bytes:
-    """The middle of [3, height, width]; zeros around an image that is smaller."""
+    """Returns the center of [3, height, width], with zeros around an image that is smaller than ``size``."""
     height, width = size
     found = np.zeros((3, height, width), dtype=np.uint8)
     top, left = (pixels.shape[1] - height) // 2, (pixels.shape[2] - width) // 2
-    # An odd difference is rounded up where the image is smaller: ``//`` rounds down, and the sign changes.
+    # For a smaller image, the differences are negative: ``//`` rounds down, so ``-top`` and ``-left`` round
+    # up.
     source = pixels[:, max(top, 0) : max(top, 0) + height, max(left, 0) : max(left, 0) + width]
     y, x = max(-top, 0), max(-left, 0)
     found[:, y : y + source.shape[1], x : x + source.shape[2]] = source
@@ -139,21 +141,21 @@ def crop_center(pixels: Bytes, size: Size) -> Bytes:
 
 
 def shortest_edge(image: Image, edge: int) -> Size:
-    """The size with ``edge`` as its shorter side, and the same proportions."""
+    """Returns the size with ``edge`` as its shorter side and the same proportions."""
     short, long = min(image.width, image.height), max(image.width, image.height)
     length = int(edge * long / short)
     return (length, edge) if image.width <= image.height else (edge, length)
 
 
 def in_line(count: int, first: int = 0, *, sees_all: bool = False) -> MediaPiece:
-    """A run of ``count`` tokens whose positions count like text."""
+    """Returns a run of ``count`` tokens with consecutive positions, like text."""
     return MediaPiece(np.arange(count)[None], first, sees_all)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessorOptions:
-    """Reads the settings of an image processor, with the defaults of its class. ``BadModelFolder`` for values
-    of another type, ``NotSupported`` for switches that are not supported."""
+    """Reads the settings of an image processor, with the defaults of its class. Raises ``BadModelFolder`` for
+    values of another type, and ``NotSupported`` for unsupported switches."""
 
     settings: Mapping[str, Any]
     file: str = field(default="preprocessor_config.json")
@@ -162,7 +164,7 @@ class ProcessorOptions:
         value = self.settings.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise BadModelFolder(f"{self.file}: {name} must be a number from 0, not {value!r}")
+            raise BadModelFolder(f"{self.file}: {name} must be an integer of at least 0, not {value!r}")
         return value
 
     def switch(self, name: str, default: bool) -> bool:
@@ -172,7 +174,8 @@ class ProcessorOptions:
     def part(
         self, name: str, default: Mapping[str, Any], meaning: Sequence[str] = ("height", "width")
     ) -> ProcessorOptions:
-        """``meaning``: the names of a number that stands alone, as in old files."""
+        """Returns the options in a part. ``meaning``: the names to which a plain number applies, as in old
+        files."""
         value = self.settings.get(name)
         value = default if value is None else value
         if isinstance(value, int) and not isinstance(value, bool):
@@ -187,11 +190,11 @@ class ProcessorOptions:
         value = self.settings.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise BadModelFolder(f"{self.file}: {name} must be a number from 0, not {value!r}")
+            raise BadModelFolder(f"{self.file}: {name} must be a number of at least 0, not {value!r}")
         return float(value)
 
     def sampling(self, default: FrameSampling) -> FrameSampling:
-        """The settings ``num_frames``, or ``fps``, ``min_frames`` and ``max_frames``."""
+        """Reads ``num_frames``, or ``fps``, ``min_frames`` and ``max_frames``."""
         if self.settings.get("num_frames") is not None:
             count = max(self.integer("num_frames"), 1)
             return FrameSampling(count, count)
@@ -204,21 +207,21 @@ class ProcessorOptions:
         return part.integer("height"), part.integer("width")
 
     def require(self, *names: str) -> None:
-        """``NotSupported`` if one of the switches is off."""
+        """Raises ``NotSupported`` if one of the switches is off."""
         for name in names:
             if not self.switch(name, True):
-                raise NotSupported(f"{self.file}: {name} false is not supported")
+                raise NotSupported(f"{self.file}: {name}: false is not supported")
 
 
 def vision_config(settings: MediaSettings) -> ProcessorOptions:
-    """The settings of the vision tower in ``config.json``."""
+    """Returns the settings of the vision tower in ``config.json``."""
     part = settings.model.get("vision_config")
     return ProcessorOptions(part if isinstance(part, dict) else {}, "config.json: vision_config")
 
 
 def positions_in_grid(frames: Positions, rows: int, columns: int) -> Positions:
-    """The positions [3, tokens] of frames of ``rows`` by ``columns`` tokens: the number of the frame, as
-    given, of the row and of the column."""
+    """Returns the positions [3, tokens] of frames with ``rows`` by ``columns`` tokens: the position of the
+    frame in ``frames``, the row and the column."""
     num = len(frames)
     return np.stack(
         [

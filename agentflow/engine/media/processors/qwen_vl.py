@@ -33,9 +33,9 @@ _MAX_RATIO = 200
 
 
 class QwenVLProcessor:
-    """``pixels`` [frames, 3, height, width] and ``grid`` [3]: the patches in time, height and width, before
-    they are merged. An image is one frame, which the tower repeats as often as a patch has frames; the last
-    frame of a video is repeated here."""
+    """``pixels`` [frames, 3, height, width] and ``grid`` [3]: the patches in time, height and width before
+    merging. An image is one frame, which the tower repeats for all frames of a patch. The last frame of a
+    video is repeated here to fill its patch."""
 
     image_token = "<|image_pad|>"
     video_token = "<|video_pad|>"
@@ -113,14 +113,21 @@ class QwenVLProcessor:
     def _fitting_frames(self, clip: Clip) -> Size:
         if not self._is_third:
             return self._fitting(clip.size, self._least_video, self._most_video)
-        # Here the limits are for all frames together.
+        # Qwen3-VL limits the pixels of all frames together.
         count = max(len(clip), self._time_patch)
         rounded = round(count / self._time_patch) * self._time_patch
         return self._fitting(clip.size, self._least_video, self._most_video, count, rounded)
 
     def _fitting(self, size: Size, least: int, most: int, count: int = 1, rounded: int = 1) -> Size:
-        """The size in multiples of a merged patch, within limits of pixels. ``count``: the frames that the
-        limits are for; ``rounded``: this in whole patches."""
+        """Returns the size in multiples of a merged patch, within limits of pixels.
+
+        Args:
+            size: the height and width of an image or frame.
+            least: the least number of pixels.
+            most: the largest number of pixels.
+            count: the number of frames to which the limits apply together.
+            rounded: ``count`` rounded to whole patches.
+        """
         unit = self._patch * self._merge
         height, width = size
         if count > 1 and min(height, width) < unit:

@@ -1,4 +1,4 @@
-"""The processors by the type of the model in ``config.json``."""
+"""The processors by ``model_type`` in ``config.json``."""
 
 from __future__ import annotations
 
