@@ -10,7 +10,7 @@ from torch import Tensor
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu", "quick_gelu"]
 PlainActivation = Literal["silu", "gelu_tanh", "gelu", "relu", "quick_gelu"]
-"""The activations of one value."""
+"""The activations that are functions of one value."""
 ACTIVATIONS: Final[tuple[Activation, ...]] = get_args(Activation)
 """In the order of ``native/activation.h``."""
 
@@ -27,8 +27,8 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activated(product: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
-    """Returns the activation of rows; ``is_gated``: of the first half of each row, times the second half.
-    "clamped_swiglu" is from GPT-OSS (arXiv 2508.10925), which has a gate. May overwrite ``product``."""
+    """Returns the activation of rows, or if ``is_gated``, of the first half of each row times the second
+    half. "clamped_swiglu" is from GPT-OSS (arXiv 2508.10925) and needs a gate. May overwrite ``product``."""
     if not is_gated:
         return _FUNCTIONS[activation](product)
     gate, up = product.chunk(2, dim=-1)

@@ -16,11 +16,11 @@ class StreamMark(Protocol):
     """A place in the queue."""
 
     def synchronize(self) -> None:
-        """Waits until the device has done the work before the mark."""
+        """Waits until the device has finished the work before the mark."""
 
 
 class _Passed:
-    """A mark on a CPU, which has done all work already."""
+    """A mark on a CPU, which has already finished all work."""
 
     def synchronize(self) -> None:
         pass
@@ -35,11 +35,11 @@ class DeviceStream:
         self._is_gpu = device.type == "cuda"
 
     def run(self, work: Callable[[], object]) -> None:
-        """Puts work at the end of the queue. ``work`` launches kernels and copies."""
+        """Queues work. ``work`` launches kernels and copies."""
         work()
 
     def mark(self) -> StreamMark:
-        """Returns a mark behind all work so far."""
+        """Returns a mark after all work so far."""
         if not self._is_gpu:
             return _Passed()
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -47,11 +47,13 @@ class DeviceStream:
         return event  # type: ignore[no-any-return]
 
     def upload(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-        """Queues one copy of the arrays to new memory of the device. They are read before this returns."""
+        """Queues a single copy of the arrays to new memory of the device. Reads the arrays before it
+        returns."""
         return dict(zip(arrays, upload([*arrays.values()], self.device), strict=True))
 
     def download(self, made: Tensor) -> Tensor:
-        """Copies a tensor to host memory, which has its values after a later mark. Only work calls this."""
+        """Queues a copy of a tensor to host memory. A later mark shows when the copy is complete. Call this
+        only in ``run``'s work."""
         host = torch.empty(made.shape, dtype=made.dtype, pin_memory=self._is_gpu)
         host.copy_(made, non_blocking=True)
         return host

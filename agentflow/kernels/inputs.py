@@ -1,9 +1,9 @@
 """The inputs of the kernels: matrices, and the batch of one forward pass.
 
 A batch is a ``ForwardInput`` with one row per token to compute. An ``Adapter`` changes the products of some
-rows. ``AttentionBatch`` has the positions that each row attends to; its last rows may belong to trees
+rows. ``AttentionBatch`` has the positions to which each row attends; its last rows may belong to trees
 (``TreeAttention``). ``ChoiceRows`` describes how to choose a token for each row of logits, and
-``Likelihoods`` has the log-probabilities that are wanted beside them.
+``Likelihoods`` has the log-probabilities that requests need.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ SharedPrefix = tuple[int, IntArray]
 """A number of columns, and the rows of ``req_to_token`` in which these first columns are equal."""
 
 MAX_HEAD_DIM = 256
-"""The largest size of a head in the kernels for GPUs. Plans that a graph cannot read compute larger ones."""
+"""The largest head in the Triton kernels of attention. Larger heads are not computed in graphs."""
 
 
 @dataclass(slots=True, frozen=True)
 class BlockMatrix:
     """A matrix in blocks of quantised values, as GGUF files store them, or in 8-bit floats."""
 
-    # ggml's name, such as "Q4_K"; or "F8_E4M3": a row is a float32 scale, then an 8-bit float for each input.
+    # ggml's name, such as "Q4_K", or "F8_E4M3": a row is a float32 scale, then an 8-bit float for each input.
     type: str
     rows: NDArray[np.uint8]  # [out, bytes of a row]
     shape: tuple[int, int]  # (out, in)
-    is_mapped: bool = False  # ``rows`` is mapped from a file: pages may be released once read
+    is_mapped: bool = False  # ``rows`` is mapped from a file: pages may be released after reading
 
 
 @dataclass(slots=True, frozen=True)
 class QuantisedPanels:
     """Adjacent panels of the native kernels, or adjacent outputs on a GPU, in one format."""
 
-    format: str  # one of ``native_ops.structures.PANEL_FORMATS``, or of those in ``triton_ops.quantised``
+    format: str  # in ``native_ops.structures.PANEL_FORMATS`` or ``triton_ops.linear.quantised``
     panels: Tensor
-    num_panels: int  # on a GPU, the outputs
-    scales: Tensor | None = None  # only on a GPU, where the panels have codes alone
-    counters: Tensor | None = None  # only on a GPU: of the parts of products that are done, zero between them
+    num_panels: int  # on a GPU, the number of outputs
+    scales: Tensor | None = None  # only on a GPU, where the panels have only codes
+    counters: Tensor | None = None  # only on a GPU: the finished parts of a product; 0 between products
 
 
 @dataclass(slots=True, frozen=True)
 class LinearWeight:
     """y = x Wᵀ + b for W of shape [out, in]."""
 
-    # [in, out]: Wᵀ, a view of W in the model's dtype or float32; None if W is packed or quantised.
+    # [in, out]: Wᵀ, as a view of W in the model's dtype or float32; None if W is packed or quantised.
     transposed: Tensor | None
     packed: Tensor | None  # W in the panels of the native kernels; None if W is not packed
     bias: Tensor | None  # [out], in the model's dtype
     shape: tuple[int, int]  # (out, in)
     quantised: tuple[QuantisedPanels, ...] = ()  # W as quantised panels, instead of ``packed``
-    is_gated: bool = False  # the first half of the outputs are gates of the second half
+    is_gated: bool = False  # the first half of the outputs are the gates of the second half
 
     @property
     def nbytes(self) -> int:
-        """The memory of this weight, in bytes; an opaque tensor does not report its size."""
+        """The memory of this weight, in bytes."""
         tensors = [tensor for tensor in (self.transposed, self.packed, self.bias) if tensor is not None]
         for part in self.quantised:
             tensors += [each for each in (part.panels, part.scales, part.counters) if each is not None]
@@ -71,7 +71,7 @@ class LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class LowRankPart:
-    """The second matrix of a low-rank change, for adjacent outputs."""
+    """The second matrix of a low-rank change, for a range of outputs."""
 
     up: LinearWeight  # [outputs of the part, rank], without a bias
     first_output: int
@@ -118,15 +118,15 @@ class AdapterRows:
 
     adapter: Adapter
     rows: IntArray  # ascending
-    sampled: IntArray  # the indices in ``ForwardInput.rows`` of the rows that use the adapter
+    sampled: IntArray  # the indices in ``ForwardInput.rows`` of rows that use the adapter
 
 
 @dataclass(frozen=True, slots=True)
 class GivenRows:
-    """Rows whose embeddings are given, such as those of images, and the places of all rows.
+    """Rows whose embeddings are given, such as rows of images, and the positions of all rows.
 
     ``deep``: after layer i, ``deep[i]`` is added to the hidden states of these rows (DeepStack: Meng et al.
-    2024, arXiv 2406.04334). Fewer than the model has layers.
+    2024, arXiv 2406.04334). L is less than the number of layers.
     """
 
     rows: IntArray  # [E], ascending
@@ -146,37 +146,37 @@ class ForwardInput:
     kv_layers: tuple[Tensor, ...]  # the KV pool, layer by layer, as in ``RowOps.rope_and_write``
     plan: Any  # from ``AttentionBackend.plan`` of the same kernels
     rows: IntArray  # [S]: the rows whose hidden states or tokens the forward pass returns
-    adapters: Sequence[AdapterRows] = ()  # one for each adapter in use; no row is in two of them
-    given: GivenRows | None = None  # their token ids are any in the vocabulary
+    adapters: Sequence[AdapterRows] = ()  # one for each adapter in use; a row is in at most one
+    given: GivenRows | None = None  # the token ids of these rows are arbitrary, but in the vocabulary
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionBatch:
-    """R requests. ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r, of which the last
-    ``query_lens[r]`` belong to its rows in this batch. A row sees the slots up to its own. A request may be
-    divided into several, in order, each with some of its rows."""
+    """R requests. ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r; the last
+    ``query_lens[r]`` of them belong to its rows in this batch. A row attends to the slots up to its own. A
+    request may be divided into several, in order, each with some of its rows."""
 
     req_to_token: ReqToToken
     req_rows: IntArray  # [R]
     query_lens: IntArray  # [R]
     kv_lens: IntArray  # [R]
     trees: TreeAttention | None  # the trees whose rows follow the requests' rows
-    # [R]: the request's rows in this batch see each other, also later ones. None: no rows do.
+    # [R]: the request's rows in this batch attend to each other, even to later rows. None: no rows do.
     both_ways: NDArray[np.bool_] | None = field(default=None, kw_only=True)
-    # The nodes of the tree of prefixes that rows of the table share, in any order. Other rows of the table
-    # may be among their rows.
+    # The prefixes that rows of the table share: the nodes of a tree, in any order. Their rows may include
+    # rows of the table that are not in this batch.
     shared: Sequence[SharedPrefix] = field(default=(), kw_only=True)
-    # [any, any] int32: ``req_to_token`` on the device, at the time when the batch runs there; its rows may be
-    # longer. None: the device has no such table.
+    # [any, any] int32: the copy of ``req_to_token`` on the device, up to date when the batch runs; its rows
+    # may be longer. None: the device has no copy.
     device_table: Tensor | None = field(default=None, kw_only=True)
 
 
 class TreeAttention(Protocol):
-    """The last B rows of a batch, tree after tree. Each row attends to the prefix of its
-    tree, to its ancestors, and to itself.
+    """The last B rows of a batch, tree after tree. Each row attends to the prefix of its tree, to its
+    ancestors, and to itself.
 
     For each of G trees, ``req_to_token[req_rows[g], :prefix_lens[g]]`` are the slots of the prefix, and
-    ``query_lens[g]`` is the number of rows. For each row, ``paths[b, :path_lens[b]]`` are the slots of its
+    ``query_lens[g]`` is the number of rows. For each row b, ``paths[b, :path_lens[b]]`` are the slots of its
     ancestors, from the root, and its own slot, which the remaining columns repeat.
     """
 
@@ -196,8 +196,8 @@ class TreeAttention(Protocol):
 class ChoiceRows:
     """How to choose a token for each of S rows. ``Sampler.choose`` defines the order of the filters."""
 
-    targets: IntArray  # [S]: a token to take regardless of the logits, or -1
-    temperatures: FloatArray  # [S]; 0 takes the likeliest token, the lowest id of equals
+    targets: IntArray  # [S]: a token to choose regardless of the logits, or -1
+    temperatures: FloatArray  # [S]; 0 chooses the likeliest token; of equally likely tokens, the lowest id
     top_ks: IntArray  # [S]; 0 keeps all tokens
     top_ps: FloatArray  # [S]
     min_ps: FloatArray  # [S]
@@ -209,25 +209,25 @@ class ChoiceRows:
 
 @dataclass(slots=True, frozen=True)
 class Likelihoods:
-    """Arrays for the log-probabilities of S rows, of unmodified logits, which a forward pass writes. A row
+    """Arrays that a forward pass fills with the log-probabilities of S rows, from unmodified logits. A row
     whose logits are not finite has the token ``NOT_FINITE``, and its numbers here have no meaning."""
 
     logprobs: FloatArray  # [S], of the row's token
-    ranks: IntArray | None = None  # [S]: how many tokens are at least as likely as the row's, itself included
+    ranks: IntArray | None = None  # [S]: the number of tokens that are at least as likely as the row's token
     # [S, any]: the likeliest tokens, as in ``Sampler.likeliest``, and their log-probabilities
     top_ids: IntArray | None = None
     top_logprobs: FloatArray | None = None
-    wants_top: NDArray[np.bool_] | None = None  # [S]: other rows of these two are not written; None: all are
-    # Further tokens to score: their rows, which ascend, and ids.
+    wants_top: NDArray[np.bool_] | None = None  # [S]: the rows of these two to write; None: all
+    # Further tokens to score: their rows, ascending, and ids.
     scored_rows: IntArray | None = None
     scored_ids: IntArray | None = None
     scored_logprobs: FloatArray | None = None
 
 
 def tree_block(head: NDArray[np.int32], paths: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
-    """Returns the slots that some rows of one tree attend to, and the visibility of each slot to each row.
-    Every row sees ``head`` and its path."""
-    # Faster than np.unique, which sorts: the paths of long choices contain the same slots many times.
+    """Returns the slots to which some rows of one tree attend, and a mask [rows, slots]. Every row attends to
+    ``head`` and its path."""
+    # Faster than np.unique, which sorts: the paths of long choices have the same slots many times.
     lowest = int(paths.min())
     is_node = np.zeros(int(paths.max()) - lowest + 1, dtype=np.bool_)
     is_node[paths - lowest] = True

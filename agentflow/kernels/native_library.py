@@ -1,7 +1,7 @@
 """Compiles the native kernels once per machine, caches the shared library for the user, and loads it.
 
 The sources in ``native/`` are compiled for the best of ``LEVELS`` that the processor supports;
-``AGENTFLOW_CPU`` selects a lower one. The file name of the library contains a hash of the sources, the
+``AGENTFLOW_CPU`` selects a lower level. The file name of the library contains a hash of the sources, the
 command and the compiler's version, so a cached library is never stale.
 
 Packages and container images compile ahead of time, for all levels: ``python -m agentflow.kernels FOLDER``.
@@ -39,7 +39,7 @@ AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 AVX512_VNNI = (*AVX512, "avx512_vnni")
 AVX512_BF16 = (*AVX512_VNNI, "avx512_bf16")
-# The CPU flags that each level needs, as Linux lists them. The best level is last.
+# The CPU flags that each level needs, as Linux lists them. The last level is the best.
 LEVELS: dict[str, tuple[str, ...]] = {
     "avx2": AVX2,
     "avx512": AVX512,
@@ -50,11 +50,11 @@ LEVELS: dict[str, tuple[str, ...]] = {
 
 
 class NoNativeKernels(Exception):
-    """The native kernels are not available here; the message says why."""
+    """The native kernels are not available here; the message contains the reason."""
 
 
 class CompilerFails(NoNativeKernels):
-    """The compiler failed: it may be too old for a level's instructions."""
+    """The compiler failed; it may be too old for the instructions of a level."""
 
 
 def native_level() -> str:
@@ -64,7 +64,7 @@ def native_level() -> str:
 
 def keep_order() -> None:
     """Makes this process use kernels that sum each row in the same order regardless of the rest of its batch.
-    This excludes the kernels for AMX, which multiply many rows in tiles, and few rows without. Must be called
+    This excludes the kernels for AMX, which multiply only large numbers of rows in tiles. Must be called
     before any kernels are loaded."""
     with contextlib.suppress(NoNativeKernels):
         if native_level() == "amx":
@@ -73,7 +73,7 @@ def keep_order() -> None:
 
 def native_levels() -> list[str]:
     """Returns the ``LEVELS`` that this processor supports and ``AGENTFLOW_CPU`` allows, the best first.
-    Raises ``NoNativeKernels`` if there is none, and ``ValueError`` for an unknown name."""
+    Raises ``NoNativeKernels`` if there is none, and ``ValueError`` if ``AGENTFLOW_CPU`` is unknown."""
     wanted = os.environ.get("AGENTFLOW_CPU", "")
     if wanted and wanted not in LEVELS:
         raise ValueError(f"AGENTFLOW_CPU is {wanted!r}: it must be one of {', '.join(LEVELS)}")
@@ -104,13 +104,13 @@ def cpu_flags() -> frozenset[str]:
 
 
 def is_compiled(level: str) -> bool:
-    """Whether the library was compiled, ahead of time or into the cache. Raises ``NoNativeKernels`` if it was
-    not compiled ahead of time and there is no compiler."""
+    """Whether the library for a level was compiled, ahead of time or into the cache. Raises
+    ``NoNativeKernels`` if it was not compiled ahead of time and there is no compiler."""
     return compiled_ahead(level) is not None or _library_path(level).exists()
 
 
 def compiled_ahead(level: str) -> Path | None:
-    """Returns the library in ``AGENTFLOW_COMPILED_KERNELS``, or None."""
+    """Returns the library for a level in ``AGENTFLOW_COMPILED_KERNELS``, or None."""
     folder = os.environ.get("AGENTFLOW_COMPILED_KERNELS")
     path = Path(folder).expanduser() / _ahead_name(level) if folder else None
     return path if path is not None and path.exists() else None
@@ -118,7 +118,7 @@ def compiled_ahead(level: str) -> Path | None:
 
 def compile_ahead(folder: Path) -> list[Path]:
     """Compiles the kernels for every level into ``folder``, including levels that this processor does not
-    support, and returns the files. Raises ``NoNativeKernels`` if one cannot be compiled."""
+    support. Returns the files. Raises ``NoNativeKernels`` if a level cannot be compiled."""
     paths = [folder / _ahead_name(level) for level in LEVELS]
     for level, path in zip(LEVELS, paths, strict=True):
         _compile(level, path)
@@ -126,8 +126,8 @@ def compile_ahead(folder: Path) -> list[Path]:
 
 
 def load_best() -> ctypes.CDLL:
-    """Returns the kernels for the best of ``native_levels`` that the compiler supports; an old compiler does
-    not know all instructions. Raises ``NoNativeKernels`` if none can be compiled."""
+    """Returns the kernels for the best of ``native_levels`` that the compiler supports: an old compiler does
+    not support all instructions. Raises ``NoNativeKernels`` if no level can be compiled."""
     levels = native_levels()
     why: list[CompilerFails] = []
     for level in levels:
@@ -155,7 +155,7 @@ def load_library(level: str) -> ctypes.CDLL:
 
 
 def _library_path(level: str) -> Path:
-    made_by = [*compiler(), *_options(level), _run([*compiler(), "--version"])]  # not where the sources are
+    made_by = [*compiler(), *_options(level), _run([*compiler(), "--version"])]  # not the sources' path
     cache = os.environ.get("AGENTFLOW_CACHE") or user_cache_dir("agentflow")
     return Path(cache).expanduser() / "kernels" / _file_name(level, made_by)
 
@@ -189,7 +189,7 @@ def _command(level: str) -> list[str]:
 
 
 def _options(level: str) -> list[str]:
-    # AMX instructions are inline assembler: the compiler need not support them.
+    # AMX instructions are inline assembly: the compiler need not support them.
     options = [f"-m{name.replace('_', '')}" for name in LEVELS[level] if not name.startswith("amx")]
     if level == "amx":
         options.append("-DAGENTFLOW_TILES")
@@ -197,8 +197,8 @@ def _options(level: str) -> list[str]:
 
 
 def _compile(level: str, path: Path) -> None:
-    """Compiles to a temporary name first, since other processes may look for the library. If several
-    processes need it, one compiles and the others wait."""
+    """Compiles the library. Uses a temporary name first, because other processes may look for the library. If
+    several processes need it, one compiles and the others wait."""
     logger.info("compiling the native kernels for %s (once on this machine, a few seconds)", level)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def _compile(level: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Locks the folder itself, so that no lock file remains; the system unlocks it if the process dies."""
+    """Locks the folder, so that no lock file remains. The system unlocks it if the process dies."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Advises the system about memory pages (``madvise``), and allocates memory on large ones."""
+"""Advises the system about memory pages (``madvise``), and allocates memory on large pages."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-HUGE_PAGE_BYTES = 2 << 20  # of x86-64
-BLOCK_BYTES = 64 << 20  # of which only the pages that are written to count as used memory
-LINE_BYTES = 64  # of a processor's cache
+HUGE_PAGE_BYTES = 2 << 20  # on x86-64
+BLOCK_BYTES = 64 << 20  # only pages that are written count as used memory
+LINE_BYTES = 64  # a cache line
 
 
 @contextmanager
 def blocks_of_large_pages(nodes: Path = Path("/sys/devices/system/node")) -> Iterator[None]:
-    """Within the context, ``empty_memory`` takes memory from blocks that it maps, one piece behind the other,
-    so that the pieces lie on large pages whatever their sizes. A block is freed with its last piece: the
-    pieces should have about the same lifetime.
+    """Within the context, ``empty_memory`` allocates pieces one after another in mapped blocks, so that
+    pieces of any size are on large pages. A block is freed with its last piece, so the pieces should have
+    about the same lifetime.
 
-    Memory from torch seldom has them: a piece contains only some whole large pages, or none, and often lies
-    where freed memory was, whose small pages stay.
+    Memory from torch is seldom on large pages: a piece contains few whole large pages or none, and often
+    reuses freed memory, which keeps its small pages.
 
-    Not on a machine with several NUMA nodes, whose threads place small pages (``zero_panels``). ``nodes``:
-    where the system lists them.
+    Has no effect on a machine with several NUMA nodes, where threads place small pages (``zero_panels``).
+    ``nodes``: where the system lists the nodes.
     """
     has_blocks = len(list(nodes.glob("node[0-9]*"))) <= 1
     token = _blocks.set(_Blocks() if has_blocks else None)
@@ -38,10 +38,10 @@ def blocks_of_large_pages(nodes: Path = Path("/sys/devices/system/node")) -> Ite
 
 
 def empty_memory(size: int, dtype: torch.dtype) -> Tensor:
-    """Returns uninitialised memory on the CPU for ``size`` values, which requests large pages."""
+    """Returns uninitialised CPU memory for ``size`` values, and requests large pages for it."""
     blocks = _blocks.get()
     if blocks is not None:
-        with suppress(OSError):  # torch says by how much memory is short
+        with suppress(OSError):  # torch's error contains the size
             return blocks.empty(size * dtype.itemsize).view(dtype)
     memory = torch.empty(size, dtype=dtype)
     advise_huge_pages(memory)
@@ -49,7 +49,7 @@ def empty_memory(size: int, dtype: torch.dtype) -> Tensor:
 
 
 class _Blocks:
-    """Memory from mapped blocks, of which only the last one is divided further."""
+    """Memory from mapped blocks. Only the last block is divided further."""
 
     def __init__(self) -> None:
         self._rest: Tensor = torch.empty(0, dtype=torch.uint8)
@@ -68,7 +68,7 @@ _blocks: ContextVar[_Blocks | None] = ContextVar("blocks", default=None)
 
 
 def _mapped(nbytes: int) -> Tensor:
-    """Maps memory that begins with a large page. ``OSError``."""
+    """Maps memory that starts at a large page. Raises ``OSError`` if there is not enough memory."""
     mapped = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(mapped, dtype=torch.uint8)  # holds the mapping
     memory = memory[-memory.data_ptr() % HUGE_PAGE_BYTES :][:nbytes]
@@ -77,8 +77,9 @@ def _mapped(nbytes: int) -> Tensor:
 
 
 def advise_huge_pages(memory: Tensor) -> None:
-    """Requests large pages for memory that has not been touched yet: fewer page faults, and fewer TLB misses
-    on scattered reads. No effect if the system has no large pages, or if the memory is smaller than one."""
+    """Requests large pages for memory that has not been touched yet, for fewer page faults and fewer TLB
+    misses on scattered reads. Has no effect if the system has no large pages, or if the memory is smaller
+    than one."""
     if memory.device.type == "cpu" and memory.nbytes >= HUGE_PAGE_BYTES:
         _advise(memory.data_ptr(), memory.nbytes, "MADV_HUGEPAGE")
 
@@ -90,7 +91,7 @@ def release_file_pages(address: int, nbytes: int) -> None:
 
 
 def _advise(address: int, nbytes: int, name: str) -> None:
-    """Advises on the pages that lie completely in the ``nbytes`` from ``address`` on."""
+    """Advises on the pages that are completely within the ``nbytes`` from ``address`` on."""
     advice = getattr(mmap, name, None)  # Linux only
     if advice is None:
         return

@@ -1,7 +1,7 @@
 """The kernels of each platform, and the choice among them.
 
-``Kernels`` holds one implementation of each interface. All are tested against ``REFERENCE``. The environment
-variable ``AGENTFLOW_KERNELS`` forces a platform.
+``Kernels`` has one implementation of each interface. All are tested against ``REFERENCE``. The environment
+variable ``AGENTFLOW_KERNELS`` selects a platform.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Forward(Protocol):
     its end and returns the result must be called before any other kernel."""
 
     keeps_order: bool  # a row's sums have the same order regardless of the rest of the batch
-    nbytes: int  # of weights that it holds in its layout in addition to the decoder's
+    nbytes: int  # the size of weights in its layout, in addition to the decoder's weights
 
     def start_hidden(self, given: ForwardInput) -> Callable[[], Tensor]:
         """Starts the forward pass, which writes the KV of all rows. Returns the function that waits for the
@@ -69,10 +69,10 @@ class Forward(Protocol):
 
         Args:
             given: the rows. Their token ids and the slots of their KV are read when the pass starts.
-            make_choice: how to choose; called while the forward pass runs, which does not need it before its
-                end.
-            make_likelihoods: likewise the arrays for log-probabilities, which the result has; None: none are
-                wanted.
+            make_choice: returns how to choose; called while the forward pass runs, because it is needed only
+                at the end.
+            make_likelihoods: returns the arrays for log-probabilities, which become part of the result, or
+                None; called like ``make_choice``.
 
         Returns:
             A function that starts the pass, once. It returns the function that waits for the tokens, [S], and
@@ -89,16 +89,16 @@ class Kernels:
     linear: LinearMethod
     rows: RowOps
     sampler: Sampler
-    queues_work: bool = False  # no function waits for a GPU: another step can be launched meanwhile
-    # Makes the forward pass of all layers in one call, from the weights without the head, and the head with
-    # which ``multiply_exactly`` computes logits. None: the functions above run one by one.
+    queues_work: bool = False  # no function waits for a GPU, so the next step can be launched meanwhile
+    # Makes a ``Forward`` from the weights without the head, and the head with which ``multiply_exactly``
+    # computes logits. None: the platform has none.
     whole_forward: Callable[[DecoderWeights, LinearWeight], Forward] | None = None
 
 
 REFERENCE = Kernels("reference", ReferenceAttention(), ReferenceLinear(), ReferenceRows(), TorchSampler())
-"""Written for clarity, and slow."""
+"""Written for clarity; slow."""
 TORCH = Kernels("torch", TorchAttention(), TorchLinear(), TorchRows(), TorchSampler())
-"""For every device."""
+"""For any device."""
 NATIVE = Kernels(
     "native",
     NativeAttention(),
@@ -107,11 +107,11 @@ NATIVE = Kernels(
     NativeSampler(),
     whole_forward=NativeForward,
 )
-"""For x86 CPUs, where ``team.library`` finds or compiles them."""
+"""For x86 CPUs on which ``team.library`` finds or compiles them."""
 
 
 def triton_kernels() -> Kernels:
-    """Returns the kernels for GPUs. Raises ``ImportError`` if there is no Triton."""
+    """Returns the kernels for GPUs. Raises ``ImportError`` if Triton is not installed."""
     from agentflow.kernels.triton_ops.attention.triton_attention import TritonAttention
     from agentflow.kernels.triton_ops.linear.triton_linear import TritonLinear
     from agentflow.kernels.triton_ops.triton_rows import TritonRows
@@ -125,9 +125,9 @@ NAMES = ("native", "triton", "torch", "reference")
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Returns the kernels for a device: those that ``AGENTFLOW_KERNELS`` selects; without it, the native ones
-    on a CPU and Triton's on a GPU if available, else torch's. Raises ``ValueError`` if the
-    selected ones are unknown or unavailable."""
+    """Returns the kernels for a device: the platform in ``AGENTFLOW_KERNELS``, or if that is not set, the
+    native kernels on a CPU and Triton's on a GPU if available, else torch's. Raises ``ValueError`` if the
+    selected platform is unknown or unavailable."""
     name = os.environ.get("AGENTFLOW_KERNELS", "")
     if name not in ("", *NAMES):
         raise ValueError(f"AGENTFLOW_KERNELS is {name!r}: it must be one of {', '.join(NAMES)}")
@@ -161,7 +161,7 @@ def _triton_or_torch(device: torch.device, is_required: bool) -> Kernels:
         except Exception as error:  # of Triton, its compiler, the C compiler or the driver
             if is_required:
                 raise ValueError(f"AGENTFLOW_KERNELS is 'triton', but a kernel fails: {error}") from error
-            logger.warning("using the slower torch kernels: a kernel of triton fails: %s", error)
+            logger.warning("using the slower torch kernels: a Triton kernel fails: %s", error)
             return TORCH
     elif not IS_INTERPRETED.value:
         raise ValueError(
@@ -172,8 +172,8 @@ def _triton_or_torch(device: torch.device, is_required: bool) -> Kernels:
 
 
 def check(kernels: Kernels, device: torch.device) -> None:
-    """Runs small kernels, and those that choose tokens, which requests would otherwise wait for if they are
-    compiled first. Raises the implementation's error if that is impossible here."""
+    """Runs a norm and the kernels that choose tokens, so that no request waits until they are compiled.
+    Raises the implementation's error if they cannot run here, and ``RuntimeError`` for a wrong result."""
     twos, ones = torch.full((1, 2), 2.0, device=device), torch.ones(2, device=device)
     is_right = torch.allclose(kernels.rows.rms_norm(twos, ones, 0.0), ones.unsqueeze(0))
     logits = torch.zeros(1, 64, device=device)
@@ -181,20 +181,21 @@ def check(kernels: Kernels, device: torch.device) -> None:
     one = np.ones(1, dtype=np.float32)
     rows = ChoiceRows(np.array([-1]), one, np.array([2]), 0.9 * one, 0 * one, np.array([0.5]))
     if not is_right or kernels.sampler.choose(logits, kernels.sampler.stage(rows, device)).tolist() != [7]:
-        raise RuntimeError("a kernel computes another result than it should")
+        raise RuntimeError("a kernel computes a wrong result")
 
 
 def kernels_with_attention(
     kernels: Kernels, device: torch.device, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> Kernels:
-    """Returns the kernels if their attention runs on a device for a model, whose sizes it is compiled for,
-    else torch's, with a warning. Raises ``ValueError`` if ``AGENTFLOW_KERNELS`` selects them.
+    """Returns the kernels if their attention, which is compiled for the sizes of a model, runs on a device;
+    otherwise torch's kernels, with a warning. Raises ``ValueError`` instead of the warning if
+    ``AGENTFLOW_KERNELS`` is set.
 
     Args:
         kernels: From ``kernels_for``.
-        device: Where the model is.
-        heads: The query heads and the KV heads of a layer, and their size.
-        dtype: Of queries and of the KV pool.
+        device: The device of the model.
+        heads: The number of query heads and of KV heads in a layer, and their size.
+        dtype: The type of queries and of the KV pool.
     """
     try:
         _check_attention(kernels.attention, device, heads, dtype)
@@ -215,8 +216,8 @@ def kernels_with_attention(
 def _check_attention(
     attention: AttentionBackend, device: torch.device, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """Computes the attention of a decoded row and of a chunk, for which there are tiles of different sizes.
-    All values of a request are equal, so each of its rows becomes this value."""
+    """Computes the attention of a decode row and of a chunk, which use tiles of different sizes. All values
+    of a request are equal, so each of its rows must become this value."""
     num_heads, num_kv_heads, head_dim = heads
     lens, counts = np.array([3, 64]), np.array([1, 64])
     table = np.arange(2 * 64, dtype=np.int32).reshape(2, 64)
@@ -226,7 +227,7 @@ def _check_attention(
     plan = attention.plan(AttentionBatch(table, np.arange(2), counts, lens, None), dtype, device)
     found = attention.attend(q, pool, plan, AttentionRule(head_dim**-0.5)).float()
     if not bool(((found[:1] - 1.0).abs() < 0.02).all() and ((found[1:] - 2.0).abs() < 0.02).all()):
-        raise RuntimeError("it computes another result than it should")
+        raise RuntimeError("it computes a wrong result")
 
 
 def _native_or_torch(is_required: bool) -> Kernels:

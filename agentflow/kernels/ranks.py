@@ -1,7 +1,7 @@
-"""Sums and gathers over the ranks of a model: the processes that compute it together (tensor parallel).
+"""Sums and gathers over the ranks of a model: the processes that compute it together (tensor parallelism).
 
-``Ranks`` is the interface. ``DistributedRanks`` implements it by torch.distributed: gloo on CPUs, NCCL on
-GPUs. ``native_ops.shared_ranks`` is faster where all ranks are on the CPUs of one machine.
+``Ranks`` is the interface. ``DistributedRanks`` implements it with torch.distributed: gloo on CPUs, NCCL on
+GPUs. ``native_ops.shared_ranks`` is faster if all ranks are on the CPUs of one machine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """The group, as one rank sees it. All ranks call the same functions in the same order. A function that
-    waits for another rank raises ``ConnectionError`` if that one has ended or does not answer; then the group
-    is of no use any more."""
+    """The group, as one rank sees it. All ranks must call the same functions in the same order. A function
+    that waits for another rank raises ``ConnectionError`` if that rank has ended or does not answer. The
+    group must not be used afterwards."""
 
     @property
     def rank(self) -> int: ...
@@ -28,20 +28,20 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def add(self, values: Tensor) -> Tensor:
-        """Replaces ``values``, bfloat16, float16 or float32 and contiguous, by the sum over all ranks, which
-        has the same bits on all ranks. Returns them."""
+        """Replaces ``values`` with the sum over all ranks, which has the same bits on all ranks, and returns
+        them. ``values``: bfloat16, float16 or float32, contiguous."""
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """Returns to rank 0 the matrices ``part`` [S, widths[rank]] float32 of all ranks next to each other,
-        and to the other ranks None."""
+        """Returns on rank 0 the matrices ``part`` [S, widths[rank]] float32 of all ranks, concatenated by
+        columns; on the other ranks None."""
 
     def native_sum(self) -> tuple[int, int]:
-        """Returns the addresses of a function and its context, with which ``NativeForward`` adds
-        (``RankSum``). They are valid as long as this object."""
+        """Returns the addresses of a function and its context with which ``NativeForward`` adds
+        (``RankSum``). They are valid as long as this object exists."""
 
     def abort(self) -> None:
-        """Makes functions that wait, also later, raise ``ConnectionError``, as far as the implementation can.
-        Any thread may call it."""
+        """Makes functions that wait now or later raise ``ConnectionError``, if the implementation can. Any
+        thread may call it."""
 
     def close(self) -> None:
         """Leaves the group."""
@@ -52,15 +52,15 @@ LOOPBACK = "127.0.0.1"
 
 
 class DistributedRanks:
-    """``Ranks`` by a process group of torch.distributed, which is not the default group of the process.
+    """``Ranks`` with a process group of torch.distributed, which is not the default group of the process.
 
     Args:
         store: the rendezvous of the ranks, such as ``torch.distributed.FileStore``.
         rank: the number of this rank.
         size: the number of ranks.
-        device: where the tensors are: gloo on a CPU, NCCL on a GPU.
-        limit_s: how long a rank waits for the others.
-        host: the address of this machine for the others, with gloo.
+        device: the device of the tensors; gloo is used on a CPU, NCCL on a GPU.
+        limit_s: how long a rank waits for another one.
+        host: the address of this machine for the other ranks; for gloo.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class DistributedRanks:
         return ctypes.cast(self._native, ctypes.c_void_p).value or 0, 0
 
     def abort(self) -> None:
-        """Does nothing with gloo: a rank that ends closes its connections, which ends the waits for it."""
+        """Aborts NCCL's group. Does nothing with gloo: a rank that ends closes its connections, so that no
+        rank waits for it."""
         if self._device.type == "cuda":
             self._group.abort()
 
@@ -127,13 +128,14 @@ class DistributedRanks:
             raise ConnectionError(f"another rank has ended or does not answer: {error}") from error
 
     def _add_in_pass(self, _context: int, values: int, count: int, is_bf16: int) -> int:
-        """Adds inside of ``NativeForward``, which has memory and no tensors."""
+        """Adds for ``NativeForward``, which has addresses instead of tensors. Returns 0, or 1 for a
+        failure."""
         dtype = torch.bfloat16 if is_bf16 else torch.float32
         if count == 0:
             return 0
         memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(values)
         try:
             self.add(torch.frombuffer(memory, dtype=dtype))
-        except Exception:  # no exception may leave the function; the pass raises another one
+        except Exception:  # must not leave a function that C++ calls; the pass raises another exception
             return 1
         return 0

@@ -1,4 +1,4 @@
-"""Copies the arrays of a step to a device."""
+"""Copies arrays to a device in one transfer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Each tensor begins at a multiple of this number of bytes, for which Triton compiles wide loads."""
+"""Each tensor starts at a multiple of this number of bytes, for which Triton compiles wide loads."""
 
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Copies arrays to ``device`` in one transfer, and returns them as tensors.
+    """Copies arrays to ``device`` in one transfer. Returns them as tensors.
 
-    On a GPU the transfer reads pinned memory and is queued on the current stream: this function does not wait
-    for it. The caller may change the arrays immediately. torch keeps the pinned memory until the transfer has
-    ended.
+    On a GPU, the transfer reads pinned memory and is queued on the current stream: this function does not
+    wait for it. The caller may change the arrays immediately. torch keeps the pinned memory until the
+    transfer has ended.
     """
     starts, size = [], 0
     for array in arrays:

@@ -177,8 +177,7 @@ def choice_rows(sampled: SampledRows) -> ChoiceRows:
 
 
 def empty_likelihoods(sampled: SampledRows, vocab_size: int) -> Likelihoods | None:
-    """Returns arrays that ``Forward.prepare_tokens`` gets to fill with log-probabilities; None
-    if they need none."""
+    """Returns the arrays of log-probabilities for ``Forward.prepare_tokens``; None if the rows need none."""
     if not sampled.needs_logprobs:
         return None
     num, counts, scored = len(sampled.rows), sampled.top_counts, sampled.scored

@@ -1,4 +1,4 @@
-"""The attention of one group of rows to the slots that they see, with torch operations."""
+"""The attention of one group of rows to their slots, in torch operations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, 
 def attend_group(
     q: Tensor, kv_layer: Tensor, group: ChunkGroup, scale: float, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """Attends from each chunk of N to its slots. The L rows of the query heads that share a KV head are the
-    queries of one product, so that K and V are read once for them. Returns float32 [N * L, heads, head_dim],
-    and the log-sum-exp of the scores, [N * L, heads]."""
+    """Attends from each of N chunks to its slots. All L rows of the query heads that share a KV head are the
+    queries of one product, which reads K and V once. Returns float32 [N * L, heads, head_dim], and the
+    log-sum-exp of the scores, [N * L, heads]."""
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, num_heads = group.num_chunks, q.shape[1]
     queries_per_head = num_heads // num_kv_heads
@@ -32,7 +32,7 @@ def attend_group(
 
 
 def _gathered(kv_layer: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the keys and values of some slots, 8-bit floats in ``dtype``."""
+    """Returns the keys and values of some slots. Converts 8-bit floats to ``dtype``."""
     if kv_layer.dtype != torch.float8_e4m3fn:
         return kv_layer.index_select(0, slots)
     codes = kv_layer.view(torch.uint8).index_select(0, slots)
@@ -63,8 +63,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 def attend_dense(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """``attend`` in plain tensor algebra, with all scores in memory as float32. The arguments and results are
-    the same. With a ``cap``, a score is ``cap * tanh(score / cap)``."""
+    """Like ``attend``, in plain tensor algebra, with all scores in memory as float32. With a ``cap``, a score
+    is ``cap * tanh(score / cap)``."""
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
     if cap:
         scores = scores.div_(cap).tanh_().mul_(cap)

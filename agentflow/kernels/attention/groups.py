@@ -19,36 +19,37 @@ from agentflow.kernels.attention.shared_runs import SharedRun, shared_runs, with
 from agentflow.kernels.inputs import AttentionBatch, IntArray, TreeAttention, tree_block
 
 LEAST_SAVING = 1000
-"""A run is shared if this saves at least this number of reads: about the cost of one more group per layer."""
+"""A run is shared if that saves at least this number of reads, about the cost of another group in each
+layer."""
 MAX_ROWS = 256
-"""The rows of a group. Longer chunks are cut: each block of rows reads only the keys up to its end."""
+"""The most rows of a group. Longer chunks are cut: each block of rows reads only the keys up to its end."""
 MAX_GATHERED = 16384
-"""The slots of a group, which bounds the memory of gathered keys and values and of scores. A group may also
-have the slots of a batch's new tokens, which not all of its rows see."""
+"""The most slots of a group, which bounds the memory of gathered keys and values and of scores. A group may
+have more: the slots of a batch's new tokens, to which not all of its rows attend."""
 
 
 @dataclass(slots=True, frozen=True)
 class ChunkGroup:
-    """N chunks with L rows and K slots each. A smaller chunk repeats its last row and its last slot, because
-    a slot of another request may never have been written."""
+    """N chunks with L rows and K slots each. A smaller chunk is padded with its last row and its last slot,
+    because other slots may never have been written."""
 
     num_chunks: int  # N
     rows: Tensor  # [N * L]
     slots: Tensor  # [N * K]
-    mask: Tensor | None  # [N, 1, L, K], 0 or -inf; None: each row sees all slots
+    mask: Tensor | None  # [N, 1, L, K], 0 or -inf; None: each row attends to all slots
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionPlan(AttentionBatch):
     """A batch with its groups."""
 
-    tails: Sequence[ChunkGroup]  # every row is in exactly one
-    shared_groups: Sequence[ChunkGroup]  # a row may be in several
+    tails: Sequence[ChunkGroup]  # each row is in exactly one group
+    shared_groups: Sequence[ChunkGroup]  # a row may be in several groups
     masked: MaskedPlans  # for layers with windows, capped scores or sinks
 
 
 class MaskedPlans:
-    """The groups of a batch without shared runs, made once for each window."""
+    """The groups of a batch without shared runs, planned once for each window."""
 
     def __init__(self, batch: AttentionBatch, device: torch.device) -> None:
         self._batch = batch
@@ -56,7 +57,7 @@ class MaskedPlans:
         self._plans: dict[int, Sequence[ChunkGroup]] = {}
 
     def of(self, window: int) -> Sequence[ChunkGroup]:
-        """The plan for this window, in tokens; 0: no limit."""
+        """Returns the groups for a window, in tokens; 0: no limit."""
         if window not in self._plans:
             num_trees = 0 if self._batch.trees is None else len(self._batch.trees.req_rows)
             starts = np.zeros(len(self._batch.req_rows) + num_trees, dtype=np.int64)
@@ -84,7 +85,7 @@ def plan_groups(
     table = batch.req_to_token
     req_rows, query_lens, cached = with_trees(batch)
     runs, starts = shared_runs(batch, req_rows, cached, least_saving)
-    # A long tail that all rows of a request see is treated as a run with one member.
+    # A long tail to which all rows of a request attend is treated as a run with one member.
     for member in np.flatnonzero(cached - starts > max_gathered):
         runs.append(SharedRun(np.array([member]), int(starts[member]), int(cached[member])))
         starts[member] = cached[member]
@@ -114,14 +115,14 @@ def plan_tails(
     window: int = 0,
     max_gathered: int = MAX_GATHERED,
 ) -> list[ChunkGroup]:
-    """Plans the attention of each row to the keys of its request or tree from a column on.
+    """Plans the attention of each row to the keys of its request or tree, from a given column on.
 
     Args:
         batch: the batch.
         starts: the first column of each request, and then of each tree.
         dtype: the dtype of the masks.
         device: the device of the groups' tensors.
-        window: the number of tokens that a row sees, itself included; 0: all.
+        window: the number of tokens to which a row attends, including itself; 0: all.
         max_gathered: the most slots of a group of several chunks.
     """
     chunks = [*_text_chunks(batch, starts, window)]
@@ -132,7 +133,7 @@ def plan_tails(
 
 @dataclass(slots=True, frozen=True)
 class _Chunk:
-    """Rows of one request or tree, the slots that they see, and the slots that each row sees."""
+    """Rows of one request or tree, their slots, and a mask: the slots to which each row attends."""
 
     rows: IntArray
     slots: IntArray | NDArray[np.int32]
@@ -178,7 +179,7 @@ def _tree_chunks(
             slots, seen = tree_block(batch.req_to_token[req_row, start:prefix_len], trees.paths[rows])
             if window:
                 depths = trees.path_lens[rows]
-                # A column is a position, in the prefix and in the paths after it.
+                # A column is a position, both in the prefix and in the paths after it.
                 columns = np.minimum(np.arange(trees.paths.shape[1]), depths[:, None] - 1)
                 position_of = np.zeros(int(slots.max()) + 1, dtype=np.int64)
                 position_of[trees.paths[rows]] = prefix_len + columns
@@ -190,8 +191,8 @@ def _tree_chunks(
 
 
 def _similar_chunks(chunks: Sequence[_Chunk], max_gathered: int) -> Iterator[list[_Chunk]]:
-    """Groups chunks of similar size. Padding to the largest is worth less than twice the rows, and about
-    twice the slots, because each group costs several operations in every layer."""
+    """Groups chunks of similar size, to be padded to the largest. A chunk is padded to less than twice its
+    rows and about twice its slots, because each group costs several operations in every layer."""
     similar: list[_Chunk] = []
     for chunk in sorted(chunks, key=lambda c: (len(c.rows).bit_length(), len(c.slots)), reverse=True):
         if similar:

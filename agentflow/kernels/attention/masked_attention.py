@@ -1,5 +1,4 @@
-"""Paged attention by groups for layers with a sliding window, capped scores or sinks. Runs on every
-device."""
+"""Paged attention by groups for layers with a sliding window, capped scores or sinks, on any device."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class ReferenceAttention(AttentionBackend):
 
 
 def _seen(batch: AttentionBatch) -> list[tuple[list[int], int]]:
-    """Returns for each row the slots that it sees without a window, in the order of their positions, and its
-    own position."""
+    """Returns for each row the slots to which it attends without a window, in the order of their positions,
+    and its own position."""
     seen = []
     both_ways = [False] * len(batch.req_rows) if batch.both_ways is None else batch.both_ways.tolist()
     for req_row, query_len, kv_len, sees_all in zip(
@@ -64,7 +64,7 @@ def _seen(batch: AttentionBatch) -> list[tuple[list[int], int]]:
 
 
 def _attend_row(q: Tensor, kv: Tensor, rule: AttentionRule, sinks: Tensor | None) -> Tensor:
-    """Attends with one row, q [heads, head_dim], to kv [seen, 2, kv_heads, head_dim]."""
+    """Attends from one row, q [heads, head_dim], to kv [seen, 2, kv_heads, head_dim]."""
     group = q.shape[0] // kv.shape[2]
     out = torch.empty_like(q)
     for head in range(q.shape[0]):

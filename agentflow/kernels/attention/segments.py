@@ -1,4 +1,4 @@
-"""Attention within segments of rows, in torch operations: for encoders, which keep no KV."""
+"""Attention within segments of rows, in torch operations, for encoders, which cache no KV."""
 
 from __future__ import annotations
 

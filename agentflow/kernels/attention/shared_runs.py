@@ -1,4 +1,4 @@
-"""Chooses which of the prefixes that the requests of a batch share are worth reading once for all of them."""
+"""Chooses the shared prefixes of a batch that are worth reading once for all their requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentflow.kernels.inputs import AttentionBatch, IntArray, SharedPrefix
 
 def with_trees(batch: AttentionBatch) -> tuple[IntArray, IntArray, IntArray]:
     """Returns the row in the table, the number of rows to compute and the number of cached tokens of each
-    request, and then of each tree: a tree is like one more request, with its prefix in the cache."""
+    request, and then of each tree: a tree is like another request, with its prefix in the cache."""
     cached, trees = batch.kv_lens - batch.query_lens, batch.trees
     if trees is None:
         return batch.req_rows, batch.query_lens, cached
@@ -31,7 +31,7 @@ class SharedRun:
     end: int
 
     def parts(self, length: int) -> list[SharedRun]:
-        """Returns the run in parts of at most this length."""
+        """Divides the run into parts of at most this length."""
         starts = range(self.start, self.end, length)
         return [SharedRun(self.members, start, min(start + length, self.end)) for start in starts]
 
@@ -39,23 +39,22 @@ class SharedRun:
 def shared_runs(
     batch: AttentionBatch, req_rows: IntArray, limits: IntArray, least_saving: int
 ) -> tuple[list[SharedRun], IntArray]:
-    """Returns the shared runs that are worth a context part, and the column at which each request's tail
-    starts.
+    """Returns the shared runs that are worth a separate group, and the column at which the tail of each
+    request starts.
 
-    A run that n requests share saves (n - 1) times its length of reads. If the saving is too small, the run
-    stays with its requests' tails or is joined to a longer run below it. The runs of one request are
-    consecutive and start at column 0. The costs are those of the batch's ``shared`` prefixes, however long
-    these are.
+    A run that n requests share saves (n - 1) times its length of reads. If that is too little, the run stays
+    in its requests' tails, or becomes a part of a longer run. The runs of one request are consecutive and
+    start at column 0. The time depends on the number of ``shared`` prefixes, not on their lengths.
 
     Args:
         batch: the batch.
         req_rows: the row in the table of each request and tree, from ``with_trees``.
-        limits: the number of leading columns of each that can be shared.
+        limits: the number of leading columns of each request and tree that can be shared.
         least_saving: the fewest tokens that a run must save.
     """
     tails = np.zeros(len(req_rows), dtype=np.int64)
     own = _own_prefixes(req_rows, limits)
-    # The longest prefix of each set of requests: not all readers of a prefix need be in the batch.
+    # The longest prefix of each set of requests: some readers of a prefix may not be in the batch.
     longest: dict[bytes, tuple[int, IntArray]] = {}
     is_reader = np.zeros(len(batch.req_to_token), dtype=np.bool_)
     for end, rows in [*batch.shared, *own]:
@@ -78,7 +77,7 @@ def shared_runs(
 
 
 def _own_prefixes(req_rows: IntArray, limits: IntArray) -> list[SharedPrefix]:
-    """Returns the slots that the parts of one request share, if it is divided or has a tree in the batch."""
+    """Returns the prefixes that the parts of one request share, if it is divided or has a tree."""
     counts = np.bincount(req_rows)
     if counts.max(initial=0) < 2:
         return []

@@ -30,7 +30,7 @@ class TorchAttention(AttentionBackend):
             return masked_attention(q, kv_layer, plan.masked.of(rule.window), rule, sinks)
         out = q.new_empty(q.shape, dtype=torch.float32)
         lse = out.new_empty(q.shape[:2])
-        for group in plan.tails:  # the repeated rows of a group have equal results
+        for group in plan.tails:  # the repeated last row of a padded chunk has equal results
             part_out, part_lse = attend_group(q, kv_layer, group, rule.scale, attend)
             out.index_copy_(0, group.rows, part_out)
             lse.index_copy_(0, group.rows, part_lse)

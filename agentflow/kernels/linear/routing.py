@@ -1,4 +1,4 @@
-"""Which experts of a mixture compute a row, and with which weights."""
+"""Routes rows to the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentflow.kernels.decoder_weights import Routing
 
 
 def routed(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Returns the weights and the numbers of each row's experts: [T, used] each. ``scores``: [T, experts]."""
+    """Returns the weights and the indices of each row's experts: [T, used] each. ``scores``: [T, experts]."""
     if routing.normalises:  # the softmax of the chosen scores equals the normalised softmax of all scores
         best = scores.topk(routing.num_used, dim=-1)
         return best.values.float().softmax(dim=-1), best.indices

@@ -1,4 +1,4 @@
-"""Products with dense weights in torch operations, on every device."""
+"""Products with dense weights in torch operations, on any device."""
 
 from __future__ import annotations
 

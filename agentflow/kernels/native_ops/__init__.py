@@ -1,5 +1,5 @@
-"""The kernels in C++ (``native/``): each interface, and a whole forward pass in one call, on a separate team
-of threads.
+"""The kernels in C++ (``native/``): an implementation of each interface, and a whole forward pass in one
+call. They run on a team of threads.
 
 Reading order: ``structures`` (the library's arguments and functions), ``team`` (the library and its
 threads), ``native_linear``, ``native_attention``, ``native_rows``, ``native_sampler`` (single kernels, which

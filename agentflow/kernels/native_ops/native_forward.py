@@ -1,4 +1,4 @@
-"""A whole forward pass in one call of the native kernels: Python does no work between them."""
+"""A whole forward pass in one call of the native kernels, without Python between kernels."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class NativeForward:
                     if likelihoods is not None:
                         fill_likelihoods(wanted.likelihoods, likelihoods)
                     wanted.tokens = array_address(out)
-                finally:  # the pass ends in any case, and without ``tokens`` it writes nothing
+                finally:  # waits for the pass in any case; without ``wanted.tokens``, it writes nothing
                     finish()
                 return out, likelihoods
 
@@ -122,7 +122,8 @@ class NativeForward:
         return start
 
     def _angles(self, given: ForwardInput) -> NDArray[np.float32] | None:
-        """Returns the rope's angles [T, frequencies] if its axes differ in this batch."""
+        """Returns the rope's angles [T, frequencies] if the positions differ between its axes in this batch;
+        else None."""
         if given.given is None or given.given.axis_positions is None:
             return None
         (rope,) = self._weights.ropes

@@ -1,4 +1,4 @@
-"""Products with weights in panels, which are stored in the order in which the products read them."""
+"""Products with weights in panels, which store weights in the order in which the products read them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _product(
     *,
     is_exact: bool = False,
 ) -> Tensor:
-    """Writes a product to ``out``, and returns it."""
+    """Writes a product to ``out``, and returns ``out``."""
     assert activation is not None or not weight.is_gated
     x, added = x.contiguous(), None if added is None else added.contiguous()
     function = len(ACTIVATIONS) if activation is None else ACTIVATIONS.index(activation)
@@ -137,10 +137,10 @@ def _zeroed_panels(memory: Tensor, first: int, num: int, num_in_weight: int) -> 
     """Zeroes memory for panels and returns it.
 
     Args:
-        memory: from ``empty_memory``, since each decode step reads all of it.
-        first: the number in the weight of the memory's first panel.
-        num: the panels in the memory.
-        num_in_weight: the panels of the whole weight.
+        memory: from ``empty_memory``, because each decode step reads all of it.
+        first: the index in the weight of the first panel.
+        num: the number of panels in the memory.
+        num_in_weight: the number of panels in the whole weight.
     """
     team().af_zero_panels(memory.data_ptr(), first, num, num_in_weight, memory.nbytes // num)
     return memory
@@ -163,7 +163,7 @@ def _empty_panels(block_type: str, num_in: int, first: int, num: int, num_in_wei
 
 
 _SLICE_BYTES = 16 << 20
-"""The pages of a file that are in memory while it is packed, in addition to the panels."""
+"""The most bytes of a file that are in memory while it is packed, in addition to the panels."""
 
 
 def _pack_part(part: BlockMatrix, first: int, gated_half: int, to: QuantisedPanels) -> None:

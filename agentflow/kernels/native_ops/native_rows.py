@@ -1,4 +1,4 @@
-"""Norms on the team's threads. Rotary embeddings are torch's: ``NativeForward`` computes them itself."""
+"""Norms on the team's threads. Rotary embeddings use torch; ``NativeForward`` has separate ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``ranks.Ranks`` through the shared memory of one machine: a native function adds the values of all ranks.
 
-The memory has no name. Its file descriptor is passed on to the processes of the other ranks, and it is freed
-with the last of them.
+The memory is an unnamed file. The processes of the other ranks inherit its file descriptor, and it is freed
+with the last process.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from agentflow.kernels.native_ops.structures import array_address
 from agentflow.kernels.native_ops.team import library
 
 SLOT_BYTES = 1 << 22
-"""The memory for the values of one rank at a time; more values take turns."""
+"""The memory for the values of one rank; more values are exchanged in turns."""
 MAX_RANKS = 64
 
 
 def make_room(memory: int, size: int) -> None:
-    """Gives an empty file without a name the size that ``size`` ranks need. Its pages take memory once they
-    are used. Raises ``NoNativeKernels``, and ``OSError`` if there is no memory."""
+    """Grows an empty unnamed file to the size that ``size`` ranks need. Its pages occupy memory once they are
+    used. Raises ``NoNativeKernels``, and ``OSError`` if there is not enough memory."""
     os.ftruncate(memory, library().af_ranks_memory(size, SLOT_BYTES))
 
 
 class SharedRanks:
-    """Joins the ranks that share memory.
+    """The ranks that share memory, as one rank sees them.
 
     Args:
-        memory: the file descriptor, after ``make_room``; it may be closed afterwards.
+        memory: the file descriptor, after ``make_room``; it may be closed after this call.
         rank: the number of this rank.
         size: the number of ranks.
-        limit_s: a rank that waits longer for another one gives up.
+        limit_s: how long a rank waits for another one.
     """
 
     def __init__(self, memory: int, rank: int, size: int, *, limit_s: float) -> None:
@@ -46,7 +46,7 @@ class SharedRanks:
         place = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._ranks = self._library.af_join_ranks(place, rank, size, SLOT_BYTES, limit_s)
         if not self._ranks:
-            raise MemoryError("there is no memory for a group of ranks")
+            raise MemoryError("there is not enough memory for a group of ranks")
 
     @property
     def rank(self) -> int:
@@ -86,6 +86,6 @@ class SharedRanks:
             self._library.af_abort_ranks(self._ranks)
 
     def close(self) -> None:
-        """The memory stays mapped until this object is freed."""
+        """Leaves the group. The memory stays mapped until this object is freed."""
         ranks, self._ranks = self._ranks, None
         self._library.af_leave_ranks(ranks)

@@ -1,5 +1,5 @@
-"""The arguments of the native kernels as ctypes structures, with the fields of the structs in ``native/*.h``;
-the functions that fill them in; and the signatures of the library's functions.
+"""The arguments of the native kernels as ctypes structures, with the fields of the structs in ``native/*.h``,
+functions that fill them in, and the signatures of the library's functions.
 
 A structure points to arrays and weights, which must outlive it.
 """
@@ -223,7 +223,7 @@ class NativeBatch(Structure):
 
 
 class NativeChoices(Structure):
-    arrays: tuple[NDArray[Any], ...] = ()  # kept alive: the structure points to it
+    arrays: tuple[NDArray[Any], ...] = ()  # kept alive: the structure points to them
     _fields_ = (
         ("logits", c_void_p),
         ("num_rows", c_int64),
@@ -261,12 +261,12 @@ class NativeWanted(Structure):
 
 
 class NativeStatus(c_int):
-    """The result of a function that can fail; anything but 0 becomes an exception."""
+    """The result of a function that can fail. Any value except 0 becomes an exception."""
 
 
 FAILURES: dict[int, type[Exception]] = {1: MemoryError, 2: IndexError, 3: RuntimeError, 4: ConnectionError}
 
-# Results and arguments of the library's functions.
+# The result and the arguments of each function of the library.
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "af_failure": (c_char_p, []),
     "af_set_num_threads": (c_int, [c_int]),
@@ -327,7 +327,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declares the functions of the library. A call that fails raises one of ``FAILURES``."""
+    """Declares the functions of the library. A failing call raises one of ``FAILURES``."""
 
     def raised(status: NativeStatus, _function: Any, _arguments: Any) -> None:
         if status.value:
@@ -344,9 +344,9 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
 def array_address(array: NDArray[Any]) -> int:
     """Returns the address of an array, which must live until the call returns."""
     assert array.flags.c_contiguous
-    try:  # a fifth of the time of the other way; each step asks for 14 addresses
+    try:  # five times as fast as the code below; each step needs 14 addresses
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
-    except (TypeError, ValueError):  # it is read-only or empty
+    except (TypeError, ValueError):  # the array is read-only or empty
         place: int = array.__array_interface__["data"][0]
         return place
 
@@ -357,7 +357,7 @@ def native_weight(weight: LinearWeight) -> NativeWeight:
     if weight.packed is not None:
         made.segments[0] = NativeSegment(
             weight.packed.data_ptr(), 0, -(-num_out // LANES)
-        )  # gated ones are padded
+        )  # gated weights are padded
     for number, part in enumerate(weight.quantised):
         place = PANEL_FORMATS.index(part.format)
         made.segments[number] = NativeSegment(part.panels.data_ptr(), place, part.num_panels)
@@ -450,7 +450,7 @@ def native_layer(layer: LayerWeights, packed: PackedHeads | None, head_dim: int)
 
 
 def native_decoder(weights: DecoderWeights, heads: Sequence[PackedHeads | None]) -> NativeDecoder:
-    """Returns a structure that points to the weights, which must outlive it. ``heads``: of each layer; None
+    """Returns a structure that points to the weights, which must outlive it. ``heads``: for each layer; None
     without latent attention."""
     hidden_size, part = weights.embedding.shape[1], weights.part
     layers = [
@@ -543,7 +543,7 @@ def native_choices(rows: ChoiceRows, vocab_size: int) -> NativeChoices:
 
 
 def fill_choices(made: NativeChoices, rows: ChoiceRows, vocab_size: int) -> None:
-    """Sets all fields but ``logits`` of an empty structure, as in ``native_choices``."""
+    """Sets all fields of an empty structure except ``logits``, as in ``native_choices``."""
     made.num_rows, made.vocab_size = len(rows.targets), vocab_size
     made.targets = array_address(rows.targets)
     made.temperatures = array_address(rows.temperatures)
@@ -560,7 +560,7 @@ def fill_choices(made: NativeChoices, rows: ChoiceRows, vocab_size: int) -> None
 
 
 def fill_likelihoods(made: NativeLikelihoods, given: Likelihoods) -> None:
-    """Lets an empty structure point to the arrays, which must outlive it."""
+    """Makes an empty structure point to the arrays, which must outlive it."""
     made.logprobs = array_address(given.logprobs)
     if given.ranks is not None:
         made.ranks = array_address(given.ranks)
@@ -579,7 +579,7 @@ def fill_likelihoods(made: NativeLikelihoods, given: Likelihoods) -> None:
 
 def native_rows(given: ForwardInput, angles: NDArray[np.float32] | None) -> NativeInputRows:
     """Returns a structure that points to the arrays and tensors, which must outlive it. ``angles``
-    [T, head_dim / 2]: of the rope, if its axes differ."""
+    [T, head_dim / 2]: the angles of the rope, if the positions differ between its axes."""
     made = NativeInputRows(
         len(given.token_ids),
         array_address(given.token_ids),

@@ -22,8 +22,8 @@ def _library_allowed(cpu: str) -> ctypes.CDLL:
 
 
 def library() -> ctypes.CDLL:
-    """Returns the compiled kernels for the level that ``AGENTFLOW_CPU`` allows. Raises
-    ``NoNativeKernels``."""
+    """Returns the compiled kernels for the best level that ``AGENTFLOW_CPU`` allows. Raises
+    ``NoNativeKernels`` if there are none."""
     return _library_allowed(os.environ.get("AGENTFLOW_CPU", ""))
 
 
@@ -35,15 +35,15 @@ def team() -> ctypes.CDLL:
 
 
 def set_num_threads(loaded: ctypes.CDLL) -> None:
-    """Gives the team as many threads as torch has."""
+    """Sets the team's number of threads to torch's."""
     if num_missing := loaded.af_set_num_threads(torch.get_num_threads()):
         _warn_of_missing_threads(num_missing)
 
 
 @functools.cache
 def _warn_of_missing_threads(num_missing: int) -> None:
-    """Warns once per number: every forward pass tries again."""
-    logger.warning("cannot start %d of the kernels' threads: forward passes take longer", num_missing)
+    """Warns once for each number, because every forward pass tries again."""
+    logger.warning("cannot start %d of the kernels' threads: forward passes are slower", num_missing)
 
 
 def is_bf16(x: Tensor) -> bool:
@@ -52,7 +52,7 @@ def is_bf16(x: Tensor) -> bool:
 
 
 # The measured parts of a forward pass, in the order of part_times.h. ``head``: single products, such as the
-# logits. ``ranks``: the sums over all ranks of a model that several processes compute, with the waits.
+# logits. ``ranks``: the sums over the ranks of a model, including the waits.
 PARTS = (
     *("plan", "embed", "norm", "qkv", "rope", "attention"),
     *("output", "gate_up", "down", "head", "choice", "ranks"),

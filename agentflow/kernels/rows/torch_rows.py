@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings in torch operations, on every device."""
+"""Norms and rotary embeddings in torch operations, on any device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The choice of tokens from logits.
 
-Reading order: ``sampler`` (the interface), ``no_choice`` (the results for rows from which no token can be
-chosen), ``token_weights`` (the integers from which all implementations draw), ``torch_sampler`` (any
-device).
+Reading order: ``sampler`` (the interface), ``no_choice`` (the results for rows without a valid token),
+``token_weights`` (the integer weights with which all implementations draw), ``torch_sampler`` (any device).
 """

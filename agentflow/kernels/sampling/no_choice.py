@@ -1,4 +1,4 @@
-"""The results in place of a token for rows from which none can be chosen."""
+"""The results for rows without a valid token."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Final
 NO_TOKEN: Final = -1
 """No token is allowed: each logit is minus infinity."""
 NOT_FINITE: Final = -2
-"""An allowed logit is NaN or infinity, so the row has no meaning."""
+"""An allowed logit is NaN or infinity."""

@@ -1,4 +1,4 @@
-"""Chooses tokens with torch operations, on every device; waits for the device."""
+"""Chooses tokens in torch operations, on any device; waits for the device."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class TorchSampler(Sampler):
 
 
 def _checked(tokens: Tensor, highest: Tensor) -> Tensor:
-    """Replaces the tokens of rows without a valid choice. ``tokens`` [S, 1], and ``highest`` [S, 1]: the
-    highest logit of each row, NaN if one is. Returns [S]."""
+    """Replaces the tokens [S, 1] of rows without a valid token. ``highest`` [S, 1]: the highest logit of each
+    row, NaN if a logit is NaN. Returns [S]."""
     tokens = torch.where(highest == -math.inf, NO_TOKEN, tokens)
     return torch.where(highest < math.inf, tokens, NOT_FINITE).squeeze(1)
 
@@ -71,7 +71,7 @@ def sample(
     min_ps: FloatArray,
     uniforms: NDArray[np.float64],
 ) -> IntArray:
-    """Draws one token per row, with the filters of ``Sampler.choose`` in the same order.
+    """Draws one token for each row, as ``Sampler.choose`` defines it.
 
     Args:
         logits: [S, vocabulary].
@@ -102,7 +102,7 @@ def sample(
 
 
 def _least_weights(weights: Tensor, top_ks: IntArray, top_ps: FloatArray, min_ps: FloatArray) -> FloatArray:
-    """Returns the smallest weight to keep, per row. ``weights``: from ``whole_weights``."""
+    """Returns the smallest weight to keep in each row. ``weights``: from ``whole_weights``."""
     vocab_size = weights.shape[1]
     top_ks = np.where(top_ks > 0, np.minimum(top_ks, vocab_size), vocab_size)
     limited = top_ks < vocab_size
@@ -122,12 +122,12 @@ def _least_weights(weights: Tensor, top_ks: IntArray, top_ps: FloatArray, min_ps
 
 
 def _least_of_nucleus(weights: Tensor, head: Tensor, top_ps: Tensor) -> Tensor:
-    """Returns per row the least weight in the smallest set of likeliest tokens that reaches ``top_ps``; 0
-    where that is 1. Rows that need more weights than ``head`` has sort again.
+    """Returns for each row the least weight in the smallest set of likeliest tokens that reaches its top_p; 0
+    if that is 1. Rows that need more weights than ``head`` has are sorted again.
 
     Args:
-        weights: of all tokens, [S, vocabulary].
-        head: the largest of them, descending.
+        weights: the weights of all tokens, [S, vocabulary].
+        head: the largest weights, in descending order.
         top_ps: [S, 1].
     """
     wanted = top_ps.double() * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)

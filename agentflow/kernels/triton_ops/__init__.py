@@ -2,6 +2,6 @@
 (``TRITON_INTERPRET=1``), for tests.
 
 Reading order: ``interpreted`` (the products and the rounding that all kernels share), ``early_start`` (a
-launch before the kernel in front has ended), ``attention``, ``triton_rows`` (norms, rotary embeddings and the
+launch before the previous kernel has ended), ``attention``, ``triton_rows`` (norms, rotary embeddings and the
 gated activation), ``linear`` (products with weights) and ``triton_sampler``.
 """

@@ -1,8 +1,8 @@
-"""Kernels that start before the one in front of them in the queue has ended (programmatic dependent launch).
+"""Kernels that start before the previous kernel in the queue has ended (programmatic dependent launch).
 
-A kernel begins with ``take_turn``, also where it then has nothing to do: it lets the kernel behind it start,
-and waits until the one in front has ended and its results are visible. So the start of a kernel is hidden
-behind the end of another. Kernels of other libraries in between start and end as always.
+Every program of a kernel starts with ``take_turn``, even if it has no work: it lets the next kernel start,
+and waits until the previous kernel has ended and its results are visible. So the end of a kernel hides the
+start of the next one. Kernels of other libraries in between start and end as usual.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from agentflow.kernels.triton_ops.interpreted import IS_INTERPRETED
 
 _CAPABILITY = (9, 0)
-"""The compute capability of the first GPUs that can do so."""
+"""The compute capability of the first GPUs that support it."""
 
 
 @triton.jit
@@ -28,8 +28,8 @@ def take_turn(IS_EARLY: tl.constexpr):
 
 
 def early_start(device: torch.device, num_rows: int) -> dict[str, Any]:
-    """Returns arguments for the launch of a kernel for ``num_rows`` rows. Steps of one row gain 2% on an
-    H100; those of 16, whose products are another library's, lose 2%."""
+    """Returns arguments for the launch of a kernel for ``num_rows`` rows. On an H100, steps of one row gain
+    2%; steps of 16 rows, whose products are of another library, lose 2%."""
     if num_rows != 1 or not _can_start_early(device):
         return {"IS_EARLY": False}
     return {"IS_EARLY": True, "launch_pdl": True}

@@ -1,8 +1,8 @@
 """Products, rounding and 8-bit floats that are also correct under Triton's interpreter.
 
-The interpreter multiplies the bit patterns of bfloat16 as integers, and truncates where it should round, both
-without an error. 8-bit floats are e4m3 (Micikevicius et al. 2022, arXiv 2209.05433): a sign, 4 bits of the
-exponent and 3 of the mantissa, up to 448, without infinity. Kernels load and store them as bytes.
+The interpreter multiplies the bit patterns of bfloat16 as integers, and truncates instead of rounding, both
+without an error. 8-bit floats are e4m3 (Micikevicius et al. 2022, arXiv 2209.05433): a sign, 4 bits of
+exponent and 3 of mantissa, up to 448, without infinity. Kernels load and store them as bytes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def to_fp8(x):
-    """Rounds float32 to 8-bit floats, to nearest even, at most to the largest one. Returns their bytes."""
+    """Rounds float32 to 8-bit floats, to nearest even; larger values become the largest one. Returns their
+    bytes."""
     if IS_INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         size = tl.where(tl.abs(x) < 448.0, tl.abs(x), 448.0)
         whole = size.to(tl.uint32, bitcast=True)
         normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2^-6, codes count multiples of 2^-9, to which a sum with 2^14 is rounded.
+        # Below 2^-6, values are multiples of 2^-9, to which adding 2^14 rounds.
         tiny = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
         code = tl.where(size < 0.015625, tiny, normal)
         code = tl.where(x == x, code, 0x7F)
@@ -49,7 +50,7 @@ def to_fp8(x):
 
 @triton.jit
 def from_fp8(codes, dtype: tl.constexpr):
-    """Returns the values of 8-bit floats, given as bytes, in a wider type, which has all of them."""
+    """Converts 8-bit floats, given as bytes, to a wider type, without loss."""
     if IS_INTERPRETED:
         bits = codes.to(tl.uint32)
         tiny = (bits & 7).to(tl.float32) * 0.001953125

@@ -1,6 +1,6 @@
 """Norms, rotary embeddings and the gated activation, fused so that each row is read and written once.
 
-Intermediate results are rounded to the model's dtype where ``RowOps`` says so, as transformers rounds them.
+Intermediate results are rounded to the model's dtype as ``RowOps`` defines it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _silu_and_multiply(gate_up, out, size, BLOCK: tl.constexpr, IS_EARLY: tl.con
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """Returns silu(first half) times second half of ``gate_up`` [T, 2 n]: [T, n]."""
+    """Returns silu(first half) times the second half of ``gate_up`` [T, 2 n]: [T, n]."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
@@ -138,7 +138,7 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
 
 
 class TritonRows(TorchRows):
-    """``RowOps`` of the Triton kernels; layer norms are torch's."""
+    """``RowOps`` of the Triton kernels. torch computes layer norms."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.stride(-1) != 1 or x.dim() > 3:

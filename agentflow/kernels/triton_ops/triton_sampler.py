@@ -3,17 +3,17 @@
 The logits of a row are cut into chunks, one program each, so that a single row occupies the whole GPU. At
 most five kernels run, one after another:
 
-1. ``_find_highest`` finds the highest logit of each chunk. For greedy rows that is all.
+1. ``_find_highest`` finds the highest logit of each chunk.
 2. ``_count`` counts the tokens of rows with ``top_k`` or ``top_p`` by ranges of weights, 32 for each of the
-   highest powers of two, and 4 for each of the others.
-3. ``_find_ranges`` bounds the weight of the last token that is kept, by the counts, to within a few ranges.
+   highest powers of two, and 4 for each of the other powers.
+3. ``_find_ranges`` uses the counts to bound the last weight that is kept to a few ranges.
 4. ``_split`` sums the weights above these ranges, and lists the tokens within them.
 5. ``_draw`` finds the exact last weight in the list, then the chunk and the token at which the cumulative sum
-   passes the drawn point.
+   passes the drawn point. For greedy rows, it chooses the token with the highest logit.
 
 Weights are the integers of ``token_weights.whole_weights``, and sums are 64-bit integers. They do not depend
-on the chunks, and the tokens equal those of the CPU's kernels. ``_find_ranges`` and ``_draw`` have one
-program for each row; ``_draw`` reads the list and one chunk.
+on the chunks, and the tokens are equal to the tokens of the CPU's kernels. ``_find_ranges`` and ``_draw``
+have one program for each row; ``_draw`` reads the list and one chunk.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from agentflow.kernels.sampling.token_weights import EXP2, LEAST_EXPONENT, WEIGH
 from agentflow.kernels.uploads import upload
 
 TILE = 2048
-"""The logits that a program reads together. Chunks are multiples of it."""
+"""The logits that a program reads together. Chunks are multiples of this."""
 MAX_CHUNKS = 128
 PROGRAMS_PER_PROCESSOR = 8
-"""Programs for each multiprocessor that the division into chunks aims at."""
+"""The programs for each multiprocessor to aim for when dividing rows into chunks."""
 LIST_TILE = 1024
 """The entries of a list that ``_draw`` reads together."""
 
@@ -51,10 +51,10 @@ _NEVER = tl.constexpr(2**31 - 1)
 """Larger than any token id."""
 
 # A *key* is the bit pattern of a weight as float32: keys have the order of the weights. A range of weights is
-# the keys with the same upper bits. The highest range is the highest weight alone. The ranges below it divide
-# ``FINE_POWERS`` powers of two into 32 parts each, and the others divide a power into 4. The lowest is 0.
-# A histogram takes a population count for each token and each 32 ranges. Coarse ranges make it cheaper, and
-# few tokens that are kept are in one of them.
+# all keys with the same upper bits. The highest range has only the highest weight. The ranges below it divide
+# ``FINE_POWERS`` powers of two into 32 parts each, and the other ranges divide a power into 4. The lowest is
+# 0. A histogram takes a population count for each token and each 32 ranges. Coarse ranges make it cheaper,
+# and few tokens that are kept are in a coarse range.
 NUM_RANGES = 512
 FINE_POWERS = 13
 _NUM_RANGES = tl.constexpr(NUM_RANGES)
@@ -66,7 +66,7 @@ _FINE_SHIFT, _COARSE_SHIFT = tl.constexpr(18), tl.constexpr(21)
 _LIST_LENGTH = tl.constexpr(NUM_RANGES)  # the length of the row's list
 _NUM_ABOVE = tl.constexpr(NUM_RANGES + 1)  # the number of tokens above the listed ranges
 _LOW_KEY = tl.constexpr(NUM_RANGES + 2)  # the lowest key of the listed ranges, at least 1
-_HIGH_KEY = tl.constexpr(NUM_RANGES + 3)  # the lowest key above them
+_HIGH_KEY = tl.constexpr(NUM_RANGES + 3)  # the lowest key above the listed ranges
 _ROW_INTS = tl.constexpr(NUM_RANGES + 16)
 _NUM_PIVOTS = tl.constexpr(8)
 
@@ -84,7 +84,7 @@ class StagedChoice:
     mask_places: Tensor  # [S] int32: the row of ``mask_words``; -1: all tokens are allowed
     mask_words: Tensor  # [M, any] int32
     is_random: bool  # whether any row draws
-    is_filtered: bool  # whether any such row has top_k or top_p
+    is_filtered: bool  # whether any row that draws has top_k or top_p
 
 
 class TritonSampler(Sampler):
@@ -141,7 +141,7 @@ class TritonSampler(Sampler):
         )  # fmt: skip
         found = highest, highest_ids
         limits = staged.factors, staged.top_ks, staged.top_ps, staged.least_weights
-        # Fused products and sums would round differently. Fewer registers let more programs run on a
+        # Fused multiply-adds would round differently. With fewer registers, more programs run on a
         # multiprocessor: three of ``_count`` and ``_split``, and two of ``_draw``, instead of one.
         options: dict[str, Any] = {
             "TILE": TILE,
@@ -172,13 +172,13 @@ def _chunk_size(num_rows: int, vocab_size: int, device: torch.device) -> int:
 
 
 _COUNTS = ["num_chunks", "num_words"]
-"""Arguments that differ from batch to batch: Triton does not compile variants for their values."""
+"""Arguments that differ between batches: Triton does not compile variants for their values."""
 
 
 @triton.jit
 def _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids):
-    """Returns the logits of some tokens; minus infinity for tokens that the mask excludes, and past the
-    vocabulary."""
+    """Returns the logits of some tokens: minus infinity for tokens that the mask excludes and for ids past
+    the vocabulary."""
     is_token = ids < vocab_size
     x = tl.load(logits + row * row_stride + ids, mask=is_token, other=-_INFINITY)
     place = tl.load(mask_places + row).to(tl.int64)
@@ -191,7 +191,7 @@ def _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, ro
 
 @triton.jit
 def _whole_weights(below, factor):
-    """``token_weights.whole_weights``, as float32."""
+    """Returns the weights of ``token_weights.whole_weights`` as float32."""
     exponent = tl.maximum(below * factor, _LEAST_EXPONENT)
     whole = tl.floor(exponent + 0.5)
     rest = exponent - whole
@@ -206,7 +206,7 @@ def _whole_weights(below, factor):
 
 @triton.jit
 def _highest_logit(highest, row, num_chunks):
-    """Returns the highest logit of a row: infinity if a logit is NaN or infinite."""
+    """Returns the highest logit of a row; infinity if a logit is NaN or infinite."""
     chunks = tl.arange(0, _MAX_CHUNKS)
     place = highest + row * num_chunks + chunks
     return tl.max(tl.load(place, mask=chunks < num_chunks, other=-_INFINITY), 0)
@@ -250,7 +250,7 @@ def _find_highest(
 
 @triton.jit
 def _find_range(key):
-    """Returns the number of a key's range; below 1 for range 0."""
+    """Returns the index of a key's range; below 1 for range 0."""
     above = key - _FINE_KEY  # shifts of negative numbers round down
     return _FIRST_FINE + tl.where(above >= 0, above >> _FINE_SHIFT, above >> _COARSE_SHIFT)
 
@@ -272,7 +272,7 @@ def _count(
             x = _read(logits, row_stride, vocab_size, mask_words, mask_places, num_words, row, ids)
             weights = _whole_weights(x - most, factor)
             total += weights.to(tl.int64)
-            # The rest of the vocabulary is in range 0.
+            # Range 0 is not counted: it has the rest of the vocabulary.
             place = _find_range(weights.to(tl.int32, bitcast=True))
             counts += tl.histogram(tl.maximum(place, 0), _NUM_RANGES, mask=place > 0)
         tl.store(sums + row * num_chunks + number, tl.sum(total, 0))
@@ -302,7 +302,8 @@ def _find_weight(key):
 
 @triton.jit
 def _needed(top_p, total):
-    """Returns the least sum that reaches ``top_p`` of a total; at least 1, so that a token is kept."""
+    """Returns the least sum that reaches the fraction ``top_p`` of a total; at least 1, so that a token is
+    kept."""
     wanted = top_p.to(tl.float64) * total.to(tl.float64)
     whole = wanted.to(tl.int64)
     return tl.maximum(whole + (whole.to(tl.float64) < wanted).to(tl.int64), 1)
@@ -310,11 +311,11 @@ def _needed(top_p, total):
 
 @triton.jit
 def _ranges_to_list(ints, sums, row, vocab_size, num_chunks, top_k, top_p):
-    """Finds the ranges that may have the last weight that is kept. Returns the lowest key of the ranges, the
-    lowest key above them, and the number of tokens above them.
+    """Finds the ranges that may contain the last weight that is kept. Returns the lowest key of the ranges,
+    the lowest key above them, and the number of tokens above them.
 
-    The sum of the weights from a range on is known within bounds: each weight is at least the lowest of its
-    range and at most the highest.
+    The sum of the weights from a range on is known within bounds: each weight is between the lowest and the
+    highest weight of its range.
     """
     ranges = tl.arange(0, _NUM_RANGES)
     counts = tl.load(ints + row * _ROW_INTS + ranges).to(tl.int64)
@@ -366,7 +367,7 @@ def _split(
     factor, most = tl.load(factors + row), _highest_logit(highest, row, num_chunks)
     if (factor > 0) & _is_finite(most):
         least_weight = tl.load(least_weights + row)
-        low_key, high_key = 1, 1  # no range: all weights but 0 are above
+        low_key, high_key = 1, 1  # no range: all weights except 0 are above
         has_list = _is_filtered(row, factors, top_ks, top_ps, vocab_size)
         if has_list:
             low_key = tl.load(ints + row * _ROW_INTS + _LOW_KEY)
@@ -413,7 +414,7 @@ def _list_bounds(keys, num, LIST_TILE: tl.constexpr):
 
 @triton.jit
 def _amounts_from(keys, num, pivots, IS_COUNT: tl.constexpr, LIST_TILE: tl.constexpr):
-    """Returns the number, or the sum, of the listed weights from each pivot key on."""
+    """Returns the number or the sum of the listed weights from each pivot key on."""
     amounts = tl.zeros([LIST_TILE, _NUM_PIVOTS], tl.int64)
     for first in range(0, num, LIST_TILE):
         entries = first + tl.arange(0, LIST_TILE)
@@ -425,8 +426,8 @@ def _amounts_from(keys, num, pivots, IS_COUNT: tl.constexpr, LIST_TILE: tl.const
 
 @triton.jit
 def _last_key(keys, num, low, high, above, needed, IS_COUNT: tl.constexpr, LIST_TILE: tl.constexpr):
-    """Returns the largest key from ``low`` to ``high`` (exclusive) from which on the listed weights, with
-    ``above``, reach the number or sum ``needed``; ``low`` if none does."""
+    """Returns the largest key from ``low`` to ``high`` (exclusive) from which on the listed weights, plus
+    ``above``, reach the number or sum ``needed``; ``low`` if there is no such key."""
     while high - low > 1:
         step = (high - low + _NUM_PIVOTS) // (_NUM_PIVOTS + 1)
         pivots = low + step * (1 + tl.arange(0, _NUM_PIVOTS))
@@ -441,8 +442,8 @@ def _last_key(keys, num, low, high, above, needed, IS_COUNT: tl.constexpr, LIST_
 def _last_key_kept(
     ints, sums, listed, row, num_rows, vocab_size, num_chunks, top_k, top_p, LIST_TILE: tl.constexpr
 ):
-    """Returns the key of the last token that ``top_k`` and ``top_p`` keep, or one below it that has no
-    token."""
+    """Returns the key of the last token that ``top_k`` and ``top_p`` keep, or a lower key with no tokens in
+    between."""
     keys = listed + row * 2 * vocab_size
     num = tl.load(ints + row * _ROW_INTS + _LIST_LENGTH)
     num_above = tl.load(ints + row * _ROW_INTS + _NUM_ABOVE).to(tl.int64)
@@ -470,7 +471,7 @@ def _sum_before(
     sums, listed, row, num_rows, vocab_size, chunk, num_chunks, num, last, least_weight, pivots,
     LIST_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sum of the weights that are kept before each chunk in ``pivots``."""
+    """Returns the sum of the kept weights before each chunk in ``pivots``."""
     chunks = tl.arange(0, _MAX_CHUNKS)
     place = sums + (2 * num_rows + row) * num_chunks + chunks
     own = tl.load(place, mask=chunks < num_chunks, other=0)

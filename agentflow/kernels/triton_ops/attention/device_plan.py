@@ -46,13 +46,13 @@ class TritonPlan(AttentionBatch):
 
     groups: Groups
     device: torch.device
-    # The units on the device, by the numbers of query and KV heads and the window. The first layer that
-    # attends cuts them, for all layers.
+    # The units on the device, by the numbers of query and KV heads and the window. The first layer with these
+    # numbers makes them for all layers.
     cut_units: dict[tuple[int, int, int], DeviceUnits]
     masked: MaskedPlans  # for layers that the kernels cannot compute
 
     def units(self, num_heads: int, num_kv_heads: int, window: int = 0) -> DeviceUnits:
-        """Returns the units for a layer with these numbers of heads and this window."""
+        """Returns the units for layers with these numbers of heads and this window."""
         shape = (num_heads, num_kv_heads, window)
         found = self.cut_units.get(shape)
         if found is None:
@@ -75,12 +75,12 @@ class TritonPlan(AttentionBatch):
 
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs of a launch for each multiprocessor: enough to hide latencies and even out lengths."""
+"""Programs of a launch for each multiprocessor: enough to hide latencies and to balance different lengths."""
 
 
 def wanted_units(num_kv_heads: int, device: torch.device) -> int:
-    """Returns the number of units that occupies a device. The CPU, where only the interpreter runs, counts as
-    one multiprocessor."""
+    """Returns the number of units that occupy a device. The CPU, on which only the interpreter runs, counts
+    as one multiprocessor."""
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -101,16 +101,16 @@ class LaunchForm:
 
 
 class StaticPlans:
-    """Buffers at fixed addresses on a GPU for the units of decode batches, one batch at a time, so that
-    captured graphs can read them. Unused units and rows of a form are empty. The slots are read from the
-    table on the device.
+    """Buffers at fixed addresses on a GPU for the units of decode batches, one batch at a time, which
+    captured graphs read. Unused units and rows of a form are empty. The slots are read from the table on the
+    device.
 
     Args:
         num_rows: the numbers of rows of the forms, ascending.
         num_heads: the query heads of a layer.
         num_kv_heads: the KV heads of a layer.
         device: where the buffers are.
-        windows: of the layers; 0: none.
+        windows: the windows that layers use; 0: none.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class StaticPlans:
         }
 
     def forms(self) -> list[LaunchForm]:
-        """Returns the most frequent forms, in the order of their frequency."""
+        """Returns the most frequent forms, the most frequent first."""
         num = len(self._units)
         return [LaunchForm(rows, (has_wide,) * num) for has_wide in (False, True) for rows in self._num_rows]
 
     def update(self, plan: TritonPlan) -> LaunchForm | None:
-        """Writes the plan of a decode batch to the device, after the work before. Returns its form; None if
-        it does not fit, or if the device has no table of slots."""
+        """Queues a copy of the plan of a decode batch to the device. Returns its form; None if the plan does
+        not fit, or if the device has no table of slots."""
         num_rows = len(plan.query_lens)
         bucket = next((size for size in self._num_rows if size >= num_rows), None)
         if bucket is None or plan.trees is not None or int(plan.query_lens.max()) > 1:
@@ -149,7 +149,7 @@ class StaticPlans:
         return LaunchForm(bucket, tuple(has_wide))
 
     def capture_with(self, form: LaunchForm, plan: TritonPlan) -> TritonPlan:
-        """Returns a plan whose units are the buffers, to capture the form's graph with. The graph reads the
+        """Returns a plan with the buffers as its units, to capture the form's graph. The graph reads the
         plan's table on the device."""
         table = plan.device_table
         assert table is not None
@@ -161,8 +161,8 @@ class StaticPlans:
 
 
 class _StaticUnits:
-    """The buffers for the layers with one window. The arguments are those of ``StaticPlans``; ``most``: the
-    most rows."""
+    """The buffers for the layers with one window. ``most``: the most rows. The other arguments are as in
+    ``StaticPlans``."""
 
     def __init__(
         self,
@@ -205,13 +205,13 @@ class _StaticUnits:
         return num_rows + self._wanted, num_rows // 4 + self._wanted
 
     def update(self, groups: Groups, bucket: int) -> bool | None:
-        """Cuts units for a form of ``bucket`` rows, and writes them to the device. Returns whether some are
-        wide; None if they do not fit."""
+        """Makes units for a form of ``bucket`` rows, and queues their copy to the device. Returns whether
+        some are wide; None if they do not fit."""
         units = make_units(groups, self._queries_per_kv, self._wanted, self._window)
         narrow, wide = self._capacity(bucket)
         if len(units.narrow) > narrow or len(units.wide) > wide or len(units.rows) > self._num_entries:
             return None
-        # torch keeps the pinned memory until the copy has ended: the next plan is in other memory.
+        # torch keeps pinned memory until the copy has ended, so the next plan uses other memory.
         staged = torch.empty(len(self._buffer), dtype=torch.int32, pin_memory=self._device.type == "cuda")
         host = staged.numpy()
         for name, place in self._places.items():

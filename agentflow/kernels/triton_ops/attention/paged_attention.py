@@ -1,6 +1,6 @@
 """Attention over a paged KV pool by the units of a plan, and the merging of partial results.
 
-A program computes one unit for one KV head: the query heads that share it are adjacent in the tile (GQA), so
+A program computes one unit for one KV head. The query heads that share it are adjacent in the tile (GQA), so
 that keys and values are read once for all of them. The softmax is computed in blocks of keys with a running
 maximum (FlashAttention-2, arXiv 2307.08691, algorithm 1), in powers of two. Keys and values in 8-bit floats
 are converted to the queries' type in registers.
@@ -56,7 +56,7 @@ def _attend_block(
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores * scale) + 1.0))
         factor = 1.0
     if IS_MASKED:
-        # In a text (first_end < 0), no key has an end.
+        # In a unit of text (first_end < 0), no key has an end.
         has_end = keys < tl.where(first_end >= 0, end, 0)
         key_end = tl.load(ends + first_end + keys, mask=has_end, other=2147483647)
         is_seen = is_key[None, :] & (keys[None, :] <= at[:, None]) & (at[:, None] < key_end[None, :])
@@ -64,7 +64,7 @@ def _attend_block(
             is_seen &= keys[None, :] > low[:, None]
         scores = tl.where(is_seen, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1) * factor)
-    base = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row may see no key of a block
+    base = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row may attend to no key of a block
     weights = tl.exp2(scores * factor - base[:, None])
     kept = tl.exp2(best - base)
     out = out * kept[:, None] + dot(rounded(weights, v.dtype), v)
@@ -208,10 +208,10 @@ def attend(
     Args:
         q: [T, heads, head_dim].
         kv_layer: [slots, 2, kv_heads, head_dim], in the dtype of ``q`` or as 8-bit floats.
-        units: cut for the layer's window.
-        scale: of the scores.
-        cap: of the scores; 0: none.
-        sinks: the score of each head's sink, [heads].
+        units: the units for the layer's window.
+        scale: the factor of the scores.
+        cap: the cap of the scores; 0: none.
+        sinks: the score of each head's sink, [heads]; None: there are none.
 
     Returns:
         [T, heads * head_dim].
@@ -225,10 +225,10 @@ def attend(
     block_dim = max(16, triton.next_power_of_2(head_dim))
     has_window, has_sinks, is_fp8 = len(units.lows) > 0, sinks is not None, kv_layer.dtype == FP8
     kv_layer = kv_layer.view(torch.uint8) if is_fp8 else kv_layer
-    # Two streams that meet are ordered by their ends.
+    # Launches on two streams must wait for the end of each other's kernels, so they cannot start early.
     has_two_streams = q.is_cuda and len(units.narrow) > 0 and len(units.wide) > 0
     early = {"IS_EARLY": False} if has_two_streams else early_start(q.device, num_rows)
-    # Exponents are of 2. tanh(x) is 1 - 2 / (exp(2 x) + 1).
+    # The kernels use powers of 2. tanh(x) is 1 - 2 / (exp(2 x) + 1).
     factor = math.log2(math.e) * scale * (2 / cap if cap else 1)
 
     def launch(tiles: Tensor, size: int) -> None:
@@ -244,7 +244,7 @@ def attend(
 
     narrow_rows, wide_rows = block_rows(queries_per_kv)
     if has_two_streams:
-        # Neither launch fills the GPU until its end, so they run concurrently.
+        # Neither launch keeps the GPU full until its end, so they run concurrently.
         main = torch.cuda.current_stream(q.device)
         side = _side_stream(main)
         side.wait_stream(main)
@@ -267,15 +267,16 @@ def attend(
 
 @functools.cache
 def _side_stream(main: torch.cuda.Stream) -> Any:
-    """Returns a stream for work that runs concurrently with ``main``. While one thread captures a graph, the
-    streams of other threads must not be part of it."""
+    """Returns a stream for work that runs concurrently with ``main``. Each main stream has its own, because a
+    graph that one thread captures must not include streams of other threads."""
     return torch.cuda.Stream(main.device)  # type: ignore[no-untyped-call]
 
 
 def _options(block_rows: int, block_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Returns the keys per block, the warps and the pipeline stages of a launch, which fit shared memory."""
+    """Returns the keys per block, the warps and the pipeline stages of a launch, which must fit into shared
+    memory."""
     if dtype == torch.float32 or block_dim > 128:
         return {"BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 2}
-    if block_rows == 16:  # limited by the memory: small loads in flight
+    if block_rows == 16:  # limited by memory: more small loads in flight
         return {"BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 4}
     return {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 3}

@@ -1,4 +1,4 @@
-"""Attention on a GPU: by units of work, and by torch where these cannot express it."""
+"""Attention on a GPU: by units of work, or by torch if the units cannot express it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TritonAttention(AttentionBackend):
     ) -> Tensor:
         num_heads, num_kv_heads, window = q.shape[1], kv_layer.shape[2], rule.window
         is_deep = window > 0 and plan.trees is not None and int(plan.trees.path_lens.max()) > window
-        # Units do not count the keys of a tree by their depth, and know no later keys.
+        # Units have no depths for the keys of a tree, and no rows that attend to later keys.
         if is_deep or q.shape[2] > MAX_HEAD_DIM or plan.both_ways is not None:
             return masked_attention(q, kv_layer, plan.masked.of(window), rule, sinks)
         if q.stride(2) != 1:

@@ -1,16 +1,16 @@
 """Plans the attention of a batch for the Triton kernels: tiles of rows over segments of keys.
 
-A *group* is a set of rows and the run of keys that they attend to: the tail of one request, a prefix that
+A *group* is a set of rows and the run of keys to which they attend: the tail of one request, a prefix that
 several requests share, the nodes of a tree. Groups are cut into *units*, one program of the kernel for each
-KV head: a tile of rows over a segment of keys. The unit of a row that has only one writes the row's result;
-the partial results of a row with several units are merged by log-sum-exp. Prefixes that requests share are
+KV head: a tile of rows over a segment of keys. If a row has a single unit, the unit writes the row's result;
+otherwise the partial results of its units are merged by log-sum-exp. Prefixes that requests share are
 computed once for all of them, at every level of the tree (Hydragen, arXiv 2402.05099, has one level), and
 long contexts are split over the processors (Flash-Decoding).
 
-One rule decides which keys a row sees, in texts and in trees: row i is at place ``at[i]`` and sees the keys j
-with ``j <= at[i] < ends[j]``. In a text, a key is visible to all later rows. The nodes of a tree are numbered
-depth first, and a key is visible to its subtree. In a layer with a window, a row sees only the keys after
-``position - window``; units skip the keys that none of their rows sees.
+One rule defines the keys to which a row attends, in texts and in trees: row i is at place ``at[i]`` and
+attends to the keys j with ``j <= at[i] < ends[j]``. In a text, a key is visible to all later rows. The nodes
+of a tree are numbered depth first, and a key is visible to its subtree. In a layer with a window, a row
+attends only to the keys after ``position - window``; units skip keys to which none of their rows attends.
 """
 
 from __future__ import annotations
@@ -27,50 +27,52 @@ from agentflow.kernels.inputs import AttentionBatch, IntArray, TreeAttention
 Int32 = NDArray[np.int32]
 
 KEY_STEP = 64
-"""Segments of keys begin at multiples of this."""
+"""Segments of keys start at multiples of this."""
 LEAST_SEGMENT = 128
-"""The fewest keys of a segment: with shorter ones, merging costs more than the division saves."""
+"""The fewest keys of a segment: merging shorter segments costs more than the division saves."""
 LEAST_SAVING = 256
-"""A run of keys is shared if this saves at least this number of reads."""
+"""A run of keys is shared if that saves at least this number of reads."""
 MAX_SHARED_ROWS = 16
-"""The rows of chunks that share reads. Longer ones are compute-bound, and merging would cost more."""
+"""The most rows of a chunk that shares reads. Longer chunks are compute-bound, and merging would cost
+more."""
 EVERYWHERE = np.iinfo(np.int32).max
-"""The entry in ``ends`` of a key that all later rows see."""
+"""The entry in ``ends`` of a key to which all later rows attend."""
 UNIT_COLUMNS = 9
-"""The columns of a unit: first entry, number of rows, the group's first column in the table, begin and end of
-its keys in the group, end of the keys that all of its rows see, the group's first element of ``nodes`` and
-``ends`` (-1: its keys are in the table), the begin of the keys that all of its rows see, and the group's row
-in the table."""
+"""The columns of a unit: first entry, number of rows, the group's first column in the table, start and end of
+its keys in the group, end of the keys to which all of its rows attend, the group's first element of ``nodes``
+and ``ends`` (-1: its keys are in the table), start of the keys to which all of its rows attend, and the
+group's row in the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows, and the run of keys that they attend to."""
+    """Rows, and the run of keys to which they attend."""
 
-    rows: IntArray  # their numbers in the batch
+    rows: IntArray  # their indices in the batch
     at: IntArray  # the place of each row
-    positions: IntArray  # of the rows in their texts, counted from the first key
+    positions: IntArray  # the position of each row in its text, counted from the first key
     num_keys: int
     table_row: int = 0  # the row of the table that has the slots of the keys
-    first_column: int = 0  # the column of the first of them
+    first_column: int = 0  # the column of the first key
     nodes: Int32 | None = None  # the slots of keys that are not in the table; None: a text
-    ends: Int32 | None = None  # with ``nodes``: for each, the place from which on rows do not see it
+    ends: Int32 | None = None  # for each of ``nodes``, the place from which on rows do not attend to it
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
     """All groups of a batch."""
 
-    single_rows: IntArray  # the rows of groups of one row, which sees all keys of its group
-    single_table_rows: IntArray  # the rows of the table that have the slots of their keys
-    single_columns: IntArray  # the columns of their first keys
-    single_lens: IntArray  # the numbers of their keys
+    single_rows: IntArray  # the rows of groups of one row, which attends to all keys of its group
+    single_table_rows: IntArray  # for each such group, the row of the table that has its slots
+    single_columns: IntArray  # the column of its first key
+    single_lens: IntArray  # the number of its keys
     others: Sequence[Group]
 
 
 def find_groups(batch: AttentionBatch) -> Groups:
-    """Finds the groups of a batch. Each pair of a row and a key that it sees is in exactly one of them. They
-    refer to ``device_table``; without one, to ``joined_slots`` as the only row."""
+    """Finds the groups of a batch. Each pair of a row and a key to which it attends is in exactly one group.
+    Groups refer to ``device_table``, or if there is none, to a table with ``joined_slots`` as its only
+    row."""
     trees, num = batch.trees, len(batch.req_rows)
     req_rows, query_lens, cached = with_trees(batch)
     is_tree = np.arange(len(req_rows)) >= num
@@ -135,8 +137,8 @@ def _positions(batch: AttentionBatch, query_lens: IntArray, cached: IntArray, fi
 
 
 def _nodes(rows: IntArray, depths: IntArray, trees: TreeAttention, first: int) -> Group:
-    """Returns the nodes of one tree as a group, numbered depth first. ``depths``: of the rows. ``first``: the
-    tree's first row, among the rows of all trees."""
+    """Returns the nodes of one tree as a group, numbered depth first. ``depths``: the depth of each row.
+    ``first``: the index of the tree's first row among the rows of all trees."""
     paths, lens = trees.paths[first : first + len(rows)], trees.path_lens[first : first + len(rows)]
     paths = paths[:, : int(lens.max())]
     lowest = int(paths.min())
@@ -176,10 +178,10 @@ class Units:
 
     narrow: Int32  # [units, UNIT_COLUMNS]: the units with narrow tiles
     wide: Int32  # [units, UNIT_COLUMNS]: the units with wide tiles
-    rows: Int32  # [entries]: the row's number in the batch
+    rows: Int32  # [entries]: the row's index in the batch
     at: Int32  # [entries]: the row's place
-    lows: Int32  # [entries]: the row sees only the keys after this; empty without a window
-    partial: Int32  # [entries]: the number of the row's partial result; -1: the unit has all of its keys
+    lows: Int32  # [entries]: the row attends only to keys after this; empty without a window
+    partial: Int32  # [entries]: the index of the row's partial result; -1: the unit has all of its keys
     nodes: Int32  # [nodes of all trees]: their slots
     ends: Int32  # [nodes of all trees]
     merged_rows: Int32  # [M]: the rows with partial results
@@ -192,7 +194,7 @@ class Units:
 
 def make_units(groups: Groups, queries_per_kv: int, num_units: int, window: int = 0) -> Units:
     """Cuts groups into about ``num_units`` units, or more if the rows have more tiles. ``window``: the number
-    of tokens that a row sees, itself included; 0: all."""
+    of tokens to which a row attends, including itself; 0: all."""
     narrow_rows, wide_rows = block_rows(queries_per_kv)
     lens = groups.single_lens
     lows = lens - 1 - (window or EVERYWHERE)
@@ -202,7 +204,7 @@ def make_units(groups: Groups, queries_per_kv: int, num_units: int, window: int 
     num_keys += sum(int(np.maximum(tile.key_ends - tile.key_starts, 0).sum()) for tile in tiles)
     segment = max(LEAST_SEGMENT, -(-num_keys // num_units))
 
-    # Single rows together: most batches have hundreds of them and nothing else.
+    # Computes single rows together: most batches have hundreds of them and nothing else.
     which, begins, ends = _segments(starts, lens, segment)
     full_begins = np.clip(full_starts[which], begins, ends)
     parts = [
@@ -248,20 +250,20 @@ def make_units(groups: Groups, queries_per_kv: int, num_units: int, window: int 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """The tiles of a group. The arrays have one entry per tile."""
+    """The tiles of a group. The arrays have one entry for each tile."""
 
     is_wide: bool
     firsts: IntArray  # its first row
     counts: IntArray  # the number of its rows
-    key_starts: IntArray  # the begin of the keys that any of its rows sees, a multiple of KEY_STEP
-    full_starts: IntArray  # the begin of the keys that all of its rows see, a multiple of KEY_STEP
-    key_ends: IntArray  # the end of the keys that any of its rows sees
-    full_ends: IntArray  # the end of the keys that all of its rows see
+    key_starts: IntArray  # the start of the keys to which any of its rows attends, a multiple of KEY_STEP
+    full_starts: IntArray  # the start of the keys to which all of its rows attend, a multiple of KEY_STEP
+    key_ends: IntArray  # the end of the keys to which any of its rows attends
+    full_ends: IntArray  # the end of the keys to which all of its rows attend
 
 
 def _starts(lowest: IntArray, highest: IntArray) -> tuple[IntArray, IntArray]:
-    """Returns the begins of the keys that any row of a tile sees, and that all of them see. ``lowest``,
-    ``highest``: of the keys before the windows of its rows."""
+    """Returns the starts of the keys to which any row of a tile attends, and to which all rows attend.
+    ``lowest``, ``highest``: the least and the largest of the last keys before the windows of its rows."""
     first, full = np.maximum(lowest + 1, 0), np.maximum(highest + 1, 0)
     return first // KEY_STEP * KEY_STEP, -(-full // KEY_STEP) * KEY_STEP
 
@@ -284,14 +286,14 @@ class _Part:
 
     units: IntArray  # [units, UNIT_COLUMNS]
     is_wide: bool
-    rows: IntArray  # [entries]: the row of the batch
-    at: IntArray  # [entries]: its place
-    lows: IntArray  # [entries]: the last key before its window
+    rows: IntArray  # [entries]: the row's index in the batch
+    at: IntArray  # [entries]: the row's place
+    lows: IntArray  # [entries]: the last key before the row's window
 
 
 def _segments(starts: IntArray, run_ends: IntArray, segment: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Divides runs of keys into segments of about equal lengths. Returns, for each segment, the number of its
-    run, its begin and its end."""
+    """Divides runs of keys into segments of about equal lengths. Returns for each segment the index of its
+    run, its start and its end."""
     lens = np.maximum(run_ends - starts, 0)
     sizes = -(-lens // np.maximum(1, -(-lens // segment)))
     sizes = np.maximum(1, -(-sizes // KEY_STEP)) * KEY_STEP
@@ -314,8 +316,8 @@ def _columns(*columns: IntArray | int) -> IntArray:
 def _numbered(
     parts: Sequence[_Part], nodes: Sequence[Int32], ends: Sequence[Int32], *, has_window: bool
 ) -> Units:
-    """Numbers the partial results of rows that are in several units, row by row. Units with the most keys
-    come first, so that short ones fill the processors at the end."""
+    """Joins units, and numbers the partial results of rows that are in several units, row by row. Units with
+    the most keys come first, so that short units fill the processors at the end."""
     rows = np.concatenate([part.rows for part in parts])
     counts = np.bincount(rows)
     is_partial = counts[rows] > 1

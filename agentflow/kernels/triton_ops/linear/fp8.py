@@ -1,9 +1,9 @@
-"""Products with weights in 8-bit floats (e4m3), which have a scale for each output.
+"""Products with weights in 8-bit floats (e4m3) with a scale for each output.
 
 The codes are [outputs, inputs], the layout of torch's products of 8-bit floats. Up to ``MAX_ROWS`` rows are
-multiplied by weights that are converted in registers, without loss, and are not rounded themselves. More rows
-are rounded to 8-bit floats too, each with its own scale, and multiplied by torch, on GPUs that can; elsewhere
-by weights that are dequantised in slices.
+not rounded: a kernel converts the weights in registers, without loss. More rows are rounded to 8-bit floats,
+with a scale for each row, and multiplied by torch, on GPUs that support it; on other devices they are
+multiplied by weights that are dequantised in slices.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from agentflow.kernels.triton_ops.linear.split_products import divide, finish
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 64
-"""The most rows of a fused product in the rows' dtype. Products of more are limited by arithmetic, in which
+"""The most rows of a fused product in the rows' dtype. Larger products are limited by arithmetic, in which
 8-bit floats are twice as fast."""
 LARGEST = 448.0
 COLUMN_STEP = 128
 """Outputs are padded to a multiple of this."""
 LEAST_CAPABILITY = (8, 9)
 """The first compute capability with 8-bit floats: Ada, then Hopper."""
-_CHUNK = 256  # rows of a fused product; more are several products
-_BLOCK_IN = 128  # inputs of a step
-_LEAST_STEPS = 4  # of a part of the inputs
-_SLICE = 1 << 25  # the values that are dequantised at a time
+_CHUNK = 256  # the most rows of a fused product; more rows are divided
+_BLOCK_IN = 128  # inputs in a step
+_LEAST_STEPS = 4  # in a part of the inputs
+_SLICE = 1 << 25  # the values that are dequantised in one slice
 
 
 @functools.cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether a device computes with 8-bit floats. The first call for a GPU compiles and runs kernels."""
+    """Whether a device can compute with 8-bit floats. The first call for a GPU compiles and runs kernels."""
     if device.type != "cuda":
         return True  # the interpreter does
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
@@ -72,12 +72,12 @@ def _has_scaled_products(device: torch.device) -> bool:
         product = _scaled_product(codes, ones, codes, ones)
         return bool((product == 32.0).all())
     except RuntimeError as error:
-        logger.warning("long prompts are computed with dequantised weights: torch's product fails: %s", error)
+        logger.warning("long prompts use dequantised weights, because torch's product fails: %s", error)
         return False
 
 
 def packed(parts: Sequence[BlockMatrix], device: torch.device) -> QuantisedPanels:
-    """Returns matrices of the type "F8_E4M3" with the same input as one weight."""
+    """Packs matrices of the type "F8_E4M3" with the same input as one weight."""
     num_in, num_out = parts[0].shape[1], sum(part.shape[0] for part in parts)
     num_columns = -(-num_out // COLUMN_STEP) * COLUMN_STEP
     codes = torch.zeros((num_columns, num_in), dtype=torch.uint8, device=device)
@@ -89,13 +89,13 @@ def packed(parts: Sequence[BlockMatrix], device: torch.device) -> QuantisedPanel
         codes[some].copy_(rows[:, 4:])
         scales[some].copy_(rows[:, :4].contiguous().view(torch.float32)[:, 0])
         first = some.stop
-    # One for each tile of a fused product: 64 outputs, or 128 of up to 4 blocks of rows.
+    # One counter for each tile of a fused product: 64 outputs, or 128 outputs in up to 4 blocks of rows.
     counters = torch.zeros(num_columns // 32, dtype=torch.int32, device=device)
     return QuantisedPanels("fp8", codes.view(torch.float8_e4m3fn), num_out, scales, counters)
 
 
 def dequantised_rows(part: QuantisedPanels, numbers: Tensor | range, dtype: torch.dtype) -> Tensor:
-    """Returns some rows of W. ``numbers``: the rows, as int64 or a range with a step of 1."""
+    """Returns some rows of W. ``numbers``: their indices, as int64 or a range with a step of 1."""
     codes, scales = part.panels.view(torch.uint8), part.scales
     assert scales is not None
     if isinstance(numbers, range):
@@ -113,7 +113,8 @@ def multiply(
     bias: Tensor | None = None,
     added: Tensor | None = None,
 ) -> Tensor:
-    """[T, in] to [T, out]: x Wᵀ + b as ``dtype``, plus ``added``. The rows of ``x`` are adjacent values."""
+    """Returns x Wᵀ + b as ``dtype``, plus ``added``: [T, in] to [T, out]. The values of each row of ``x``
+    must be adjacent."""
     num_rows, num_out = len(x), part.num_panels
     if num_rows > MAX_ROWS and dtype == x.dtype:
         if _has_scaled_products(x.device):
@@ -142,7 +143,7 @@ def _multiply_slices(x: Tensor, part: QuantisedPanels, num_in: int) -> Tensor:
 
 def _multiply_rounded(x: Tensor, part: QuantisedPanels) -> Tensor:
     assert part.scales is not None
-    num_columns = -(-part.num_panels // 16) * 16  # torch wants multiples of this
+    num_columns = -(-part.num_panels // 16) * 16  # torch needs multiples of 16
     rows, row_scales = round_rows(x)
     product = _scaled_product(rows, row_scales, part.panels[:num_columns], part.scales[:num_columns])
     if num_columns > part.num_panels:
@@ -151,8 +152,8 @@ def _multiply_rounded(x: Tensor, part: QuantisedPanels) -> Tensor:
 
 
 def _scaled_product(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Multiplies 8-bit floats: [T, in] and [out, in] to [T, out] in bfloat16, the only result that torch has
-    for such scales everywhere. ``row_scales`` [T, 1]."""
+    """Multiplies 8-bit floats: [T, in] and [out, in] to [T, out] in bfloat16, the only type of result that
+    torch supports for such scales on all GPUs. ``row_scales`` [T, 1]."""
     return torch._scaled_mm(
         rows, codes.t(), scale_a=row_scales, scale_b=scales.view(1, -1), out_dtype=torch.bfloat16
     )

@@ -1,11 +1,11 @@
 """Products of rows with one of several matrices each, in one launch: the experts of a mixture.
 
 A program multiplies a block of assignments with the same matrix (``row_blocks``) by some of its outputs, so a
-matrix without rows is not read. Matrices stay where they are: a table has their distances from the first.
+matrix without rows is not read. Matrices are not copied: a table has their distances from the first one.
 Weights are the left operand, so that a block may have as few as 16 rows. The activation of a gated product is
 computed in registers: a tile has the gates of some outputs in its upper half, and their factors in its lower
 half. As in MegaBlocks (Gale et al. 2022, arXiv 2211.15841), rows are not padded to the size of the largest
-group, and none are dropped.
+group, and no rows are dropped.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from agentflow.kernels.triton_ops.linear.row_blocks import RowBlocks
 
 _ALPHA = tl.constexpr(CLAMP_ALPHA)
 _LIMIT = tl.constexpr(CLAMP_LIMIT)
-_ALIGNED = 16  # values: loads of 16 bytes are aligned then
+_ALIGNED = 16  # in values; then loads of 16 bytes are aligned
 
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
     """Matrices of one shape and format, their scales and their biases."""
 
-    format: str  # "dense", "fp8", or one of ``quantised.FORMATS``
-    shape: tuple[int, int]  # of a matrix: (out, in)
-    # Of the first matrix: its values or codes, its scales, and its bias.
+    format: str  # "dense", "fp8", or a key of ``quantised.FORMATS``
+    shape: tuple[int, int]  # (out, in) of each matrix
+    # The values or codes, the scales and the bias of the first matrix.
     values: Tensor
     scales: Tensor | None
     bias: Tensor | None
-    # [3, matrices] int64: the distance of each matrix, its scales and its bias from the first, in values.
+    # [3, matrices] int64: the distances of each matrix, its scales and its bias from the first, in values.
     offsets: Tensor
     is_aligned: bool  # the distances of matrices are multiples of ``_ALIGNED``
-    owned: tuple[Tensor, ...]  # all tensors, which must live as long as the table
+    owned: tuple[Tensor, ...]  # all tensors, which must live as long as this record
 
     @property
     def num(self) -> int:
@@ -54,7 +54,7 @@ class StackedWeight:
 
 
 def stacked(weights: Sequence[LinearWeight]) -> StackedWeight | None:
-    """Returns the table of some weights; None if they differ in more than their values."""
+    """Returns weights as one record; None if they differ in more than their values."""
     parts = [_tensors(weight) for weight in weights]
     first = parts[0]
     if first is None:
@@ -82,7 +82,7 @@ def stacked(weights: Sequence[LinearWeight]) -> StackedWeight | None:
 
 
 def _tensors(weight: LinearWeight) -> tuple[str, tuple[Tensor | None, ...]] | None:
-    """Returns the format of a weight, its values, scales and bias; None if it has several formats."""
+    """Returns the format of a weight, and its values, scales and bias; None if it has several formats."""
     if weight.transposed is not None:
         return "dense", (weight.transposed.t(), None, weight.bias)
     if len(weight.quantised) != 1:
@@ -101,14 +101,14 @@ class Tile(NamedTuple):
     """The sizes of a program."""
 
     rows: int
-    columns: int  # of the weight: for a gated product, twice as many as outputs
-    inputs: int  # of a step
+    columns: int  # rows of W; in a gated product, twice the outputs
+    inputs: int  # in a step
     num_warps: int
 
 
 def block_size(num_assignments: int, num_matrices: int, dtype: torch.dtype) -> int:
-    """Returns the number of rows in a block: somewhat more than the average of a matrix, so that most
-    matrices are read by one block only."""
+    """Returns the number of rows in a block: somewhat more than a matrix has on average, so that only one
+    block reads most matrices."""
     average = num_assignments / num_matrices
     size = 16
     while size < 1.5 * average and size < (32 if dtype == torch.float32 else 128):
@@ -117,7 +117,7 @@ def block_size(num_assignments: int, num_matrices: int, dtype: torch.dtype) -> i
 
 
 def tile_for(num_rows: int, dtype: torch.dtype, weight_format: str) -> Tile:
-    """Returns the tile of blocks of this size. Sums in float32 take most registers."""
+    """Returns the tile for blocks of this size. Most registers hold the float32 sums."""
     if weight_format in FORMATS:
         return Tile(num_rows, 128 if num_rows < 128 else 64, 32, 4)
     if dtype == torch.float32:
@@ -139,7 +139,7 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def num_stages(tile: Tile, dtype: torch.dtype, device: torch.device) -> int:
-    """Returns the steps whose loads are in flight: at most 4, and as many as fit into shared memory."""
+    """Returns the number of steps with loads in flight: at most 4, if they fit into shared memory."""
     of_step = (tile.rows + tile.columns) * tile.inputs * dtype.itemsize
     return max(1, min(4, (_shared_bytes(device) - (4 << 10)) // of_step))
 
@@ -155,16 +155,16 @@ def multiply_grouped(
     """Multiplies each assignment by its matrix.
 
     Args:
-        x: with an activation, the rows, [T, in]: assignment a is of row ``a // num_used``. Without, a row for
-            each place of the sorted assignments, [T * num_used, in].
+        x: with an activation, the rows, [T, in]: assignment a is for row ``a // num_used``. Without an
+            activation, a row for each place of the sorted assignments, [T * num_used, in].
         weight: the matrices.
         blocks: the sorted assignments.
-        num_used: the assignments of each row.
-        activation: "silu" or "clamped_swiglu", of a gated product.
+        num_used: the number of assignments of a row.
+        activation: "silu" or "clamped_swiglu", for a gated product.
 
     Returns:
-        with an activation, a row for each place, [T * num_used, out / 2]; without, a row for each assignment,
-        [T * num_used, out]. Rows without a matrix have any values.
+        With an activation, a row for each place, [T * num_used, out / 2]; without, a row for each assignment,
+        [T * num_used, out]. Rows without a matrix have arbitrary values.
     """
     (num_out, num_in), device = weight.shape, x.device
     is_gated, num_assignments = activation is not None, blocks.order.numel()
@@ -207,8 +207,8 @@ def _rows_of_block(
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Returns the first place and the end of a program's block, its assignments, the rows of x and the
-    outputs of the weight. Places and outputs past the end repeat the last one, and are not stored: so no load
-    needs a mask for them."""
+    outputs of the weight. Places and outputs past the end repeat the last one and are not stored, so that
+    loads need no mask for them."""
     first = tl.load(blocks + num_blocks + tl.program_id(0))
     end = tl.load(blocks + 2 * num_blocks + tl.program_id(0))
     places = tl.minimum(first + tl.arange(0, BLOCK_ROWS), end - 1)
@@ -272,10 +272,10 @@ def _multiply_grouped(
     IS_ALIGNED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """With dense matrices, and with 8-bit floats that have a scale for each output."""
+    """Multiplies with dense matrices, or with 8-bit floats that have a scale for each output."""
     take_turn(IS_EARLY)
     matrix = tl.load(blocks + tl.program_id(0))
-    if matrix < 0:  # there are fewer blocks than a launch has room for
+    if matrix < 0:  # an unused block of the launch
         return
     first, end, assignments, rows, columns = _rows_of_block(
         blocks, order, num_blocks, num_used, num_outputs, ACTIVATION, BLOCK_ROWS, BLOCK_COLUMNS
@@ -313,7 +313,7 @@ def _multiply_grouped_blocks(
     BITS: tl.constexpr, SECOND: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     IS_ALIGNED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """With blocks of quantised values, in the layout of ``quantised``."""
+    """Multiplies with blocks of quantised values, in the layout of ``quantised``."""
     take_turn(IS_EARLY)
     matrix = tl.load(blocks + tl.program_id(0))
     if matrix < 0:

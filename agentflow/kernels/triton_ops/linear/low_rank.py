@@ -1,11 +1,11 @@
-"""Low-rank changes of a product by the adapters of its rows, all adapters in two launches.
+"""Low-rank changes of a product by the adapters of its rows, in two launches for all adapters.
 
 The rows of a batch are sorted by adapter once (``row_blocks``). For each product, one kernel multiplies the
-rows with the first matrices of their adapters, in parts of the inputs, and one adds the parts, multiplies
-them with the second matrices, and adds that to the product. So rows of different adapters and ranks share a
-launch, as in Punica (Chen et al. 2023, arXiv 2310.18547) and S-LoRA (Sheng et al. 2023, arXiv 2311.03285). A
-table on the device has the places of the matrices, so that a graph need not know which adapters the rows of a
-step have.
+rows with the first matrices of their adapters, in parts of the inputs. Another kernel adds the parts,
+multiplies them with the second matrices, and adds the result to the product. So rows of different adapters
+and ranks share a launch, as in Punica (Chen et al. 2023, arXiv 2310.18547) and S-LoRA (Sheng et al. 2023,
+arXiv 2311.03285). A table on the device has the addresses of the matrices, so that a graph does not depend on
+the adapters of a step.
 """
 
 from __future__ import annotations
@@ -29,42 +29,43 @@ from agentflow.kernels.triton_ops.linear.split_products import num_processors
 from agentflow.kernels.uploads import upload
 
 NUM_SLOTS = 64
-"""Adapters in the table. A batch with more computes them one after the other."""
+"""The most adapters in the table. A batch with more adapters computes them one after the other."""
 MAX_PARTS = 3
-"""Parts of a change: queries, keys and values."""
+"""The most parts of a change: queries, keys and values."""
 PLACES = tuple(field.name for field in fields(LayerAdapter))
 _COLUMNS = 2 + 5 * MAX_PARTS
-"""The columns of a change in the table: the place of its first matrix and all ranks; then for each part the
-place of its second matrix, its first output, its outputs, its rank, and its first row in the first matrix."""
+"""The columns of a change in the table: the distance of its first matrix and the sum of its ranks; then for
+each part the distance of its second matrix, its first output, its number of outputs, its rank, and its first
+row in the first matrix."""
 _PART_COLUMNS = tl.constexpr(5)
 _TABLE_COLUMNS = tl.constexpr(_COLUMNS)
 _BLOCK_IN = 128
-_LEAST_INPUTS = 256  # of a part of the inputs
-_MAX_RANKS = 64  # of a tile
+_LEAST_INPUTS = 256  # in a part of the inputs
+_MAX_RANKS = 64  # in a tile
 
 
 class PlaceForm(NamedTuple):
     """Bounds of the changes of one product, over all layers and adapters in the table."""
 
-    num_ranks: int = 0  # of all parts, as a power of two; 0: no adapter changes this product
+    num_ranks: int = 0  # the ranks of all parts, as a power of two; 0: no adapter changes this product
     num_parts: int = 0
-    num_outputs: int = 0  # of the largest part
+    num_outputs: int = 0  # the outputs of the largest part
 
 
 class AdaptersForm(NamedTuple):
     """The parameters of a step's launches, in addition to its number of rows."""
 
     places: tuple[PlaceForm, ...]
-    num_adapters: int  # at most this many different ones; a power of two
+    num_adapters: int  # the most different adapters, as a power of two
 
 
 class AdapterTable:
     """The matrices of adapters in use, for all products of a model: ``linear.grouped.AdapterTable``.
 
     Args:
-        num_layers: of the model.
-        dtype: of the model.
-        device: of the model.
+        num_layers: the number of the model's layers.
+        dtype: the model's type.
+        device: the model's device.
     """
 
     def __init__(self, num_layers: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -98,14 +99,14 @@ class AdapterTable:
         return self._table[layer, place]
 
     def _enter(self, adapters: Sequence[Adapter]) -> bool:
-        """Writes the adapters that are not in the table yet. Returns whether all have a place there."""
+        """Writes adapters that are not in the table yet. Returns whether all are in the table."""
         missing = [adapter for adapter in adapters if adapter not in self._slots]
         if not missing:
             return True
         if not all(map(self._fits, missing)):
             return False
         free = [slot for slot in range(NUM_SLOTS) if slot not in {*self._slots.values()}]
-        if len(free) < len(missing):  # adapters that this batch does not use make room
+        if len(free) < len(missing):  # replace adapters that this batch does not use
             kept = {id(adapter) for adapter in adapters}
             for adapter in [each for each in self._slots if id(each) not in kept]:
                 free.append(self._slots.pop(adapter))
@@ -131,7 +132,8 @@ class AdapterTable:
         changes = [getattr(layer, name) for layer in adapter.layers for name in PLACES]
         found = [change for change in changes if change is not None]
         return all(_is_plain(change, self._base.dtype) for change in found) and (
-            # All memory of a GPU begins so. Elsewhere only the interpreter runs, which does not care.
+            # Allocations of a GPU are aligned. On other devices only the interpreter runs, which needs no
+            # alignment.
             self._device.type != "cuda" or all(self._distance(change.down) % 16 == 0 for change in found)
         )
 
@@ -175,10 +177,10 @@ def _forms(adapter: Adapter) -> tuple[PlaceForm, ...]:
 
 @dataclass(slots=True)
 class GroupedAdapters:
-    """The rows of a batch with the adapter of each: ``linear.grouped.GroupedAdapters``."""
+    """The adapter of each row of a batch: ``linear.grouped.GroupedAdapters``."""
 
     table: AdapterTable
-    slots: Tensor  # [T] int32: in the table; -1: the row has no adapter
+    slots: Tensor  # [T] int32: the slot in the table; -1: the row has no adapter
     form: AdaptersForm
     _blocks: RowBlocks | None = None
 
@@ -187,7 +189,7 @@ class GroupedAdapters:
         return GroupedAdapters(self.table, slots, self.form)
 
     def add(self, out: Tensor, x: Tensor, layer: int, place: str) -> None:
-        """Adds the rounded changes of a product of x to it: ``out`` [T, out]."""
+        """Adds the rounded changes to a product of x, ``out`` [T, out]."""
         number = PLACES.index(place)
         form = self.form.places[number]
         if not form.num_ranks or not len(x):
@@ -204,12 +206,12 @@ def add_low_rank(
     """Adds the changes of each row's adapter to a product, in place.
 
     Args:
-        out: the product, [T, out]; the values of a row are adjacent.
-        x: its rows, [T, in].
-        base: the matrix from which the table counts.
+        out: the product, [T, out]; the values of a row must be adjacent.
+        x: the rows, [T, in].
+        base: the matrix from which the table counts distances.
         table: the changes of this product by adapter, [slots, columns].
-        blocks: the rows by adapter.
-        form: bounds of the changes.
+        blocks: the rows sorted by adapter.
+        form: the bounds of the changes.
     """
     num_rows, num_in = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -257,7 +259,7 @@ def _shrink(
     within = tl.arange(0, BLOCK_ROWS)
     places = tl.minimum(first + within, end - 1)
     rows = tl.load(order + places).to(tl.int64)
-    offset = tl.multiple_of(tl.load(entry), 16)  # as ``_fits`` makes sure
+    offset = tl.multiple_of(tl.load(entry), 16)  # ``_fits`` checks it
     inputs = tl.arange(0, BLOCK_IN)
     begin = tl.program_id(2) * split
     tile = base + offset + tl.minimum(ranks, num_ranks - 1).to(tl.int64)[:, None] * num_in + inputs[None, :]
@@ -285,7 +287,8 @@ def _expand(
     NUM_RANKS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies the results of ``_shrink`` with one part's second matrix, and adds that to the product."""
+    """Multiplies the results of ``_shrink`` with one part's second matrix, and adds the result to the
+    product."""
     take_turn(IS_EARLY)
     slot = tl.load(blocks + tl.program_id(0))
     if slot < 0:

@@ -1,8 +1,9 @@
-"""A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538) in five launches, whatever the rows choose.
+"""A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538) in five launches, regardless of the chosen
+experts.
 
 One kernel chooses the experts of each row, one sorts the rows by expert, two multiply them with all chosen
-experts (``grouped_products``), and one adds the results of a row, always in the order of its choice. Nothing
-waits for the device, so that a graph can contain it. A single row needs no sorting.
+experts (``grouped_products``), and one adds the results of a row, always in the order in which they were
+chosen. Nothing waits for the device, so that a graph can contain the launches. A single row needs no sorting.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from agentflow.kernels.triton_ops.linear.row_blocks import RowBlocks, sorted_row
 logger = logging.getLogger(__name__)
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "clamped_swiglu")
-_COLUMNS = 1024  # of a program that adds experts
-_MOST_VALUES = 1 << 27  # of intermediate results; more rows are computed in parts
+_COLUMNS = 1024  # for each program that adds experts
+_MOST_VALUES = 1 << 27  # in intermediate results; more rows are computed in parts
 
 
 def group_experts(experts: Experts, activation: Activation) -> GroupedExperts | None:
@@ -51,7 +52,7 @@ def group_experts(experts: Experts, activation: Activation) -> GroupedExperts | 
 
 
 def _grouped(experts: Experts, activation: Activation) -> tuple[GroupedExperts | None, str]:
-    """Returns the experts, or why they cannot be grouped."""
+    """Returns the grouped experts, or None and the reason why they cannot be grouped."""
     if activation not in ACTIVATIONS:
         return None, f"their activation is {activation}"
     gate_up = stacked([expert.gate_up for expert in experts.experts])
@@ -68,7 +69,7 @@ def _warn(why: str) -> None:
 
 @functools.cache
 def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether small mixtures have their known results on this device; a warning says why not."""
+    """Whether small mixtures have the expected results on this device. Logs a warning if not."""
     if IS_INTERPRETED.value:
         return True
     eye = torch.eye(32, device=device, dtype=dtype)
@@ -87,7 +88,7 @@ def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
             signs = torch.tensor([1.0, -1.0], device=device)[:num_rows, None]
             expected = 1.7616 * signs * eye[:num_rows].float()
             if not bool(((result - expected).abs() < 0.02).all()):
-                logger.warning("a grouped product has another result than it should")
+                logger.warning("a grouped product has a wrong result")
                 return False
     except Exception as error:  # of Triton, its compiler, or the driver
         logger.warning("a kernel of grouped products fails: %s", error)
@@ -97,7 +98,7 @@ def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
-    """Experts of one layer, whose weights have one format: ``linear.grouped.Mixture``."""
+    """The experts of one layer, with weights in one format: ``linear.grouped.Mixture``."""
 
     routing: Routing
     gate_up: StackedWeight
@@ -132,7 +133,7 @@ class GroupedExperts:
         return out
 
     def _assigned(self, scores: Tensor, slots: Tensor | None, size: int) -> tuple[Tensor, RowBlocks]:
-        """Returns the weights of each row's experts as float32, [T, used], and the rows by expert."""
+        """Returns the weights of each row's experts as float32, [T, used], and the rows sorted by expert."""
         routing, num = self.routing, self.gate_up.num
         if routing.num_groups > 1:
             weights, numbers = routed(scores, routing)
@@ -142,7 +143,7 @@ class GroupedExperts:
             return weights.contiguous(), sorted_rows(chosen, num, size)
         num_rows, num_used = len(scores), routing.num_used
         weights = torch.empty((num_rows, num_used), dtype=torch.float32, device=scores.device)
-        # The blocks of a single row, of which the first line is its experts.
+        # For a single row, these are its blocks; their first line has its experts.
         chosen = torch.empty((3, num_rows * num_used), dtype=torch.int32, device=scores.device)
         order = torch.empty(num_used, dtype=torch.int32, device=scores.device)
         _choose_experts[(num_rows,)](
@@ -163,8 +164,8 @@ def _choose_experts(
     NORMALISES: tl.constexpr, NUM_USED: tl.constexpr, HAS_SLOTS: tl.constexpr, IS_ONE_ROW: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_USED: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the highest scores of a row, the lowest numbers of equals. A row with NaN gets weights of
-    NaN."""
+    """Chooses the experts with a row's highest scores; of equal scores, the lowest indices. A row with NaN
+    gets NaN weights."""
     take_turn(IS_EARLY)
     row = tl.program_id(0)
     experts = tl.arange(0, BLOCK)
@@ -194,7 +195,7 @@ def _choose_experts(
     is_used = places < NUM_USED
     tl.store(weights + row * NUM_USED + places, powers, mask=is_used)
     tl.store(chosen + row * NUM_USED + places, numbers, mask=is_used)
-    if IS_ONE_ROW:  # each of its experts is a block
+    if IS_ONE_ROW:  # each expert of the row is a block
         tl.store(chosen + NUM_USED + places, places, mask=is_used)
         tl.store(chosen + 2 * NUM_USED + places, places + 1, mask=is_used)
         tl.store(order + places, places, mask=is_used)

@@ -1,7 +1,7 @@
-"""Products of one row with a dense weight, which the bandwidth of the memory limits.
+"""Products of one row with a dense weight, which are limited by memory bandwidth.
 
-A program computes a few outputs over all inputs, without tensor cores. Its sums stay spread over the threads
-until the end, so that it reduces them once. The activation of a gated MLP is part of the product.
+A program computes a few outputs over all inputs, without tensor cores. Its threads keep separate sums until
+the end, so that they are reduced only once. The activation of a gated MLP is part of the product.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _multiply_row(
         is_input = first + inputs < num_in
         is_read = is_column[:, None] & is_input[None, :]
         offsets = (first + inputs)[None, :]
-        # No weight is needed twice before the next step.
+        # Weights are not needed again before the next step of the engine.
         values = tl.load(own + offsets, mask=is_read, other=0.0, eviction_policy="evict_first").to(tl.float32)
         row = tl.load(x + first + inputs, mask=is_input, other=0.0).to(tl.float32)[None, :]
         sums += values * row
@@ -78,13 +78,13 @@ def multiply_row(
     *,
     is_gated: bool = False,
 ) -> Tensor:
-    """[1, in] to [1, out]: x Wᵀ + b as ``dtype``, plus ``added``. ``is_gated``: silu(first half of the
-    outputs) times the second half, [1, out / 2]."""
+    """Returns x Wᵀ + b as ``dtype``, plus ``added``: [1, in] to [1, out]; if ``is_gated``, silu(first half of
+    the outputs) times the second half: [1, out / 2]."""
     assert weight.transposed is not None
     num_out, num_in = weight.shape
     num_out = num_out // 2 if is_gated else num_out
     out = torch.empty((1, num_out), dtype=dtype, device=x.device)
-    # The fastest of 21 sizes on an H100. Long sums leave fewer programs, which then need more warps.
+    # The fastest of 21 sizes on an H100. Long sums run in fewer programs, which then need more warps.
     block_out, num_warps = (8, 8) if num_in > 8192 else (4, 4)
     block_in = 2048 // weight.transposed.element_size()
     _multiply_row[(-(-num_out // block_out),)](

@@ -2,18 +2,18 @@
 
 Every type of blocks becomes codes of 4 or 8 bits, in groups of 32 inputs with a scale, and with a minimum or
 a second scale if the type has one: a weight is ``scale * code + minimum``. A *step* is two groups, 64 inputs.
-The 32 bytes that a step of an output has in a tile are adjacent to the bytes of the next output, so that the
-threads of a program read a tile of outputs in consecutive loads of 16 bytes:
+The 32 bytes of an output in a tile are adjacent to the bytes of the next output, so that the threads of a
+program read a tile of outputs in consecutive loads of 16 bytes:
 
 * 8 bits: ``[groups, outputs, 32]``, signed codes.
 * 4 bits: ``[steps, outputs, 32]``, the first group of the step in the lower bits, the second in the upper.
 
-A word of 32 bits has the float16 scales of a step's groups, ``[steps, outputs]``; another has their minimums
-or, where a scale is for 16 inputs, the scales of the second halves.
+A word of 32 bits has the float16 scales of a step's groups, ``[steps, outputs]``; another has their minimums,
+or for types with a scale for 16 inputs, the scales of the second halves.
 
-Up to ``MAX_ROWS`` rows are multiplied on tensor cores, even a single one, because that takes the fewest
-instructions; more rows by torch, with weights that are dequantised in slices. A product with few outputs is
-split over its inputs (``split_products``). Matrices of 8-bit floats are left to ``fp8``.
+Up to ``MAX_ROWS`` rows, even a single one, are multiplied on tensor cores, because that takes the fewest
+instructions. More rows are multiplied by torch, with weights that are dequantised in slices. A product with
+few outputs is split over its inputs (``split_products``). ``fp8`` multiplies matrices of 8-bit floats.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from agentflow.kernels.triton_ops.linear import fp8
 from agentflow.kernels.triton_ops.linear.split_products import divide, finish
 
 MAX_ROWS = 256
-"""The most rows of a fused product. With more, reading dequantised weights costs less than dequantising
+"""The most rows of a fused product. For more rows, reading dequantised weights costs less than dequantising
 tiles again for each block of rows."""
 COLUMN_STEP = 128
 """Outputs are padded to a multiple of this."""
 _STEP = 64  # inputs
-_LEAST_STEPS = 4  # of a part of the inputs
-_SLICE = 1 << 25  # the values that are dequantised, or unpacked, at a time
+_LEAST_STEPS = 4  # in a part of the inputs
+_SLICE = 1 << 25  # the values that are dequantised or unpacked in one slice
 
 
 class _Format(NamedTuple):
     bits: int
-    second: str = ""  # the second word of a step: "minimums", "halves" or none
+    second: str = ""  # the second word of a step: "minimums", "halves" or "" (none)
 
 
 FORMATS = {
@@ -59,7 +59,7 @@ _FORMAT_OF_TYPE = {
     "Q6_K": "int8_halves",
 }
 BLOCK_TYPES = tuple(_FORMAT_OF_TYPE)
-_FORMAT_OF_TYPE |= {"F8_E4M3": "fp8"}  # where ``has_fp8``
+_FORMAT_OF_TYPE |= {"F8_E4M3": "fp8"}  # if the device ``has_fp8``
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -70,7 +70,7 @@ def pack_blocks(
     if not all(part.type in _FORMAT_OF_TYPE for part in parts):
         return None
     stacked: list[list[BlockMatrix]] = []
-    for part in parts:  # neighbours of one format are one product
+    for part in parts:  # adjacent parts of one format become one product
         if stacked and _FORMAT_OF_TYPE[stacked[-1][0].type] == _FORMAT_OF_TYPE[part.type]:
             stacked[-1].append(part)
         else:
@@ -107,14 +107,14 @@ def _packed(parts: Sequence[BlockMatrix], device: torch.device) -> QuantisedPane
             for number, scale in enumerate(scales):
                 halves[number, :, some] = scale.half().view(len(rows), num_steps, 2).transpose(0, 1)
         first += part.shape[0]
-    # One for each tile of a product: 128 outputs of up to 4 blocks of rows.
+    # One counter for each tile of a product: 128 outputs in up to 4 blocks of rows.
     counters = torch.zeros(num_columns // 32, dtype=torch.int32, device=device)
     return QuantisedPanels(name, codes, num_out, words, counters)
 
 
 def _unpacked(block_type: str, rows: Tensor) -> tuple[Tensor, ...]:
-    """Returns the codes of some rows of blocks [rows, bytes] as uint8 or int8 [rows, groups, 32], their
-    scales as float32 [rows, groups], and their minimums or second scales if the format has them."""
+    """Returns the codes of rows of blocks [rows, bytes] as uint8 or int8 [rows, groups, 32], their scales as
+    float32 [rows, groups], and their minimums or second scales if the format has them."""
     sizes = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18}
     sizes |= {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
     blocks = rows.view(len(rows), -1, sizes[block_type])
@@ -159,7 +159,7 @@ def _unpacked(block_type: str, rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _scales_and_mins(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the 8 scales and minimums of 6 bits that 12 bytes of a K block hold, [..., 8] each."""
+    """Unpacks the 8 scales and 8 minimums of 6 bits in 12 bytes of a K block: [..., 8] each."""
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, (third & 0x0F) | first >> 6 << 4), dim=-1)
     mins = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
@@ -167,8 +167,8 @@ def _scales_and_mins(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unpacked_q6(blocks: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Unpacks blocks with two halves of 4 groups: group q of a half has its lower bits in 32 of 64 bytes, and
-    bits 2 q of 32 bytes."""
+    """Unpacks blocks with two halves of 4 groups. Group q of a half has its lower bits in 32 of the half's 64
+    bytes, and its upper bits in bits 2 q and 2 q + 1 of 32 other bytes."""
     lead = blocks.shape[:2]
     lower = blocks[..., :128].reshape(*lead, 2, 2, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).unsqueeze(1)
@@ -181,7 +181,7 @@ def _unpacked_q6(blocks: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 @triton.jit
 def _half(words, NUMBER: tl.constexpr):
-    """Returns a half of 32-bit words as float32: the lower (0) or the upper (1)."""
+    """Returns the lower (0) or the upper (1) half of 32-bit words as float32."""
     bits = (words >> (16 * NUMBER)) & 0xFFFF
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -190,8 +190,8 @@ def _half(words, NUMBER: tl.constexpr):
 def dequantised(
     codes, first_words, second_words, NUMBER: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr
 ):
-    """Returns the weights of group ``NUMBER`` of a step as float32. ``codes`` [columns, 32], words [columns,
-    1]."""
+    """Returns the weights of group ``NUMBER`` of a step as float32. ``codes``: [columns, 32]. The words:
+    [columns, 1]."""
     scale = _half(first_words, NUMBER)
     if BITS == 4 and NUMBER == 1:  # the upper bits of a byte were not shifted
         scale *= 0.0625
@@ -289,7 +289,8 @@ def _dequantise(
 def dequantised_rows(
     part: QuantisedPanels, num_in: int, numbers: Tensor | range, dtype: torch.dtype
 ) -> Tensor:
-    """Returns some rows of W, [rows, num_in]. ``numbers``: the rows, as int64 or a range with a step of 1."""
+    """Returns some rows of W, [rows, num_in]. ``numbers``: their indices, as int64 or a range with a step of
+    1."""
     if part.format == "fp8":
         return fp8.dequantised_rows(part, numbers, dtype)
     layout, codes = FORMATS[part.format], part.panels
@@ -308,7 +309,7 @@ def dequantised_rows(
 
 
 def multiply(x: Tensor, weight: LinearWeight, dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
-    """[T, in] to [T, out]: x Wᵀ + b as ``dtype``, plus ``added``."""
+    """Returns x Wᵀ + b as ``dtype``, plus ``added``: [T, in] to [T, out]."""
     num_rows, (num_out, num_in) = len(x), weight.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     if [part.format for part in weight.quantised] == ["fp8"]:

@@ -1,9 +1,9 @@
 """Rows sorted by the matrix that multiplies them, on the device: the experts of a mixture, or adapters.
 
-An *assignment* is a row and one of its matrices. Assignments of the same matrix become adjacent, in the order
-of the rows, and are cut into blocks. A block has a fixed size, so a launch has room for as many blocks as
-there can be, whatever the assignments are; those that are not needed end immediately. So the launches of a
-step depend on its number of rows alone, and can be captured in a graph.
+An *assignment* is a row and one of its matrices. Assignments to the same matrix become adjacent, in the order
+of the rows, and are cut into blocks of a fixed size. A launch has as many blocks as any assignments could
+need; unused blocks end immediately. So the launches of a step depend only on its number of rows, and can be
+captured in a graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from agentflow.kernels.triton_ops.early_start import early_start, take_turn
 
 _CHUNK = 4096
-"""Assignments that a program reads at a time."""
+"""The most assignments that a program reads together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class RowBlocks:
 
     # [3, blocks] int32: the matrix (-1: the block is empty), and the first place and the end in ``order``.
     blocks: Tensor
-    order: Tensor  # [assignments] int32: the sorted assignments; those without a matrix are left out
-    size: int  # of a block
+    order: Tensor  # [assignments] int32: the sorted assignments, without those that have no matrix
+    size: int  # the number of rows in a block
 
     @property
     def num_blocks(self) -> int:
@@ -36,7 +36,7 @@ class RowBlocks:
 
 
 def most_blocks(num_assignments: int, num_matrices: int, size: int) -> int:
-    """Returns the highest number of blocks that ``num_matrices`` different matrices need."""
+    """Returns the most blocks that assignments to ``num_matrices`` different matrices can need."""
     return min(num_matrices, num_assignments) + num_assignments // size
 
 
@@ -47,9 +47,9 @@ def sorted_rows(
 
     Args:
         matrices: the matrix of each assignment, int32; -1: none.
-        num_matrices: all matrices.
-        size: of a block.
-        num_different: how many matrices the assignments have at most; None: all.
+        num_matrices: the number of all matrices.
+        size: the number of rows in a block.
+        num_different: the most different matrices of the assignments; None: ``num_matrices``.
     """
     num, device = matrices.numel(), matrices.device
     num_blocks = most_blocks(num, num_matrices if num_different is None else num_different, size)
@@ -70,8 +70,8 @@ def _sort(
     matrices, blocks, order, num, num_matrices, num_blocks,
     BLOCK_ROWS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Each program counts the assignments of all matrices, and places those of one: no program waits for
-    another, and the order is the same in every run."""
+    """Sorts assignments. Each program counts the assignments to all matrices, and places the assignments to
+    one matrix: no program waits for another, and the order is the same in every run."""
     take_turn(IS_EARLY)
     matrix = tl.program_id(0)
     bins = tl.arange(0, BINS)

@@ -1,5 +1,5 @@
-"""Split products with quantised weights: each program has a part of the inputs, and the program that ends
-last adds the parts, always in the same order."""
+"""Split products with quantised weights: each program computes a part of the inputs, and the last program to
+finish adds the parts, always in the same order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from agentflow.kernels.triton_ops.interpreted import rounded
 
 
 class Division(NamedTuple):
-    """A product as programs, of which each has a tile of the result and a part of the inputs."""
+    """The division of a product into programs: each computes a tile of the result over a part of the
+    inputs."""
 
     row_blocks: int
     column_blocks: int
@@ -23,7 +24,7 @@ class Division(NamedTuple):
     part_steps: int  # the steps of a part; the last part may have fewer
 
     def sums(self, x: Tensor, num_columns: int) -> Tensor:
-        """Returns memory for the sums of all parts; any tensor if there is only one."""
+        """Returns memory for the sums of all parts; an arbitrary tensor if there is only one part."""
         if self.num_parts == 1:
             return x
         shape = (self.num_parts, len(x), num_columns)
@@ -33,9 +34,17 @@ class Division(NamedTuple):
 def divide(
     row_blocks: int, column_blocks: int, num_steps: int, least_steps: int, at_once: int, device: torch.device
 ) -> Division:
-    """Divides ``num_steps`` steps of inputs so that all programs run at once, ``at_once`` on each
-    multiprocessor: a few that began when others end would nearly double the time. A part has at least
-    ``least_steps``."""
+    """Divides ``num_steps`` steps of inputs so that all programs run concurrently: a few programs that start
+    when the others end would nearly double the time.
+
+    Args:
+        row_blocks: the number of blocks of rows.
+        column_blocks: the number of blocks of outputs.
+        num_steps: the number of steps of inputs.
+        least_steps: the fewest steps in a part.
+        at_once: the programs that run concurrently on a multiprocessor.
+        device: the device.
+    """
     num_parts = at_once * num_processors(device) // (row_blocks * column_blocks)
     num_parts = max(1, min(num_parts, num_steps // least_steps))
     part_steps = -(-num_steps // num_parts)
@@ -44,7 +53,8 @@ def divide(
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Returns the multiprocessors of a GPU. The CPU, where only the interpreter runs, counts as one."""
+    """Returns the number of multiprocessors of a GPU. The CPU, on which only the interpreter runs, counts as
+    one."""
     if device.type != "cuda":
         return 1
     num: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -58,14 +68,14 @@ def finish(
     HAS_BIAS: tl.constexpr, HAS_ADDED: tl.constexpr, IS_SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of a product, or adds it to those of the other parts of the inputs. The programs are
-    numbered by blocks of rows, blocks of columns, and parts."""
+    """Stores a tile of a product, or adds it to the tiles of the other parts of the inputs. The axes of the
+    launch are blocks of rows, blocks of columns, and parts."""
     is_stored = is_row[None, :] & (columns < num_out)[:, None]
     if IS_SPLIT:
         place = partial + rows[None, :].to(tl.int64) * num_columns + columns[:, None]
         part_size = num_rows * num_columns.to(tl.int64)
         tl.store(place + tl.program_id(2) * part_size, sums, mask=is_row[None, :])
-        tl.debug_barrier()  # all threads have stored their sums before the part counts
+        tl.debug_barrier()  # all threads must have stored their sums before the part is counted
         counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1) == num_parts - 1:
             total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], dtype=tl.float32)

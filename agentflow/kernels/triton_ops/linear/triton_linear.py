@@ -1,5 +1,5 @@
-"""Products on a GPU: of one row with a dense weight, of any rows with quantised ones; other products are
-torch's."""
+"""Products on a GPU: one row with a dense weight, or any rows with quantised weights. torch computes other
+products."""
 
 from __future__ import annotations
 
