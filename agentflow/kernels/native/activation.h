@@ -8,7 +8,7 @@
 
 namespace agentflow {
 
-// In the order of `inputs.ACTIVATIONS`.
+// In the order of `activations.ACTIVATIONS`.
 enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU, CLAMPED_SWIGLU, QUICK_GELU, NUM_ACTIVATIONS };
 
 ALWAYS_INLINE Vec sigmoid(Vec x) {
@@ -27,7 +27,7 @@ ALWAYS_INLINE Vec erf(Vec x) {
     return add(lanes_where(positive, is_positive, 0.0f), lanes_where(negative, ~is_positive & 0xFFFF, 0.0f));
 }
 
-// An activation of one value, rounded to S.
+// The activation of one value, rounded to S.
 template <class S>
 ALWAYS_INLINE Vec activated(Activation activation, Vec x) {
     const Vec half = mul(x, broadcast(0.5f)), one = broadcast(1.0f);
@@ -45,7 +45,7 @@ ALWAYS_INLINE Vec activated(Activation activation, Vec x) {
     }
 }
 
-// The activation of a gated MLP; each of its operations is rounded to S.
+// The activation of a gated MLP. Each operation is rounded to S.
 template <class S>
 ALWAYS_INLINE Vec gated(Activation activation, Vec gate, Vec up) {
     if (activation != CLAMPED_SWIGLU) return rounded<S>(mul(activated<S>(activation, gate), up));

@@ -1,6 +1,6 @@
 // Softmax attention of a task's rows over a run of slots, and the merging of partial results.
 //
-// Keys and values are laid out as panels, KEY_BLOCK at a time: keys as columns for the scores, dimensions as columns
+// Keys and values are packed into panels, KEY_BLOCK at a time: keys as columns for the scores, dimensions as columns
 // for the weighted sum. Both products then use `tile`, for any number of rows. Sums are relative to the largest score
 // of their block; when the sums of two blocks are added, one is rescaled (online softmax: Milakov and Gimelshein 2018,
 // arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691).
@@ -24,15 +24,15 @@ struct Queries {
     int64_t row_stride;  // in values
     RowOf<S>* out;
     int64_t out_stride;  // in values
-    float scale;         // of the scores
-    float cap = 0;       // a score s becomes cap * tanh(s / cap); 0: it does not
-    const S* sinks = nullptr;  // [heads]: scores without values, which take a part of each softmax; null: none
+    float scale;         // the factor of the scores
+    float cap = 0;       // a score s becomes cap * tanh(s / cap); 0: no cap
+    const S* sinks = nullptr;  // [heads]: scores without values, which receive a part of each softmax; null: none
 };
 
 // A thread's buffers for one task.
 template <class S>
 struct Scratch {
-    int64_t depth = 0, dims = 0, num_queries = 0;  // `depth`, `dims`: head_dim, padded as a depth and as columns
+    int64_t depth = 0, dims = 0, num_queries = 0;  // `depth`, `dims`: head_dim, padded for use as a depth and as columns
     std::vector<RowOf<S>> queries;  // [queries][depth]
     std::vector<float> sums;        // [nodes][queries][dims]
     std::vector<float> most, total; // [nodes][queries]: the largest score, and the sum of the weights relative to it
@@ -51,17 +51,17 @@ struct Scratch {
     }
 };
 
-// The sums of one query over some keys: the largest score, the sum of the weights relative to it, and the weighted sum of
-// the values [dims].
+// The sums of one query over some keys: the largest score, the sum of the weights relative to it, and the weighted sum of the
+// values [dims].
 struct Sums {
     float &most, &total;
     float* values;
 };
 
-// Adds the sums over other keys. The order of the operations does not depend on where it is inlined.
+// Adds the sums over other keys. The order of the operations is the same in every caller.
 ALWAYS_INLINE void add_sums(const Sums& to, const Sums& other, int64_t dims) {
     if (other.most == MINUS_INFINITY) return;
-    if (to.most == MINUS_INFINITY) {  // no key of `to` was seen, and its sums are not set
+    if (to.most == MINUS_INFINITY) {  // the query attended to no key of `to`, and its sums are not set
         to.most = other.most;
         to.total = other.total;
         std::memcpy(to.values, other.values, dims * sizeof(float));
@@ -79,9 +79,9 @@ ALWAYS_INLINE void add_sums(const Sums& to, const Sums& other, int64_t dims) {
     to.total = total;
 }
 
-// Turns the scores of some queries with up to KEY_BLOCK keys into weights relative to the largest score of each. `scale` includes
-// log2(e); cap: as in Queries. seen_of(i): the keys that query i sees, as a begin and an end; sums_of(i): its sums. All largest
-// scores are found first: otherwise each query's weights would wait for the last comparisons.
+// Turns the scores of some queries with up to KEY_BLOCK keys into weights relative to the largest score of each query. `scale`
+// includes log2(e); `cap`: as in Queries. seen_of(i): the start and the end of the keys to which query i attends; sums_of(i): its
+// sums. Finds all largest scores first: otherwise the weights of each query would wait for the last comparisons.
 template <class S, class SeenOf, class SumsOf>
 ALWAYS_INLINE void weigh(float* scores, int num_queries, int num_lanes, const SeenOf& seen_of, const SumsOf& sums_of, float scale,
                          float cap, RowOf<S>* weights) {
@@ -133,7 +133,7 @@ ALWAYS_INLINE void weigh(float* scores, int num_queries, int num_lanes, const Se
     }
 }
 
-// Writes the result of a row for one query head to the output.
+// Writes a row's result for one query head to the output.
 template <class S>
 void write_result(const Sums& sums, int64_t head_dim, const Queries<S>& queries, int64_t row, int64_t head) {
     RowOf<S>* out = queries.out + row * queries.out_stride + head * head_dim;
@@ -146,7 +146,7 @@ void write_result(const Sums& sums, int64_t head_dim, const Queries<S>& queries,
     }
 }
 
-// The floats of a part for one head: the largest score, the sum of the weights, and the weighted sum of the values.
+// The number of floats of a part for one head: the largest score, the sum of the weights, and the weighted sum of the values.
 inline int64_t part_size(const HeadShape& shape) { return 2 + round_up<int64_t>(shape.head_dim, PANEL); }
 
 // The sums of a part for one head; `parts`: [num_parts][num_heads][part_size].
@@ -158,8 +158,8 @@ inline Sums sums_in(float* parts, int64_t part, int64_t head, const HeadShape& s
 template <class S>
 class TaskRun {
   public:
-    // `next`: the task that this thread will probably run next, or null; its first keys are prefetched. `is_first`: of a thread,
-    // so that no task before it has prefetched its keys.
+    // `next`: the task that this thread will probably run next, or null; its first keys are prefetched. `is_first`: this is the
+    // thread's first task, so no task before it has prefetched its keys.
     TaskRun(const Plan& plan, const Task& task, const Task* next, bool is_first, const HeadShape& shape, const Queries<S>& queries,
             const KvLayer<S>& kv, float* parts, Scratch<S>& scratch)
         : plan_(plan), task_(task), next_(next), is_first_(is_first), shape_(shape), q_(queries), kv_(kv), ahead_(kv), parts_(parts),
@@ -193,7 +193,7 @@ class TaskRun {
         }
     }
 
-    // Processes a block whose first keys the rows share: these are laid out once, the others for each row.
+    // Processes a block whose first keys the rows share: packs the shared keys once, the others for each row.
     void take_own_blocks() {
         nodes_[num_nodes_++] = {task_.first_block, 0};
         ahead_.begin(next_, 0, int(task_.num_rows) * num_steps(KEY_BLOCK));
@@ -262,7 +262,7 @@ class TaskRun {
         });
     }
 
-    // Whether keys and values are read from the pool directly (few_queries.h).
+    // Whether keys and values are read directly from the pool (few_queries.h).
     bool has_few() const {
 #if defined(__AVX512BF16__)
         if (!std::is_same_v<S, bf16>) return false;
@@ -321,14 +321,14 @@ class TaskRun {
     int64_t seen(int row) const { return int64_t(task_.seen) + row; }
     int64_t from(int row) const { return int64_t(task_.from) + (task_.seen == ALL ? 0 : row); }
 
-    // The keys that a row sees of `num` keys from `first` on: begin and end, relative to `first`.
+    // The start and the end, relative to `first`, of the keys to which a row attends among `num` keys from `first` on.
     std::pair<int, int> seen_in(int first, int num, int row) const {
         const int64_t end = std::clamp<int64_t>(seen(row) - first, 0, num);
         return {int(std::clamp<int64_t>(from(row) - first, 0, num)), int(end)};
     }
 
-    // Computes the sums of some queries over the first `num` keys that are laid out. seen_of(i): the keys that query i sees,
-    // as a begin and an end.
+    // Computes the sums of some queries over the first `num` packed keys. seen_of(i): the start and the end of the keys to which
+    // query i attends.
     template <class SeenOf>
     void take_tile(int query, int num_queries, int num, const SeenOf& seen_of) {
         alignas(64) float scores[MAX_TILE_ROWS * KEY_BLOCK];
@@ -406,7 +406,7 @@ template <class S>
 void merge_row(const Plan& plan, int32_t row, const HeadShape& shape, float* parts, const Queries<S>& queries) {
     const int64_t dims = part_size(shape) - 2;
     const int32_t first = plan.first_parts[row], end = plan.first_parts[row + 1];
-    static thread_local std::vector<std::pair<int32_t, Node>> nodes;  // each with the number of its part
+    static thread_local std::vector<std::pair<int32_t, Node>> nodes;  // with the index of each node's part
     for (int64_t head = 0; head < shape.num_heads; head++) {
         const auto join_last = [&] {
             const int32_t last = nodes.back().first;
@@ -431,10 +431,10 @@ Scratch<S>& scratch_of(int thread) {
     return *scratches[thread];
 }
 
-// `parts`: a buffer of num_part_floats floats, [num_parts][num_heads][part_size].
+// Computes the attention of a plan. `parts`: a buffer of num_part_floats floats, [num_parts][num_heads][part_size].
 template <class S>
 void attend(const Plan& plan, const HeadShape& shape, const Queries<S>& queries, const KvLayer<S>& kv, float* parts) {
-    // One by one, because tasks are sorted by cost, the longest first.
+    // One by one, because the tasks are sorted by cost, the most expensive first.
     team().loop(int64_t(plan.tasks.size()), Team::ONE_BY_ONE, [&](int64_t first, int64_t end, int thread) {
         for (int64_t i = first; i < end; i++) {
             const size_t likely = i + team().num_threads();

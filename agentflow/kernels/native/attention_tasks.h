@@ -1,15 +1,15 @@
 // Divides the attention of a batch into tasks: some query rows over one run of slots.
 //
-// Requests with a common prefix of slots form a prefix tree. A run that several of them share becomes one task for all
+// Requests with a common prefix of slots form a prefix tree. A run that several requests share becomes one task for all
 // of their rows, so that it is read once (Hydragen, arXiv 2402.05099; cascade attention of FlashInfer, arXiv
-// 2501.01005), if that saves more than storing and merging partial results costs. Only requests of few rows share runs:
-// the rows of a long chunk read their keys together in any case. Long tasks are divided along their keys, to occupy all
-// threads. A row's partial results from several tasks are merged by log-sum-exp.
+// 2501.01005), if that saves more than storing and merging partial results costs. Only requests with few rows share
+// runs: the rows of a long chunk read their keys together in any case. Long tasks are divided along their keys, to occupy
+// all threads. A row's partial results from several tasks are merged by log-sum-exp.
 //
 // A row's result does not depend on the division of its keys, to the last bit: the sums of blocks of KEY_BLOCK keys are
 // added as the nodes of a binary tree over the blocks (pairwise summation: Higham 1993, SIAM Journal on Scientific Computing
-// 14). A task begins at a block boundary and produces the sums of the largest nodes that lie within it. Rows that share only
-// the first keys of a block get a separate task, which lays these keys out once.
+// 14). A task starts at a block boundary and produces the sums of the largest nodes within it. Rows that share only the first
+// keys of a block get a separate task, which packs these keys once.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@
 
 namespace agentflow {
 
-// As inputs.AttentionBatch: R requests, then G trees, each below a prefix.
+// Like inputs.AttentionBatch: R requests, then G trees, each below a prefix.
 struct Batch {
     const int32_t* page_table;  // the slots of all requests, row by row
     int64_t page_stride;  // entries between the starts of two rows of the table
@@ -34,28 +34,28 @@ struct Batch {
     const int64_t* paths;  // [rows of all trees][path_stride]
     int64_t path_stride;
     const int64_t* path_lens;  // [rows of all trees]
-    const uint8_t* both_ways;  // [R]: the request's rows see each other, also later ones; null: none do
+    const uint8_t* both_ways;  // [R]: the request's rows attend to each other, even to later rows; null: no rows do
 };
 
-// Attention of some rows over a run of slots. Row i of the task is Plan::rows[first_row + i]. Its partial results begin at
+// The attention of some rows over a run of slots. Row i of the task is Plan::rows[first_row + i]. Its partial results start at
 // Plan::parts[first_row + i]; -1: the task's output is the row's result.
 struct Task {
     const int32_t* slots;         // [num_keys]
-    int32_t num_keys, seen;       // row i sees the first `seen + i` keys, or all if there are fewer
-    int32_t from;                 // row i sees no keys before `from + i`, or, if `seen` is ALL, before `from`
+    int32_t num_keys, seen;       // row i attends to the first `seen + i` keys, or to all if there are fewer
+    int32_t from;                 // row i attends to no keys before `from + i`, or, if `seen` is ALL, before `from`
     int32_t num_rows, first_row;  // `first_row`: in Plan::rows
     int32_t first_head, end_head; // KV heads
-    int32_t first_block;          // the number of the block, among the blocks of the rows' keys, with which `slots` begin
-    int32_t num_shared = 0, first_own = 0;  // row i has the keys Plan::own[first_own + i], the first num_shared of them `slots`
+    int32_t first_block;          // the index of the first block among the blocks of the rows' keys
+    int32_t num_shared = 0, first_own = 0;  // row i has the keys Plan::own[first_own + i]; the first num_shared are `slots`
 };
 
-// The keys of a row in a block whose first keys it shares: it sees the first `seen` of slots[0 .. num_keys).
+// The keys of a row in a block whose first keys it shares: the row attends to the first `seen` of slots[0 .. num_keys).
 struct OwnBlock {
     const int32_t* slots;
     int32_t num_keys, seen;
 };
 
-// A node of the binary tree over a row's blocks: 2^level blocks from `first` on, which is a multiple of 2^level.
+// A node of the binary tree over a row's blocks: 2^level blocks from `first` on; `first` is a multiple of 2^level.
 struct Node {
     int32_t first, level;
 
@@ -63,7 +63,7 @@ struct Node {
     bool follows(const Node& before) const { return level == before.level && (first >> level) % 2 == 1 && before.first + (1 << level) == first; }
 };
 
-// Calls body for the largest nodes within blocks `first` to `end` (exclusive), in order.
+// Calls body(node) for the largest nodes within blocks `first` to `end` (exclusive), in order.
 template <class Body>
 void each_node(int32_t first, int32_t end, const Body& body) {
     while (first < end) {
@@ -80,14 +80,14 @@ struct HeadShape {
 };
 
 constexpr int KEY_BLOCK = 128;      // the keys in a block
-constexpr int PATH_BLOCK = 1 << 20; // the first block of a path, which is added to its prefix last
-constexpr int BLOCK_VALUES = 1 << 16;  // the values in the keys and values of a block: the cache holds two blocks of this size
+constexpr int PATH_BLOCK = 1 << 20; // the first block of a path, whose sums are added to its prefix's last
+constexpr int BLOCK_VALUES = 1 << 16;  // the numbers in the keys and values of a block: the cache has room for two such blocks
 constexpr int MAX_QUERIES = 192;    // the queries of a task: query rows times query heads per KV head
 constexpr int FEW_ROWS = 16;        // requests with at most this many rows share prefixes
 constexpr int MIN_SPLIT_KEYS = 128;
 constexpr int ALL = 1 << 30;
 constexpr int NO_WINDOW = -ALL;     // as Task::from
-// The cost of a partial result in keys: per row, to store and merge it, and per task.
+// The cost of a partial result, in keys: for each row, to store and merge it, and for each task.
 constexpr int KEYS_PER_PART = 8;
 constexpr int KEYS_PER_TASK = 32;
 
@@ -96,14 +96,14 @@ class Plan {
     std::vector<Task> tasks;
     std::vector<int32_t> rows;         // rows of the batch, task after task
     std::vector<int32_t> parts;        // for each entry of `rows`: its first partial result, or -1
-    std::vector<Node> nodes;           // for each partial result
-    std::vector<OwnBlock> own;         // for each row of the tasks that share the first keys of a block
+    std::vector<Node> nodes;           // the node of each partial result
+    std::vector<OwnBlock> own;         // the keys of each row in tasks that share the first keys of a block
     std::vector<int32_t> first_parts;  // [T + 1]: row t has the parts first_parts[t] to first_parts[t + 1], in order
     std::vector<int32_t> merged_rows;  // rows with several parts
     int32_t num_parts = 0;
 
-    // `window`: the number of keys that a row sees, its own included; 0: all. With a window, no runs are shared, because few
-    // rows see the same keys.
+    // `window`: the number of keys to which a row attends, including its own; 0: all. With a window, no runs are shared, because
+    // few rows attend to the same keys.
     Plan(const Batch& batch, const HeadShape& shape, int num_threads, int64_t window = 0)
         : batch_(batch), shape_(shape), num_threads_(num_threads), window_(int32_t(std::min<int64_t>(window, ALL))) {
         add_readers();
@@ -120,11 +120,11 @@ class Plan {
     // A request, or a tree's rows with the tree's prefix.
     struct Reader {
         const int32_t* slots;
-        int32_t limit;   // the number of keys that can be shared: they were cached before this batch
+        int32_t limit;   // the number of keys that were cached before this batch, and can be shared
         int32_t end;     // the number of keys
         int32_t first_row, num_rows;
-        bool sees_all;   // each row sees all keys
-        int32_t start = 0;  // the first key that is in no shared run
+        bool sees_all;   // each row attends to all keys
+        int32_t start = 0;  // the first key that is not in a shared run
 
         bool is_tree() const { return limit == end; }
     };
@@ -152,7 +152,7 @@ class Plan {
         return batch_.page_table + page_row * batch_.page_stride;
     }
 
-    // Finds the runs that `members`, which are equal up to `depth`, share after it.
+    // Finds the runs that `members` share after `depth`. Their keys up to `depth` are equal.
     void share(std::vector<int32_t> members, int32_t depth) {
         std::erase_if(members, [&](int32_t m) { return readers_[m].limit <= depth; });
         std::stable_sort(members.begin(), members.end(), [&](int32_t a, int32_t b) {
@@ -182,7 +182,7 @@ class Plan {
         }
     }
 
-    // Lets the `siblings` whose runs end at `start` share the first `num` keys of the block that begins there.
+    // Makes the `siblings` whose runs end at `start` share the first `num` keys of the block that starts there.
     void share_block(std::vector<int32_t> siblings, int32_t start, int32_t num) {
         std::erase_if(siblings, [&](int32_t m) { return readers_[m].start != start; });
         int32_t num_rows = 0;
@@ -220,15 +220,15 @@ class Plan {
         if (window_ && reader.is_tree()) return add_prefix_windows(reader);
         std::vector<int32_t> all_rows;
         add_range(all_rows, reader.first_row, reader.num_rows);
-        const int32_t before = reader.limit - reader.start + 1;  // the keys up to the first row's
+        const int32_t before = reader.limit - reader.start + 1;  // the keys up to the first row's own
         const int32_t seen = reader.is_tree() ? ALL : reader.sees_all ? length : before;
         add_tasks({reader.slots + reader.start, length, seen, window_start(before)}, reader.start / KEY_BLOCK, all_rows);
     }
 
-    // The first key that the row which sees the first `seen` keys sees.
+    // The first key to which a row attends that has `seen` keys up to its own.
     int32_t window_start(int32_t seen) const { return window_ ? seen - window_ : NO_WINDOW; }
 
-    // Adds tasks for the parts of a tree's prefix that are in the windows of its rows: one for all rows of the same depth.
+    // Adds tasks for the parts of a tree's prefix that are in the windows of its rows: one for all rows with the same depth.
     void add_prefix_windows(const Reader& reader) {
         std::map<int64_t, std::vector<int32_t>> rows_of;  // by the lengths of their paths
         const int32_t first_path = reader.first_row - num_request_rows_;
@@ -238,7 +238,7 @@ class Plan {
         }
     }
 
-    // Adds a task for each row of a tree: over its ancestors and itself.
+    // Adds a task for each row of a tree, over its ancestors and itself.
     void add_paths() {
         if (batch_.num_trees == 0) return;
         int32_t row = num_request_rows_, num_slots = 0;
@@ -258,27 +258,27 @@ class Plan {
         for (int32_t i = 0; i < num; i++) rows.push_back(first + i);
     }
 
-    // A run of keys for some rows, as in Task.
+    // A run of keys for some rows; the fields are as in Task.
     struct Run {
         const int32_t* slots;
         int32_t num_keys, seen = ALL, from = NO_WINDOW;
     };
 
-    // Adds tasks of at most MAX_QUERIES queries over the blocks in which their rows see keys. If there are many queries, each
-    // KV head gets its own task.
+    // Adds tasks of at most MAX_QUERIES queries over the blocks with keys to which their rows attend. If there are many queries,
+    // each KV head gets a separate task.
     void add_tasks(const Run& run, int32_t first_block, const std::vector<int32_t>& all_rows, int32_t num_shared = 0,
                    int32_t first_own = 0) {
         const int32_t num = int32_t(all_rows.size()), group = int32_t(shape_.group());
         const int32_t most = std::max(1, MAX_QUERIES / group), num_blocks = (num + most - 1) / most;
         const int32_t heads = int32_t(shape_.num_kv_heads);
-        // Runs too few and too short to occupy all threads are divided among heads further.
+        // If the runs are too few and too short to occupy all threads, they are divided further, by heads.
         const int64_t num_pieces = int64_t(readers_.size()) * std::max(run.num_keys / MIN_SPLIT_KEYS, 1);
         const int64_t for_threads = num_threads_ == 1 ? heads : std::max<int64_t>(heads * num_pieces / (2 * num_threads_), 1);
         const int64_t for_cache = std::max<int64_t>(BLOCK_VALUES / (KEY_BLOCK * 2 * shape_.head_dim), 1);
         const int32_t most_heads = int32_t(std::min(for_cache, for_threads));
         for (int32_t block = 0; block < num_blocks; block++) {
             const int32_t first = num * block / num_blocks, end = num * (block + 1) / num_blocks;
-            const int32_t moved = run.seen == ALL ? 0 : first;  // what row `first` sees, relative to the run's first row
+            const int32_t moved = run.seen == ALL ? 0 : first;  // how many keys later than the run's first row, row `first` is
             Task task{run.slots, run.num_keys, run.seen == ALL ? ALL : run.seen + moved, run.from + moved, end - first,
                       int32_t(rows.size()), 0, heads, first_block, num_shared, first_own + first};
             if (run.seen != ALL) task.num_keys = std::min(run.num_keys, task.seen + task.num_rows - 1);
@@ -293,7 +293,7 @@ class Plan {
         }
     }
 
-    // Leaves out the first `num` keys, a number of whole blocks.
+    // Drops the first `num` keys, a number of whole blocks.
     static void drop_first_keys(Task& task, int32_t num) {
         task.slots += num;
         task.num_keys -= num;
@@ -307,7 +307,7 @@ class Plan {
         return int64_t(task.num_keys + KEYS_PER_TASK) * (task.end_head - task.first_head) * (12 + queries);
     }
 
-    // Divides tasks so long that other threads would wait for them, and sorts all by cost, the highest first.
+    // Divides tasks that are so long that other threads would wait for them, and sorts all tasks by cost, the highest first.
     void split() {
         int64_t total = 0;
         for (const Task& task : tasks) total += cost(task);
@@ -348,7 +348,7 @@ class Plan {
 
     static int32_t blocks_of(const Task& task) { return (task.num_keys + KEY_BLOCK - 1) / KEY_BLOCK; }
 
-    // Gives each row that has several tasks a part for each node of these, in order.
+    // Numbers the parts of rows with several tasks: one for each node of these tasks, in order.
     void number_parts() {
         struct Range {
             int32_t first = 0, end = 0;

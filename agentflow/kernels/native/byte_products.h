@@ -1,10 +1,10 @@
-// Products of quantised rows with quantised panels, on the processor's products of bytes (AVX-512 VNNI).
+// Products of quantised rows with quantised panels, with the processor's byte products (AVX-512 VNNI).
 //
-// A row is quantised to 8 bits by groups, and multiplied with a panel's codes directly: no weight is rounded again, and a
-// row's result does not depend on the other rows. With minimums, a group costs 8 products and 3 other operations in the same
-// execution units, so 8/11 of the processor's rate is the limit (of 1,050 GOP/s of a Zen 5 core a tile reaches 760, where
-// bfloat16 reaches 525); without them, 8 products and 2. Scales for more than GROUP values would cost less, but the error of
-// the logits grew with the size: 0.020 for groups of 32, 0.025 for 64, 0.035 for 128 on the default model.
+// A row is quantised to 8 bits by groups, and multiplied directly with a panel's codes: no weight is rounded again, and a row's
+// result does not depend on the other rows. With minimums, a group costs 8 products and 3 other operations in the same execution
+// units, so the limit is 8/11 of the processor's rate (of the 1,050 GOP/s of a Zen 5 core, a tile reaches 760; bfloat16 reaches
+// 525). Without minimums, it costs 8 products and 2 other operations. Scales for more than GROUP values would cost less, but the
+// error of the logits grew with the size: 0.020 for groups of 32, 0.025 for 64, 0.035 for 128 on the default model.
 #pragma once
 
 #if defined(__AVX512VNNI__)
@@ -16,19 +16,19 @@
 namespace agentflow {
 
 constexpr int MAX_BYTE_ROWS = 6;       // the rows of a tile: 24 registers of sums, 2 of the panel
-constexpr int MIN_UNPACKED_ROWS = 13;  // from this number of rows on, codes stored in two places are unpacked first
+constexpr int MIN_UNPACKED_ROWS = 13;  // from this number of rows on, codes that are stored in two places are unpacked first
 
 // A group of a row: value k is about scale * q[k].
 struct RowGroup {
-    float scale, sum;  // `sum`: of the values
-    int32_t negative_sums[3];  // the negated sums of the q of each half, and of all
+    float scale, sum;  // `sum`: the sum of the values
+    int32_t negative_sums[3];  // the negated sums of q over each half, and over the whole group
 };
 
-// Pointers into ByteRows: some rows, from one of their groups on.
+// Pointers into ByteRows: some rows, from a group on.
 struct ByteRowsAt {
     const int8_t* values;
     const RowGroup* groups;
-    int64_t depth, num_groups;  // of a complete row: the strides
+    int64_t depth, num_groups;  // the sizes of a complete row, which are the strides
 
     ByteRowsAt after(int64_t num) const { return {values + num * depth, groups + num * num_groups, depth, num_groups}; }
 };
@@ -45,7 +45,7 @@ struct ByteRows {
         grow(groups, num_rows * num_groups);
     }
 
-    // Rounds each value of a row to the nearest of 255.
+    // Rounds each value of a row to the nearest of 255 values.
     template <class Row>
     void set(int64_t row, const Row* from) {
         for (int64_t g = 0; g < num_groups; g++) {
@@ -56,7 +56,7 @@ struct ByteRows {
             const __m128i second = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(high, inverse)));
             const __m256i both = _mm256_set_m128i(second, first);
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(values.data() + row * depth + g * GROUP), both);
-            // The sums of each 8 values, as unsigned bytes: each value is 128 higher.
+            // The sums of every 8 values as unsigned bytes, which are 128 higher.
             const __m256i flipped = _mm256_xor_si256(both, _mm256_set1_epi8(char(0x80)));
             const __m256i eights = _mm256_sad_epu8(flipped, _mm256_setzero_si256());
             const __m256i halves = _mm256_add_epi64(eights, _mm256_unpackhi_epi64(eights, eights));
@@ -78,7 +78,7 @@ inline ByteRows& byte_rows() {
     return rows;
 }
 
-// A panel's groups as they are stored.
+// A panel's groups in their stored form.
 template <WeightFormat F>
 struct PackedPanel {
     using C = Codes<F>;
@@ -92,7 +92,7 @@ struct PackedPanel {
     ALWAYS_INLINE Vec min(int64_t g, int half) const { return C::min_of(groups + g * C::BYTES, half, zero()); }
 };
 
-// A panel whose codes are unpacked once for many rows, which is faster if codes are stored in two places.
+// A panel whose codes are unpacked once for many rows. This is faster if codes are stored in two places.
 template <WeightFormat F>
 struct UnpackedPanel : PackedPanel<F> {
     const uint8_t* codes;  // [groups][NUM_STEPS][PANEL][STEP]
@@ -118,9 +118,8 @@ struct UnpackedPanel : PackedPanel<F> {
     }
 };
 
-// out [ROWS][PANEL] = rows times `num_groups` groups of a panel, or += if `adds`. Each value of a row is loaded once for both
-// halves of the columns: one load for each product would be as slow as the products themselves. `is_new`: the panel is not in
-// the cache yet.
+// Computes out [ROWS][PANEL] = rows times `num_groups` groups of a panel, or += if `adds`. Loads each value of a row once for both
+// halves of the columns: a load for each product would be as slow as the products. `is_new`: the panel is not in the cache yet.
 template <WeightFormat F, int ROWS, class Panel>
 void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, float* out, bool adds, bool is_new) {
     using C = Codes<F>;
@@ -140,7 +139,7 @@ void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, f
             __m512i dots[ROWS][2];
 #pragma GCC unroll 6
             for (int i = 0; i < ROWS; i++) {
-                // Formats without minimums subtract an offset from each code: the sums start at minus its product with the row's sum.
+                // Formats without minimums subtract an offset from each code: the sums start at -offset times the row's sum.
                 const __m512i less = _mm512_set1_epi32(rows.groups[i * rows.num_groups + g].negative_sums[SUM]);
                 dots[i][0] = dots[i][1] = C::HAS_MINS ? _mm512_setzero_si512() : _mm512_slli_epi32(less, OFFSET_BITS);
             }
@@ -176,7 +175,7 @@ void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, f
     }
 }
 
-// Multiplies rows with `num_groups` groups of a panel, whose codes begin at `codes`. Writes the sums of row i to
+// Multiplies rows with `num_groups` groups of a panel, whose codes start at `codes`. Writes the sums of row i to
 // `sums` + i * `stride`, or adds them if `adds`. Calls done(first, num, sums [num][PANEL]) after each tile.
 template <WeightFormat F, class Done>
 void multiply_panel(const ByteRowsAt& rows, int64_t num_rows, const uint8_t* codes, int64_t num_groups, float* sums,
@@ -191,7 +190,7 @@ void multiply_panel(const ByteRowsAt& rows, int64_t num_rows, const uint8_t* cod
             done(first, num, out);
         });
     };
-    constexpr bool IS_SLOW = Codes<F>::UPPER_BYTES > 0;  // to unpack again for each tile
+    constexpr bool IS_SLOW = Codes<F>::UPPER_BYTES > 0;  // unpacking the codes again for each tile is slow
     if (!IS_SLOW || num_rows < MIN_UNPACKED_ROWS) return each(packed);
     each(UnpackedPanel<F>::of(packed, num_groups));
 }

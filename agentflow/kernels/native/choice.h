@@ -1,5 +1,5 @@
-// Chooses a token from each row of logits, as `Sampler.choose` defines it. One thread processes a whole row, while it is
-// in the core's cache.
+// Chooses a token from each row of logits, as `Sampler.choose` defines it. A thread processes a whole row while it is in the
+// core's cache.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace agentflow {
 
-// S rows of logits, and how to choose a token for each, as inputs.ChoiceRows.
+// S rows of logits, and how to choose a token for each, like inputs.ChoiceRows.
 struct Choices {
     const float* logits;  // [S][vocab_size]
     int64_t num_rows, vocab_size;
@@ -23,7 +23,7 @@ struct Choices {
     const int64_t* mask_places;  // [S]: the row of `mask_words`; -1: all tokens are allowed. Null: no masks
     const uint32_t* mask_words;  // [..][num_words]: the allowed tokens, as bits
     int64_t num_words;
-    const float* highest;  // [S][runs of RUN tokens]: the highest logit of each, infinity if one is NaN; or null
+    const float* highest;  // [S][runs of RUN tokens]: the highest logit of each run, infinity if a logit is NaN; or null
 };
 
 constexpr int64_t RUN = 32;
@@ -33,7 +33,7 @@ constexpr int64_t NO_TOKEN = -1, NOT_FINITE = -2;  // as in no_choice.py
 struct Wanted {
     Choices choices;  // without logits
     Likelihoods likelihoods;
-    int64_t* tokens;  // [S]; null: nothing is wanted
+    int64_t* tokens;  // [S]; null: the caller failed and needs no results
 };
 
 class RowChoice {
@@ -57,12 +57,12 @@ class RowChoice {
   private:
     int64_t num_runs() const { return (num_ + RUN - 1) / RUN; }
 
-    // The sum of each block is kept, so that only one block is added up again to find the drawn token.
+    // Keeps the sum of each block, so that only one block is added up again to find the drawn token.
     static constexpr int64_t BLOCK = 1024;
 
     // The likeliest token has the weight 2^35. All implementations of `Sampler.choose` have these constants.
     static constexpr float WEIGHT_BITS = 35, HIGHEST_WEIGHT = 0x1p35f;
-    static constexpr float LEAST_EXPONENT = -37;  // of two, below which a weight is 0
+    static constexpr float LEAST_EXPONENT = -37;  // below this power of two, relative to the likeliest token, a weight is 0
     static constexpr float EXP2[] = {1.3264726e-3f, 9.671513e-3f, 5.5507336e-2f, 2.4022242e-1f, 6.93147e-1f, 1.0f};
 
     // The logits of tokens first to first + 15; -inf if a token is not allowed or past the vocabulary.
@@ -75,7 +75,7 @@ class RowChoice {
         return lanes_where(values, bits, MINUS_INFINITY);
     }
 
-    // The highest logit; infinity if one is NaN.
+    // The highest logit; infinity if a logit is NaN.
     float most() const {
         if (highest_) return *std::max_element(highest_, highest_ + num_runs());
         const Vec lowest = broadcast(MINUS_INFINITY);
@@ -104,7 +104,7 @@ class RowChoice {
         const double factor = std::min(1.4426950408889634 / double(temperature), double(std::numeric_limits<float>::max()));
         const Vec top = broadcast(highest), log2_e = broadcast(float(factor));
         float* weight = weights().data();
-        const auto is_zero = [&](int64_t first) {  // of the weights of a run
+        const auto is_zero = [&](int64_t first) {  // whether all weights of a run are 0
             return highest_ && (highest_[first / RUN] - highest) * float(factor) < LEAST_EXPONENT;
         };
         for (int64_t first = 0; first < num_; first += LANES) {
@@ -150,8 +150,8 @@ class RowChoice {
         return total;
     }
 
-    // The smallest weight that top_k, top_p and min_p keep, applied in this order. Reads only the largest weights, and more
-    // of them if these are not enough.
+    // The smallest weight that top_k, top_p and min_p keep, applied in this order. Reads only the largest weights, and smaller
+    // ones if these are not enough.
     float least_kept(double total) {
         const int64_t top_k = c_.top_ks[row_];
         const float min_p = c_.min_ps[row_] * HIGHEST_WEIGHT;
@@ -189,13 +189,13 @@ class RowChoice {
     }
 
     struct Likeliest {
-        float least;  // negative: the collected weights are not enough
+        float least;  // the smallest weight of the set; negative: the collected weights are not enough
         double sum;
     };
 
-    // The smallest set of the largest collected weights for which is_enough(count, sum), with all ties of its last one.
-    // A radix select: all weights are counted and added up by their upper bits; then the weights of the bucket that makes
-    // the set large enough, by the next bits, and so on. The bits of positive floats have the order of the floats.
+    // The smallest set of the largest collected weights for which is_enough(count, sum), with all weights equal to its last one.
+    // A radix select: counts and adds up all weights by their upper bits, then the weights in the bucket that makes the set large
+    // enough by the next bits, and so on. The bits of positive floats have the order of the floats.
     template <class IsEnough>
     Likeliest fewest(const IsEnough& is_enough) {
         constexpr int NUM_KEYS = 4096, SHIFTS[] = {19, 7, 0};
@@ -203,7 +203,7 @@ class RowChoice {
         std::vector<double>& totals = memory<4, double>();
         std::vector<float>& left = memory<5, float>();
         left = likeliest();
-        int64_t number = 0;  // of the weights above the weights in `left`
+        int64_t number = 0;  // the number of weights above the weights in `left`; `sum`: their sum
         double sum = 0;
         for (const int shift : SHIFTS) {
             const uint32_t bits = shift ? NUM_KEYS - 1 : (1 << SHIFTS[1]) - 1;
@@ -229,7 +229,7 @@ class RowChoice {
         double reached = 0;
         int64_t block = 0;
         for (; block + 1 < int64_t(sums().size()) && reached + sums()[block] <= point; block++) reached += sums()[block];
-        int64_t last = 0;  // token with a weight: the result if rounding leaves the sum below `point`
+        int64_t last = 0;  // the last token with a weight: the result if rounding leaves the sum below `point`
         for (int64_t token = block * BLOCK; token < num_; token++) {
             const float weight = weights()[token];
             if (weight > 0) last = token;
@@ -258,7 +258,7 @@ class RowChoice {
     const float* highest_ = nullptr;  // unless the row has a mask
 };
 
-// `likelihoods`: null, or without `logprobs`, if none are wanted.
+// Chooses the tokens of all rows. `likelihoods`: null, or without `logprobs`, if no row needs them.
 inline void choose(const Choices& choices, int64_t* tokens, const Likelihoods* likelihoods = nullptr) {
     const bool has_likelihoods = likelihoods && likelihoods->logprobs;
     const int64_t size = choices.vocab_size;

@@ -1,5 +1,5 @@
-// A forward pass through all layers of a decoder, in one call. `decoder_weights.py` has the same records, and says what the
-// fields mean for a family of models.
+// A forward pass through all layers of a decoder, in one call. `decoder_weights.py` has the same records, and documents their
+// fields.
 #pragma once
 
 #include <map>
@@ -23,16 +23,16 @@ static_assert(RUN == PANEL);
 struct LayerWeights {
     Norm input_norm;
     Weight qkv;
-    const Latent* latent;  // instead of `qkv`, or null
-    Norm q_norm, k_norm;  // of single heads, or of all heads together, by their size
+    const Latent* latent;  // replaces `qkv`; or null
+    Norm q_norm, k_norm;  // over single heads, or over all heads together, by their size
     const void* sinks;    // [heads] of type S, or null
     Weight output;
-    Norm attention_norm;  // of the attention's output
+    Norm attention_norm;  // the norm of the attention's output
     Norm mlp_norm;
     Mlp mlp;
-    const Experts* experts;  // instead of `mlp`, or null
-    Norm output_norm;        // of the MLP's output
-    int64_t window;          // the number of keys that a row sees; 0: all
+    const Experts* experts;  // replaces `mlp`; or null
+    Norm output_norm;        // the norm of the MLP's output
+    int64_t window;          // the number of keys to which a row attends; 0: all
     int64_t rope;            // the index in DecoderWeights::ropes; -1: heads are not rotated
 };
 
@@ -46,12 +46,12 @@ struct DecoderWeights {
     Norm final_norm;
     Rope ropes[MAX_ROPES];
     int64_t num_ropes;
-    float attention_scale, attention_cap, logit_scale, logit_cap;  // a cap of 0: none
+    float attention_scale, attention_cap, logit_scale, logit_cap;  // a cap of 0: no cap
     int64_t activation, is_gated;  // of the MLPs
     int64_t is_parallel;  // the attention and the MLP of a layer read the same residual
     const LayerWeights* layers;
-    int64_t first_token;  // of the vocabulary, in the first row of `embedding`
-    RankSum ranks;  // of the processes that compute the model together; `num_heads` and all matrices are this rank's parts
+    int64_t first_token;  // the token of the first row of `embedding`
+    RankSum ranks;  // adds over the processes that compute the model together; then heads and matrices are this rank's part
 
     Gating gating() const { return {Activation(activation), is_gated != 0}; }
 };
@@ -67,10 +67,10 @@ struct Rows {
     const void* embeddings;  // [num_given][hidden_size] of type S
     int64_t num_deep;
     const void* deep;     // [num_deep][num_given][hidden_size] of type S: added to the given rows after each of the first layers
-    const float* angles;  // [T][head_dim / 2]: of the rope; null: those of the positions
+    const float* angles;  // [T][head_dim / 2]: the angles of the rope; null: they follow from `positions`
 };
 
-// The changes of the products of a layer by one adapter.
+// An adapter's changes to the products of a layer.
 struct LayerAdapter {
     LowRank qkv, output, gate_up, down;
 };
@@ -80,7 +80,7 @@ struct AdapterRows {
     const LayerAdapter* layers;  // one for each layer of the model
     const int64_t* rows;  // ascending
     int64_t num_rows;
-    const int64_t* sampled;  // the indices in Rows::sampled of the rows that use the adapter
+    const int64_t* sampled;  // the indices in Rows::sampled of rows that use the adapter
     int64_t num_sampled;
 };
 
@@ -89,7 +89,7 @@ struct Adapters {
     const AdapterRows* rows;
 };
 
-// Buffers for the rows of a forward pass, reused by the next one.
+// Buffers for the rows of a forward pass. The next pass reuses them.
 template <class S>
 struct Activations {
     std::vector<S> residual, qkv;
@@ -148,7 +148,7 @@ class Forward {
             if (layer.latent) project_latent(*layer.latent, layer.rope);
             else project(i);
             rotate_and_write(layer, static_cast<S*>(kv_layers[i]));
-            if (is_last && rows_.num_sampled == 0) return;  // a chunk of a prompt: only its KV is needed
+            if (is_last && rows_.num_sampled == 0) return;  // no row is sampled, only KV is needed
             attend_layer(layer, static_cast<const S*>(kv_layers[i]));
             if (is_last) keep_sampled();
             if (w_.is_parallel) prepare(layer.mlp_norm);
@@ -165,7 +165,7 @@ class Forward {
         for (int64_t t = 0; t < rows_.num_sampled; t++) normalize(residual(t), w_.final_norm, out + t * w_.hidden_size);
     }
 
-    // Writes what is wanted of the sampled rows, once the caller has joined the team: it may tell then.
+    // Writes the results that `wanted` selects for the sampled rows, once the caller has filled it in and joined the team.
     void choose_tokens(const Weight& head, const Wanted& wanted) {
         if (rows_.num_sampled == 0) return;
         prepare(w_.final_norm);
@@ -186,7 +186,7 @@ class Forward {
     }
 
   private:
-    // The plan of a layer's attention. A window as long as the longest text is none.
+    // The plan of a layer's attention. A window that is at least as long as the longest text is ignored.
     const Plan& plan_of(const LayerWeights& layer) {
         const int64_t window = layer.window < longest_ ? layer.window : 0;
         const auto found = plans_.find(window);
@@ -217,7 +217,7 @@ class Forward {
         });
     }
 
-    // The sum that the batch's adapters add to a product of layer i; null if they do not change it.
+    // The summand that the batch's adapters add to a product of layer i; null if they do not change it.
     const S* added(const RowOf<S>* x, int64_t stride, int64_t i, const Weight& weight, LowRank LayerAdapter::*product) {
         if (!adapters_) return nullptr;
         std::vector<ChangedRows> changes;
@@ -290,7 +290,7 @@ class Forward {
         each_row([&](int64_t t) { add_block(t, norm); });
     }
 
-    // Replaces the values of all rows by their sums over all ranks.
+    // Replaces the values of all rows with their sums over all ranks.
     void sum_over_ranks(std::vector<S>& values) {
         if (!w_.ranks) return;
         const Timed timed(RANKS);
@@ -306,7 +306,7 @@ class Forward {
         add_row(row, w_.hidden_size, residual(t));
     }
 
-    // Writes the embeddings of all tokens to the residual. A rank has some tokens of the vocabulary, and zeros for the others.
+    // Writes the embeddings of all tokens to the residual. A rank has the embeddings of some tokens, and adds zeros for the others.
     void embed() {
         {
             const Timed timed(EMBED);
@@ -340,7 +340,7 @@ class Forward {
         }
     }
 
-    // Adds to the given rows; their sums are rounded to S.
+    // Adds `values` to the given rows. The sums are rounded to S.
     void add_deep(const S* values) {
         for (int64_t e = 0; e < rows_.num_given; e++) {
             S* to = residual(rows_.given[e]);
@@ -356,7 +356,7 @@ class Forward {
         return of_all.data() + (rope * rows_.num_rows + t) * (w_.head_dim / 2);
     }
 
-    // Makes the input of products from the residual, normed if there is a norm.
+    // Copies the residual to `normed`, the input of products, and applies the norm if there is one.
     void prepare(const Norm& norm) {
         const Timed timed(NORM);
         each_row([&](int64_t t) {
@@ -404,7 +404,7 @@ class Forward {
         each_row([&](int64_t t) { fill_up(m_.attended.data() + t * m_.attended_stride, size, m_.attended_stride); });
     }
 
-    // Drops all rows except the sampled ones, so that the rest of the last layer is computed for these only.
+    // Drops all rows except the sampled rows, so that the rest of the last layer is computed only for these.
     void keep_sampled() {
         std::vector<S> kept(rows_.num_sampled * w_.hidden_size);
         std::vector<RowOf<S>> attended(rows_.num_sampled * m_.attended_stride);

@@ -1,6 +1,6 @@
 // The functions that Python calls through ctypes (native_ops/). Functions that compute hold the team's lock while they
-// run. `is_bf16`: values are bfloat16, else float. A function that can fail returns a Status; no exception leaves the
-// library.
+// run. `is_bf16`: values are bfloat16, otherwise float. A function that can fail returns a Status; no exception leaves
+// the library.
 
 #include <cstdio>
 #include <memory>
@@ -61,8 +61,8 @@ int with_team(int is_bf16, const Body& body) {
     });
 }
 
-// Rows x [num][width] in the form that products read: in the type of their rows, padded with zeros to a whole panel. They are
-// copied only if they are not in this form.
+// Rows x [num][width] in the form that products read: type RowOf<S>, padded with zeros to a whole panel. Copies the rows
+// only if they are not in this form.
 template <class S>
 class ReadableRows {
   public:
@@ -140,8 +140,8 @@ EXPORT int af_rows_of(int is_bf16, const Weight* weight, const int64_t* ids, int
     });
 }
 
-// out: of type S, or float if `exact`. `activation`: an Activation of the product, or of its gate if `gated`; NUM_ACTIVATIONS:
-// none. `added` [num_rows][num_out] of type S, or null.
+// `out` has type S, or float if `exact`. `activation`: the Activation of the product, or of its gate if `gated`; NUM_ACTIVATIONS:
+// none. `added` [num_rows][num_out] has type S, or is null.
 EXPORT int af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight* weight, int gated, int64_t activation, int exact,
                      const void* added, void* out) {
     return with_team(is_bf16, [&](auto type) {
@@ -173,7 +173,7 @@ EXPORT int af_low_rank(int is_bf16, const void* x, int64_t num_rows, int64_t num
     });
 }
 
-// `bias`: of a layer norm; null: an RMS norm.
+// `bias`: the bias of a layer norm; null: an RMS norm.
 EXPORT int af_norm(int is_bf16, const void* x, int64_t num_rows, int64_t stride, const void* weight, const void* bias, int64_t size,
                    float eps, void* out) {
     return with_team(is_bf16, [&](auto type) {
@@ -204,7 +204,7 @@ EXPORT int af_attention(int is_bf16, const void* q, int64_t q_stride, const void
     });
 }
 
-// As ops.Kernels.segment_attention. `starts`: [num_segments + 1]. The rows of q and kv may be parts of wider rows.
+// Like AttentionBackend.attend_segments. `starts`: [num_segments + 1]. The rows of q and kv may be parts of wider rows.
 EXPORT int af_segment_attention(int is_bf16, const void* q, int64_t q_stride, const void* kv, int64_t kv_stride, const int64_t* starts,
                                 int64_t num_segments, int64_t first, int64_t end, int64_t num_heads, int64_t head_dim, float scale,
                                 void* out) {
@@ -234,7 +234,7 @@ EXPORT int af_log_sums(const float* logits, int64_t num_rows, int64_t vocab_size
     });
 }
 
-// Writes the `num` highest logits of each row and their tokens, [num_rows][num] each.
+// Writes the `num` highest logits of each row to `values`, and their tokens to `tokens`, each [num_rows][num].
 EXPORT int af_likeliest(const float* logits, int64_t num_rows, int64_t vocab_size, int64_t num, float* values, int64_t* tokens) {
     return guarded([&] {
         const std::lock_guard<std::mutex> lock(team().in_use);
@@ -254,10 +254,10 @@ EXPORT void af_part_seconds(double* out) {
     std::fill(part_seconds, part_seconds + NUM_PARTS, 0.0);
 }
 
-// Starts a forward pass, which af_finish_forward ends; all arguments must live until then. It writes the results that are
-// `wanted`, which is read after the call of af_finish_forward; if this is null, it writes the normed hidden states of the
-// sampled rows. `adapters`: null if no row uses one. If the status is not OK, nothing was started; NO_SUCH_INDEX means that there
-// is no such token or position.
+// Starts a forward pass. af_finish_forward ends it; all arguments must live until then. The pass writes the results that
+// `wanted` selects; the caller may fill it in until it calls af_finish_forward. If `wanted` is null, the pass writes the normed
+// hidden states of the sampled rows. `adapters`: null if no row uses one. If the status is not OK, no pass was started;
+// NO_SUCH_INDEX means that a token or a position does not exist.
 EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
                             const Adapters* adapters, void* const* kv_layers, void* hidden, const Weight* head,
                             const Wanted* wanted) {
@@ -278,7 +278,7 @@ EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Ro
     });
 }
 
-// Joins the team until the forward pass is done. Must be called by the thread that started it.
+// Works with the team until the forward pass is done. Must be called on the thread that started it.
 EXPORT int af_finish_forward() {
     return guarded([] {
         const std::lock_guard<std::mutex> lock(team().in_use, std::adopt_lock);
@@ -288,17 +288,18 @@ EXPORT int af_finish_forward() {
 
 EXPORT int64_t af_ranks_memory(int size, int64_t slot_bytes) { return SharedRanks::memory_bytes(size, slot_bytes); }
 
-// Joins the ranks that share `memory`, which must outlive the result. A rank that waits for `limit_s` is lost.
+// Joins the ranks that share `memory`, which must outlive the result. After waiting `limit_s` seconds for a rank, the others count
+// it as lost.
 EXPORT void* af_join_ranks(void* memory, int rank, int size, int64_t slot_bytes, double limit_s) {
     return new (std::nothrow) SharedRanks(memory, rank, size, slot_bytes, limit_s);
 }
 
 EXPORT void af_leave_ranks(void* ranks) { delete static_cast<SharedRanks*>(ranks); }
 
-// Another thread may call it.
+// May be called on another thread.
 EXPORT void af_abort_ranks(void* ranks) { static_cast<SharedRanks*>(ranks)->abort(); }
 
-// The RankSum of SharedRanks, for a forward pass, which holds the team.
+// The RankSum of SharedRanks. Only a forward pass calls it, because the caller must hold the team's lock.
 EXPORT int af_add_in_pass(void* ranks, void* values, int64_t count, int is_bf16) {
     return guarded([&] {
         as_type(is_bf16, [&](auto type) {

@@ -20,16 +20,16 @@ struct Gating {
     bool is_gated;
 };
 
-// Experts, of which each row uses a few, with the weights that the router gives them.
+// A mixture of experts. The router chooses a few of them for each row, and their weights.
 struct Experts {
     Weight router;  // computes the scores of the experts
     int64_t num;
     const Mlp* experts;  // [num]
-    const Mlp* shared;   // computes every row, or null
-    int64_t num_used;    // for each row
+    const Mlp* shared;   // an MLP that all rows use, or null
+    int64_t num_used;    // the number of experts for each row
     int64_t normalises;  // the weights of a row add up to 1
-    float scale;         // of the weights
-    int64_t num_groups, num_used_groups;  // a row uses experts of only the best groups
+    float scale;         // the factor of the weights
+    int64_t num_groups, num_used_groups;  // a row uses only experts of the best groups
 };
 
 // Pads a row with zeros to a whole panel, because products read that far.
@@ -44,12 +44,12 @@ struct Use {
     float weight;
 };
 
-// Buffers that the MLPs of a forward pass use in turn.
+// Buffers that all MLPs of a forward pass reuse.
 template <class S>
 struct MlpMemory {
     std::vector<RowOf<S>> inner, gathered;
     std::vector<S> scores, outputs;
-    std::vector<float> likely;  // of the experts, for one row
+    std::vector<float> likely;  // the scores or the probabilities of the experts, for one row
     std::vector<Use> uses;
 };
 
@@ -65,7 +65,7 @@ struct MlpPortions {
     }
 };
 
-// Writes the activated values between the two products of MLPs to memory.inner. Returns the distance of two rows. `added`: as in
+// Writes the activated values between the two products of MLPs to memory.inner. Returns the stride of its rows. `added`: as in
 // linear.h.
 template <class S>
 int64_t inner_rows(const RowOf<S>* x, int64_t stride, const MlpPortions& mlps, const Gating& gating, MlpMemory<S>& memory,
@@ -86,7 +86,7 @@ void apply(const RowOf<S>* x, int64_t stride, const MlpPortions& mlps, const Gat
     linear<S>(memory.inner.data(), inner_stride, mlps.down, out, mlps.down[0].weight->num_out);
 }
 
-// Appends the experts of a row to `uses`, in the order of their numbers, from scores [num].
+// Chooses the experts of a row by their scores [num], and appends them to `uses` in ascending order.
 template <class S>
 void route(const S* scores, const Experts& experts, int32_t row, std::vector<float>& likely, std::vector<Use>& uses) {
     const int64_t num = experts.num, in_group = num / experts.num_groups;
@@ -99,7 +99,7 @@ void route(const S* scores, const Experts& experts, int32_t row, std::vector<flo
         for (auto at = first; at < last; at++) value(*at) /= total;
     };
     if (!experts.normalises) to_shares(likely.begin(), likely.end(), [](float& value) -> float& { return value; });
-    // The numbers of the `wanted` largest of `values`, in ascending order; of equal values, the first.
+    // The indices of the `wanted` largest values, in ascending order. Among equal values, the first come first.
     const auto largest = [](const std::vector<float>& values, int64_t wanted) {
         std::vector<int32_t> order(values.size());
         std::iota(order.begin(), order.end(), 0);
@@ -126,7 +126,7 @@ void route(const S* scores, const Experts& experts, int32_t row, std::vector<flo
     else for (auto use = first; use < uses.end(); use++) use->weight *= experts.scale;
 }
 
-// Adds the outputs of some experts to out [num_rows][hidden_size]. `uses`: of one expert after the other.
+// Adds the outputs of some experts to out [num_rows][hidden_size]. `uses` are sorted by expert.
 template <class S>
 void add_experts(const RowOf<S>* x, int64_t stride, int64_t num_rows, const Experts& experts, const Use* uses, int64_t num_uses,
                  const Gating& gating, MlpMemory<S>& memory, S* out) {
@@ -148,7 +148,7 @@ void add_experts(const RowOf<S>* x, int64_t stride, int64_t num_rows, const Expe
     const int64_t size = experts.experts[0].down.num_out;
     grow(memory.outputs, num_uses * size);
     apply(from, from_stride, mlps, gating, memory, memory.outputs.data());
-    // Divided by columns, because several uses may be of one row.
+    // Divided by columns, because a row may have several uses.
     team().loop((size + LANES - 1) / LANES, 32, [&](int64_t first, int64_t end, int) {
         const int64_t begin = first * LANES, num = std::min(end * LANES, size) - begin;
         for (int64_t i = 0; i < num_uses; i++) {
@@ -161,12 +161,11 @@ void add_experts(const RowOf<S>* x, int64_t stride, int64_t num_rows, const Expe
     });
 }
 
-// out [num_rows][hidden_size] = the sum of each row's experts, in the order of their numbers, and of the shared one before
-// them; each addition is rounded to S.
+// out [num_rows][hidden_size] = the sum over the shared MLP and each row's experts, in this order; each addition is rounded to S.
 template <class S>
 void mixture(const RowOf<S>* x, int64_t stride, int64_t num_rows, const Experts& experts, const Gating& gating,
              MlpMemory<S>& memory, S* out) {
-    constexpr int64_t MANY_USES = 512;  // experts are computed together up to this number, which bounds the memory
+    constexpr int64_t MANY_USES = 512;  // about this number of uses are computed together, to bound the memory
     if (experts.shared) {
         MlpPortions shared;
         shared.add(*experts.shared, num_rows);

@@ -1,5 +1,5 @@
-// Attention for few queries, for which laying out keys and values would cost more than it saves: scores and sums are computed
-// from the pool directly. Needs bfloat16 instructions and heads of a multiple of 64 dimensions.
+// Attention for few queries, for which packing keys and values would cost more than it saves: scores and sums are computed
+// directly from the pool. Needs bfloat16 instructions, and heads with a multiple of 64 dimensions.
 #pragma once
 
 #include "product.h"
@@ -8,7 +8,7 @@ namespace agentflow {
 
 #if defined(__AVX512F__)
 
-// Transposes 16 words (pairs of dimensions) of 16 keys: r[j] then holds word j of each key.
+// Transposes 16 words (pairs of dimensions) of 16 keys. Afterwards, r[j] holds word j of each key.
 ALWAYS_INLINE void turn(__m512i (&r)[16]) {
     __m512i t[16];
 #pragma GCC unroll 8
@@ -45,8 +45,8 @@ ALWAYS_INLINE void turn(__m512i (&r)[16]) {
 
 constexpr int MOST_FEW_QUERIES = 4;  // their sums over 64 dimensions fit into registers
 
-// Writes the scores of query i with 16 keys to scores[i] [16], for heads of 32 * num_chunks dimensions. Queries are `stride`
-// values apart. Calls step() after every 4 loads, as add_few does.
+// Writes the scores of query i with 16 keys to scores[i] [16], for heads of 32 * num_chunks dimensions. `stride`: the values
+// between the starts of two queries. Calls step() after every 4 loads, like add_few.
 template <int QUERIES, class Step>
 void score_few(const bf16* queries, int64_t stride, int num_chunks, const bf16* const (&keys)[LANES], Vec (&scores)[QUERIES], const Step& step) {
     __m512 sums[QUERIES];  // in the order in which `tile` adds
@@ -102,7 +102,7 @@ void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& v
             }
         }
     }
-    // Of each 8 dimensions, the low part has the first 4 and the high part the others.
+    // Of every 8 dimensions, the low part has the first 4, the high part the last 4.
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
 #pragma GCC unroll 4

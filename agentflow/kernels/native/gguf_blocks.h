@@ -1,4 +1,4 @@
-// Blocks of quantised values as GGUF files store them (ggml's formats), unpacked to codes, scales and minimums.
+// Unpacks blocks of quantised values in GGUF files (ggml's formats) to codes, scales and minimums.
 #pragma once
 
 #include <cstring>
@@ -13,7 +13,7 @@ enum BlockType : int64_t { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_N
 // GROUP values of a row: `scale * code + min`.
 struct Unpacked {
     uint8_t codes[GROUP];
-    float scales[2], min;  // `scales`: of each half; they differ only in Q6_K
+    float scales[2], min;  // `scales`: the scale of each half; they differ only in Q6_K
 };
 
 inline float half_at(const uint8_t* p) {
@@ -22,7 +22,7 @@ inline float half_at(const uint8_t* p) {
     return _cvtsh_ss(bits);
 }
 
-// The bytes of a block, the groups in it, and the panel format that holds it.
+// The bytes of a block, the number of its groups, and the panel format for it.
 struct BlockShape {
     int64_t bytes, num_groups;
     WeightFormat format;
@@ -43,7 +43,7 @@ inline BlockShape block_shape(int64_t type) {
     }
 }
 
-// The lower 4 bits of 16 bytes, then the upper ones.
+// The lower 4 bits of 16 bytes, then the upper 4 bits.
 inline void unpack_nibbles(const uint8_t* from, uint8_t* codes) {
     for (int i = 0; i < GROUP / 2; i++) {
         codes[i] = from[i] & 0x0F;
@@ -114,8 +114,8 @@ inline void unpack(int64_t type, const uint8_t* block, int g, Unpacked& out) {
     }
 }
 
-// Writes rows of blocks, `num_in` values each, to columns of `panels`, which must be zeroed: row n to column first + n,
-// or with `gated_half` to the place of row first + n of a gated weight with halves of that size.
+// Writes rows of blocks, `num_in` values each, to columns of `panels`, which must be zeroed. Row n becomes column first + n, or,
+// with `gated_half`, the column of row first + n of a gated weight whose halves have this size.
 inline void pack_blocks(int64_t type, const uint8_t* rows, int64_t num_rows, int64_t num_in, int64_t first,
                         int64_t gated_half, uint8_t* panels) {
     const BlockShape shape = block_shape(type);

@@ -1,4 +1,4 @@
-// Lays out a block of keys and values from the pool as panels, and prefetches the next one.
+// Packs a block of keys and values from the pool into panels, and prefetches the next block.
 #pragma once
 
 #include "attention_tasks.h"
@@ -7,7 +7,7 @@
 
 namespace agentflow {
 
-// One layer of the KV pool, or other rows with keys and values: [slots, 2, num_kv_heads, head_dim], keys at 0, values at 1.
+// A layer of the KV pool, or other rows with keys and values: [slots, 2, num_kv_heads, head_dim], keys at 0, values at 1.
 template <class S>
 struct KvLayer {
     const S* data;
@@ -17,8 +17,8 @@ struct KvLayer {
     const S* value(int32_t slot, int64_t head) const { return key(slot, num_kv_heads + head); }
 };
 
-// Transposes 16 rows of 16 words. Row i has its first `num` words at from[i] (null: none), then zeros. The first `num_columns`
-// columns are written; column i to `to + i * stride`.
+// Transposes 16 rows of 16 words. Row i consists of `num` words at from[i] (null: none), then zeros. Writes the first
+// `num_columns` columns, column i to `to + i * stride`.
 ALWAYS_INLINE void transpose_words(const uint32_t* const (&from)[16], int num, uint32_t* to, int64_t stride, int num_columns = 16) {
 #if defined(__AVX512F__)
     const __mmask16 present = __mmask16((1u << num) - 1);
@@ -37,8 +37,8 @@ ALWAYS_INLINE void transpose_words(const uint32_t* const (&from)[16], int num, u
 #endif
 }
 
-// Lays out keys `begin` to `num`, `begin` being a multiple of LANES, as columns: panels [ceil(num / 32)][words of a key][32]. A
-// word is a float or a pair of bfloat16.
+// Packs keys `begin` to `num` as columns: panels [ceil(num / 32)][words of a key][32]. A word is a float or a pair of bfloat16.
+// `begin`: a multiple of LANES.
 template <class S>
 void pack_keys(const KvLayer<S>& kv, const int32_t* slots, int begin, int num, int64_t head, S* panels) {
     constexpr int PAIR = Format<S>::PAIR;
@@ -74,7 +74,7 @@ ALWAYS_INLINE __m256i first_values(const bf16* from, int num) {
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(values));
 }
 
-// Interleaves two rows of 32 bfloat16 value by value: the first `num` values of each, then zeros. b may be null, for zeros.
+// Interleaves two rows of 32 bfloat16 value by value: the first `num` values of each, then zeros. If b is null, its values are 0.
 ALWAYS_INLINE void interleave(const bf16* a, const bf16* b, int num, bf16* to) {
     for (int part = 0; part < 2; part++) {
         const int left = num - part * LANES;
@@ -87,7 +87,7 @@ ALWAYS_INLINE void interleave(const bf16* a, const bf16* b, int num, bf16* to) {
     }
 }
 
-// Lays out values `begin` to `num`, `begin` being even, with dimensions as columns: panels [ceil(head_dim / 32)][most_keys][32].
+// Packs values `begin` to `num` with dimensions as columns: panels [ceil(head_dim / 32)][most_keys][32]. `begin`: even.
 template <class S>
 void pack_values(const KvLayer<S>& kv, const int32_t* slots, int begin, int num, int64_t head, S* panels, int64_t most_keys = KEY_BLOCK) {
     constexpr int PAIR = Format<S>::PAIR;
@@ -112,14 +112,15 @@ void pack_values(const KvLayer<S>& kv, const int32_t* slots, int begin, int num,
     }
 }
 
-// Prefetches the keys and values of a block while another one is processed: a few lines at a time, in memory order, at an even
-// rate. This triggers the hardware prefetcher too, and does not fill the processor's queues, which ordinary loads also need.
+// Prefetches the keys and values of a block while another block is processed: a few cache lines at a time, in memory order, at an
+// even rate. This also triggers the hardware prefetcher, and does not fill the processor's queues, which ordinary loads need too.
 template <class S>
 class FetchAhead {
   public:
     explicit FetchAhead(const KvLayer<S>& kv) : kv_(kv) {}
 
-    // Begins at key `first` of a task. About `num_steps` calls of step() prefetch the block. Null: nothing to prefetch.
+    // Starts at key `first` of a task. About `num_steps` calls of step() prefetch the block. `task`: null if nothing is to be
+    // prefetched.
     void begin(const Task* task, int first, int num_steps) {
         task_ = task;
         is_value_ = true;
@@ -142,7 +143,7 @@ class FetchAhead {
   private:
     static constexpr int64_t LINE = 64;  // bytes
 
-    // Goes from a key to its value, or to the next key. Returns false at the end.
+    // Moves from a key to its value, or from a value to the next key. Returns false at the end.
     ALWAYS_INLINE bool advance() {
         if (is_value_ && key_ == last_key_) return false;
         key_ += is_value_;

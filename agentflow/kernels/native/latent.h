@@ -1,5 +1,5 @@
-// Latent attention (DeepSeek-V2, arXiv 2405.04434), as in latent_attention.py: the pool holds the latent of keys and values and
-// the rotated key that all heads share, and the matrices that would expand them are applied to queries and outputs instead.
+// Latent attention (DeepSeek-V2, arXiv 2405.04434), as in latent_attention.py: the pool holds the latents of keys and values, and
+// the rotated key that all heads share. The matrices that would expand the latents are applied to queries and outputs instead.
 #pragma once
 
 #include <vector>
@@ -10,8 +10,8 @@
 namespace agentflow {
 
 struct Latent {
-    Weight down;  // to the latents of the queries, or the queries; the latent of keys and values; and the shared key
-    Norm q_norm;  // of the queries' latents; none: the queries have no latents
+    Weight down;  // computes the queries or their latents; the latent of keys and values; and the shared key
+    Norm q_norm;  // the norm of the queries' latents; none: the queries have no latents
     Weight q_up;
     Norm kv_norm;
     const Weight *key_up, *value_up;  // [heads]: [kv_rank, plain_dim] and [value_dim, kv_rank]
@@ -22,15 +22,15 @@ struct Latent {
     int64_t queries_size() const { return down.num_out - pool_dim(); }
 };
 
-// Buffers that the layers use in turn.
+// Buffers that all layers reuse.
 template <class S>
 struct LatentMemory {
     std::vector<S> down, queries;
     std::vector<RowOf<S>> normed, plain, values;
 };
 
-// Products of the rows of each head with the head's matrix: put(head, row, column, width, values). rows_of(head) returns the
-// head's rows, which are followed by readable memory for MAX_TILE_ROWS more.
+// Multiplies each head's rows with its matrix, and calls put(head, row, column, width, values). rows_of(head) returns the rows,
+// which must be followed by readable memory for MAX_TILE_ROWS more rows.
 template <class S, class RowsOf, class Put>
 void each_head(int64_t num_heads, int64_t num_rows, const Weight* weights, int64_t stride, const RowsOf& rows_of, const Put& put) {
     const int64_t num_panels = (weights[0].num_out + PANEL - 1) / PANEL;
@@ -44,16 +44,16 @@ void each_head(int64_t num_heads, int64_t num_rows, const Weight* weights, int64
     });
 }
 
-// Rotates adjacent dimensions together. In the result these are half of `dim` apart, which does not change products of
-// queries and keys.
+// Rotates pairs of adjacent dimensions. In the result, the two dimensions of a pair are dim / 2 apart, which does not change the
+// products of queries and keys.
 template <class S>
 void rotate_adjacent(const S* from, int64_t dim, const float* cos, const float* sin, S* to) {
     for (int64_t i = 0; i < dim / 2; i++) to[i] = from[2 * i], to[dim / 2 + i] = from[2 * i + 1];
     rotate(to, dim / 2, cos, sin);
 }
 
-// Computes the queries, and the entries of the pool twice, as key and as value: qkv [num_rows][(heads + 2) * pool_dim]. `angles`
-// returns the cosines and sines of a row.
+// Computes qkv [num_rows][(heads + 2) * pool_dim]: the queries, and the pool's entry twice, as key and as value. `angles` returns
+// the cosines and sines of a row.
 template <class S, class Angles>
 void latent_queries(const RowOf<S>* x, int64_t stride, int64_t num_rows, const Latent& w, const Angles& angles, LatentMemory<S>& memory,
                     S* qkv) {
@@ -102,8 +102,8 @@ void latent_queries(const RowOf<S>* x, int64_t stride, int64_t num_rows, const L
         });
 }
 
-// Expands the latents that were attended to: [num_rows][heads * pool_dim] to memory.values [num_rows][heads * value_dim]. Returns
-// the distance of two rows of it.
+// Expands the attention's output [num_rows][heads * pool_dim] from latents to memory.values [num_rows][heads * value_dim]. Returns
+// the stride of its rows.
 template <class S>
 int64_t latent_values(const RowOf<S>* attended, int64_t stride, int64_t num_rows, const Latent& w, LatentMemory<S>& memory) {
     const int64_t size = w.num_heads * w.value_dim, values_stride = round_up<int64_t>(size, PANEL);

@@ -1,4 +1,4 @@
-// The log-sum-exp of rows of logits, their highest ones, and the log-probabilities of single tokens. One thread processes a whole
+// The log-sum-exp of rows of logits, the highest logits, and the log-probabilities of single tokens. A thread processes a whole
 // row.
 #pragma once
 
@@ -12,12 +12,12 @@
 
 namespace agentflow {
 
-// The log-probabilities that are wanted of S rows, as inputs.Likelihoods. Null: not wanted.
+// The log-probabilities to compute for S rows, like inputs.Likelihoods. A null field is not computed.
 struct Likelihoods {
-    float* logprobs;  // [S]: of the rows' tokens
-    int64_t* ranks;   // [S]: how many tokens are at least as likely as the row's, itself included
+    float* logprobs;  // [S]: the log-probability of each row's token
+    int64_t* ranks;   // [S]: how many tokens are at least as likely as the row's token, including itself
     int64_t num_top;
-    const bool* wants_top;  // [S]; null: all rows want the likeliest tokens
+    const bool* wants_top;  // [S]: whether the row needs the likeliest tokens; null: all rows do
     int64_t* top_ids;       // [S][num_top]
     float* top_logprobs;    // [S][num_top]
     int64_t num_scored;
@@ -25,7 +25,7 @@ struct Likelihoods {
     float* scored_logprobs;                   // [num_scored]
 };
 
-// The logits of tokens first to first + 15; minus infinity past the vocabulary.
+// The logits of tokens `first` to `first` + 15; minus infinity beyond the vocabulary.
 ALWAYS_INLINE Vec logits_from(const float* logits, int64_t first, int64_t vocab_size) {
     const int num = int(std::min<int64_t>(LANES, vocab_size - first));
     return first_lanes(load_first(logits + first, num), num, MINUS_INFINITY);
@@ -44,7 +44,7 @@ inline float log_sum(const float* logits, int64_t vocab_size) {
     const float highest = largest(most);
     if (are_numbers != 0xFFFF) return std::numeric_limits<float>::quiet_NaN();
     if (!std::isfinite(highest)) return highest;
-    constexpr int64_t BLOCK = 1024;  // is added up as floats, and its sum as double
+    constexpr int64_t BLOCK = 1024;  // logits that are summed in float; the sums of blocks are added in double
     const Vec top = broadcast(highest), factor = broadcast(LOG2_E);
     double total = 0;
     for (int64_t begin = 0; begin < vocab_size; begin += BLOCK) {
@@ -57,12 +57,13 @@ inline float log_sum(const float* logits, int64_t vocab_size) {
     return float(highest + std::log(total));
 }
 
-// Writes the `num` highest logits and their tokens, the highest first, and of equals the lowest token. num: at most vocab_size.
+// Writes the `num` highest logits and their tokens, the highest first; equal logits in the order of their tokens. `num`: at most
+// vocab_size.
 inline void likeliest(const float* logits, int64_t vocab_size, int64_t num, float* values, int64_t* tokens) {
     int64_t num_found = 0;
     const auto insert = [&](int64_t token) {
         const float value = logits[token];
-        int64_t place = num_found < num ? num_found++ : num - 1;  // the last one leaves
+        int64_t place = num_found < num ? num_found++ : num - 1;  // replaces the lowest logit found so far
         for (; place > 0 && values[place - 1] < value; place--) {
             values[place] = values[place - 1];
             tokens[place] = tokens[place - 1];
@@ -80,7 +81,7 @@ inline void likeliest(const float* logits, int64_t vocab_size, int64_t num, floa
     }
 }
 
-// How many logits are at least `least`.
+// The number of logits that are at least `least`.
 inline int64_t num_at_least(const float* logits, int64_t vocab_size, float least) {
     const Vec bound = broadcast(least);
     int64_t count = 0;
@@ -91,7 +92,7 @@ inline int64_t num_at_least(const float* logits, int64_t vocab_size, float least
     return count;
 }
 
-// Writes what is wanted of row `row` with these logits, and returns its token, or `not_finite` if the logits are not.
+// Writes the results of row `row`, which has these logits. Returns `token`, or `not_finite` if the logits are not finite.
 inline int64_t write_likelihoods(const Likelihoods& to, int64_t row, const float* logits, int64_t vocab_size, int64_t token,
                                  int64_t not_finite) {
     const float total = log_sum(logits, vocab_size);

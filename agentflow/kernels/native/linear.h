@@ -1,4 +1,4 @@
-// Products of a batch's rows with a weight, fused with the next operation: bias, residual or gating.
+// Products of a batch's rows with a weight, fused with the operations that follow: bias, activation, residual or gating.
 #pragma once
 
 #include <vector>
@@ -11,14 +11,14 @@
 
 namespace agentflow {
 
-// Adjacent panels of one format.
+// Adjacent panels that have the same format.
 struct Segment {
     const void* panels;
     int64_t format, num_panels;
 };
 
-// W [num_out, num_in] in panels: column n of panel p is output 32 p + n, and outputs past the last are zero. In a gated
-// weight, panel p holds 16 outputs of the gate projection, then the same 16 of the up projection.
+// W [num_out, num_in] in panels: column n of panel p is output 32 p + n, and outputs beyond the last are zero. In a gated
+// weight, panel p holds 16 outputs of the gate projection, then the same 16 outputs of the up projection.
 struct Weight {
     static constexpr int MAX_SEGMENTS = 3;
     Segment segments[MAX_SEGMENTS];  // all panels in order; the matrices of one weight may differ in format
@@ -51,7 +51,8 @@ PanelPlace panel_of(const Weight& weight, int64_t panel) {
     throw std::out_of_range("the weight has no such panel");
 }
 
-// Depths `begin` to `begin` + `depth` of a panel, in the form that products of type S read; `begin` is a multiple of GROUP.
+// Depths `begin` to `begin` + `depth` (exclusive) of a panel, in the form that products of type S read. `begin`: a multiple of
+// GROUP.
 template <class S>
 const S* dense_panel(const PanelPlace& place, int64_t begin, int64_t depth, std::vector<S>& buffer) {
     if (place.format == DENSE) return static_cast<const S*>(place.start) + begin * PANEL;
@@ -67,8 +68,8 @@ const S* dense_panel(const PanelPlace& place, int64_t begin, int64_t depth, std:
 inline bool is_quantised(const Weight& weight) { return weight.segments[0].format != DENSE; }
 
 // Rows `first` to `first` + `num` (exclusive) of a batch, which are multiplied with one weight. The portions of a product divide its
-// rows in order, and their weights have the same shape. One loop computes them all, because the threads wait for each other at
-// the end of a loop: the products of single experts are short.
+// rows in order, and their weights have the same shape. One loop computes all portions, because the threads wait for each other at
+// the end of a loop, and the products of single experts are short.
 struct Portion {
     const Weight* weight;
     int64_t first, num;
@@ -80,16 +81,16 @@ inline int64_t num_panels_of(const Weight& weight) { return (weight.num_out + PA
 
 // How a product is divided. A *unit*, which one thread computes, is a block of rows times one panel. If the private cache of
 // a core would hold only a few rows of a deep product, a unit has more rows and processes the depth in slices, so that a panel
-// is read from memory once for all of them (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix
+// is read from memory once for all rows of the unit (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix
 // Multiplication", section 4). A product of a few rows reads each panel once in any case.
 struct Division {
-    static constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // the rows that fit a core's private cache together with the panels
-    static constexpr int64_t SLICED_ROWS = 192;             // the rows of a unit that processes the depth in slices
+    static constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // the bytes of rows that fit a core's private cache, with the panels
+    static constexpr int64_t SLICED_ROWS = 192;             // the number of rows of a unit that processes the depth in slices
 
     int64_t depth;  // of the product
     int64_t block_rows, num_blocks, slice_depth;
 
-    // `few`: the fewest rows that are worth reading a panel for; a block has a multiple of a quarter of it.
+    // `few`: the fewest rows for which reading a panel pays off. The rows of a block are a multiple of few / 4.
     Division(int64_t num_rows, int64_t depth, int64_t value_bytes, int64_t few) : depth(depth) {
         const int64_t fitting = ROW_BLOCK_BYTES / (depth * value_bytes) / (few / 4) * (few / 4);
         const bool is_whole = fitting >= few || num_rows <= few;
@@ -104,13 +105,13 @@ struct Division {
 struct Slice {
     const Weight* weight;
     int64_t first_row, num_rows, panel, begin, depth;  // `begin`, `depth`: the part of the depth
-    float* sums;  // of the rows; they hold the sums of the slices before this one
+    float* sums;  // the sums of the rows over the slices before this one
     int64_t stride;  // floats between the sums of two rows; 0: all tiles may use the same memory
-    bool is_first, is_last;  // in the unit
+    bool is_first, is_last;  // among the unit's slices
 };
 
-// Calls body for each slice of a product, on the team's threads. Each thread holds an InUse meanwhile. `divide` returns the
-// Division of a number of rows.
+// Calls body for each slice of a product, on the team's threads. Each thread holds an InUse during its calls. `divide` returns
+// the Division for a number of rows.
 template <class InUse, class Divide, class Body>
 void each_slice(const Portions& portions, int64_t num_panels, const Divide& divide, const Body& body) {
     struct Round {
@@ -141,8 +142,8 @@ void each_slice(const Portions& portions, int64_t num_panels, const Divide& divi
     });
 }
 
-// Receives the tiles of a product: (weight, first row, number of rows, panel, sums [rows][PANEL]). Refers to a body, which must outlive
-// it. Products are compiled once for all bodies, because they have many variants.
+// Receives the tiles of a product: (weight, first row, number of rows, panel, sums [rows][PANEL]). Holds a reference to a body,
+// which must outlive it. Products are compiled once for all bodies, because they have many variants.
 class PutTile {
   public:
     template <class Body>
@@ -160,9 +161,9 @@ class PutTile {
 };
 
 #if defined(__AVX512VNNI__)
-// The most rows that are multiplied as bytes. With AMX, bfloat16 tiles are faster for many rows, because a panel is converted
-// for them: a step of the default model in Q4_1 on two cores of a Xeon took 8.2 ms as bytes and 22.4 by tiles for 4 rows, 21.2
-// and 29.8 for 16, 37 and 41 for 32, 1,582 and 831 for 2,000.
+// The most rows that are multiplied as bytes. With AMX, bfloat16 tiles are faster, but only for many rows, because they need a
+// converted panel: a step of the default model in Q4_1 on two cores of a Xeon took 8.2 ms with bytes and 22.4 ms with tiles for 4
+// rows, 21.2 and 29.8 for 16, 37 and 41 for 32, 1,582 and 831 for 2,000.
 inline int64_t max_byte_rows() {
 #if defined(AGENTFLOW_TILES)
     constexpr int64_t BESIDE_TILES = 32;
@@ -171,7 +172,7 @@ inline int64_t max_byte_rows() {
     return std::numeric_limits<int64_t>::max();
 }
 
-// `multiply` for quantised weights, which quantises the rows too.
+// `multiply` for quantised weights. Quantises the rows too.
 template <class Row>
 void multiply_bytes(const Row* rows, int64_t stride, const Portions& portions, int64_t num_panels, const PutTile& put) {
     struct Nothing {
@@ -199,7 +200,7 @@ void multiply_bytes(const Row* rows, int64_t stride, const Portions& portions, i
 }
 #endif
 
-// `multiply` for weights that are dense, or are converted.
+// `multiply` for dense weights, and for quantised weights that are converted to S.
 template <class S>
 void multiply_dense(const RowOf<S>* rows, int64_t stride, const Portions& portions, int64_t num_panels, const PutTile& put) {
     const int64_t depth = padded_depth<S>(portions[0].weight->num_in);
@@ -221,7 +222,7 @@ void multiply_dense(const RowOf<S>* rows, int64_t stride, const Portions& portio
 }
 
 // Calls put for every tile of a product, in `num_panels` panels. `rows` must be followed by readable memory for MAX_TILE_ROWS
-// more rows. A stride of 0: all rows are the same.
+// more rows. `stride`: 0 if all rows are the same.
 template <class S>
 void multiply(const RowOf<S>* rows, int64_t stride, const Portions& portions, int64_t num_panels, const PutTile& put) {
 #if defined(__AVX512VNNI__)
@@ -246,7 +247,7 @@ ALWAYS_INLINE Vec biased(const float* sums, const Weight& weight, int64_t column
     return value;
 }
 
-// value rounded to S, plus `added` if it is not null.
+// `value` rounded to S; with `added`, their sum, also rounded to S.
 template <class S>
 ALWAYS_INLINE Vec changed(Vec value, const S* added, int num) {
     const Vec product = rounded<S>(value);
@@ -267,8 +268,8 @@ ALWAYS_INLINE void each_vec(const float* sums, const Weight& weight, int64_t pan
     }
 }
 
-// out [num_rows][num_out] of type Out = rows W^T + b, or the activation of it, which is rounded to S. `added`
-// [num_rows][num_out], here and below, is added to the product after it is rounded to S; null: nothing is added.
+// out [num_rows][num_out] of type Out = rows W^T + b, or its activation, which is rounded to S. `added` [num_rows][num_out], here
+// and below: a summand of the product, which is rounded to S before; null: nothing is added.
 template <class S, class Out>
 void linear(const RowOf<S>* rows, int64_t stride, const Portions& portions, Out* out, int64_t out_stride, const S* added = nullptr,
             Activation activation = NUM_ACTIVATIONS) {
@@ -292,13 +293,13 @@ void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight
     linear<S>(rows, stride, {{&weight, 0, num_rows}}, out, out_stride, added, activation);
 }
 
-// From the products of the head to logits, which are scaled first.
+// How logits follow from the products of the head: scaled, then capped.
 struct LogitMap {
-    float scale, cap;  // a cap of 0: none
+    float scale, cap;  // a cap of 0: no cap
 };
 
 // logits [num_rows][num_out] = rows W^T + b, scaled and capped. Writes the highest logit of each panel to highest
-// [num_rows][panels], or infinity if one is NaN, so that a choice of tokens need not read all logits again.
+// [num_rows][panels], or infinity if a logit is NaN, so that the choice of tokens need not read all logits again.
 template <class S>
 void head_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, LogitMap by, float* logits,
                  float* highest) {
@@ -382,8 +383,8 @@ void row_of(const Weight& weight, int64_t n, S* out) {
     for (int64_t k = 0; k < weight.num_in; k += LANES) store_first(out + k, load(row.data() + k), int(std::min<int64_t>(LANES, weight.num_in - k)));
 }
 
-// Zeroes `num` panels, from `first` on, of a weight that has `num_in_weight`. Each is touched first on the NUMA node of the
-// threads that will multiply with it.
+// Zeroes `num` panels, from `first` on, of a weight with `num_in_weight` panels. Each panel is first touched on the NUMA node of
+// the threads that will multiply with it.
 inline void zero_panels(uint8_t* panels, int64_t first, int64_t num, int64_t num_in_weight, int64_t panel_bytes) {
     team().loop_at_homes(1, num_in_weight, [&](Team::Units units) {
         while (units()) {

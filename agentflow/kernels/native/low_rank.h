@@ -5,7 +5,7 @@
 
 namespace agentflow {
 
-// A part of a change: up [outputs of the part, rank] times its rows of `down`, at `first_output`.
+// A part of a change: up [outputs of the part, rank] times the part's rows of `down`. Its outputs start at `first_output`.
 struct LowRankPart {
     Weight up;
     int64_t first_output;
@@ -19,21 +19,21 @@ struct LowRank {
     LowRankPart parts[MAX_PARTS];
 };
 
-// The rows of a batch that one change applies to.
+// The rows of a batch to which one change applies.
 struct ChangedRows {
     const LowRank* change;
     const int64_t* rows;
     int64_t num_rows;
 };
 
-// Buffers that the changes of all products use in turn.
+// Buffers that the changes of all products reuse.
 template <class S>
 struct LowRankMemory {
     std::vector<RowOf<S>> gathered, inner;  // the rows of the changes, and their products with `down`
     std::vector<S> added;  // [rows of the batch][num_out]: the sum to add to the product
 };
 
-// Products of a few rows with one panel: put(row, column, width, values) for all of its outputs.
+// Multiplies a few rows with one panel, and calls put(row, column, width, values) for all its outputs.
 template <class S, class Put>
 void few_rows(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, int64_t panel,
               const Put& put) {
@@ -52,15 +52,15 @@ void few_rows(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weig
 
 constexpr int64_t ROW_BLOCK = 64;  // rows that one thread multiplies with one panel
 
-// Writes to memory.added the sum that `changes` add to the product of x [num_rows] with a weight of `num_out` outputs, zeros
-// for rows without a change. The inner products and the results are each rounded to S. Returns memory.added.
+// Writes to memory.added the summand that `changes` add to the product of x [num_rows] with a weight of `num_out` outputs; zeros
+// for rows without a change. The products with `down` and the results are each rounded to S. Returns memory.added.
 template <class S>
 const S* low_rank(const RowOf<S>* x, int64_t stride, int64_t num_rows, int64_t num_out,
                   const std::vector<ChangedRows>& changes, LowRankMemory<S>& memory) {
     struct Unit {
         const ChangedRows* of;
         const Weight* weight;
-        int64_t panel, first_row, begin, num;  // `num` rows of the change from `begin` on; `first_row`: of the change, among the gathered rows
+        int64_t panel, first_row, begin, num;  // `num` rows of the change, from `begin` on; `first_row`: its first gathered row
         int64_t first_rank, first_output;
     };
     std::vector<Unit> downs, ups;
@@ -84,7 +84,7 @@ const S* low_rank(const RowOf<S>* x, int64_t stride, int64_t num_rows, int64_t n
         most_ranks = std::max(most_ranks, first_rank);
         num_gathered += changed.num_rows;
     }
-    // Products read rows up to a whole panel, even if a part begins behind others.
+    // Products read rows up to a whole panel, even if a part follows other parts.
     const int64_t inner_stride = round_up<int64_t>(most_ranks, PANEL) + PANEL;
     grow(memory.gathered, (num_gathered + MAX_TILE_ROWS) * stride);
     grow(memory.inner, (num_gathered + MAX_TILE_ROWS) * inner_stride);

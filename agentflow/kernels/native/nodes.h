@@ -13,7 +13,7 @@ namespace agentflow {
 
 constexpr int MAX_NODES = 16;
 
-// Parses a list of processors as Linux writes it, such as "0-3,8". Processors beyond CPU_SETSIZE are left out.
+// Parses a list of processors in the format of Linux, such as "0-3,8". Skips processors from CPU_SETSIZE on.
 inline cpu_set_t processors_in(const std::string& list) {
     cpu_set_t found;
     CPU_ZERO(&found);
@@ -30,8 +30,8 @@ inline cpu_set_t processors_in(const std::string& list) {
     return found;
 }
 
-// The processors of each node that this process may use, for the first MAX_NODES nodes that have any. With one node, or none
-// because the system lists no nodes, there is nothing to place.
+// The processors of each node that this process may use, for the first MAX_NODES nodes with such processors. With one node, or
+// with none because the system lists no nodes, memory and threads need no placement.
 inline std::vector<cpu_set_t> usable_nodes(const std::string& folder = "/sys/devices/system/node") {
     std::vector<cpu_set_t> nodes;
     cpu_set_t allowed;

@@ -1,11 +1,11 @@
-// Products of a few rows with a panel: 32 columns of a matrix, laid out in the order in which they are read.
+// Products of a few rows with a panel: 32 columns of a matrix, stored in the order in which they are read.
 //
 // A panel of depth k (the inner dimension of the product) is [k][32] floats, or [k / 2][32][2] bfloat16: values that
 // are adjacent along k are stored in pairs, as the processor's bfloat16 instructions and AMX tiles expect. The depth is padded
 // with zeros to a multiple of the depth of one instruction.
 //
 // Rows are bfloat16 if the processor multiplies bfloat16. Otherwise they are floats that hold bfloat16 values, and
-// panels are widened as they are read: the bytes read from memory and the sums stay the same.
+// panels are widened while they are read: the bytes read from memory and the sums stay the same.
 #pragma once
 
 #include <algorithm>
@@ -64,12 +64,12 @@ constexpr int MAX_VECTOR_ROWS = 4;
 constexpr int TILE_VECS = 1;
 #endif
 
-// AMX always multiplies 16 or 32 rows, even if a product has fewer. So its rows must be followed by readable memory, and its
-// results by writable memory, for MAX_TILE_ROWS more rows.
+// AMX always multiplies 16 or 32 rows, even if a product has fewer. Therefore its rows must be followed by readable memory, and
+// its results by writable memory, for MAX_TILE_ROWS more rows.
 #if defined(AGENTFLOW_TILES)
 constexpr int MAX_TILE_ROWS = 2 * TILE_SIDE;
 constexpr int MIN_ROWS_FOR_TILES = 4;
-constexpr int ROWS_AT_ONCE = TILE_SIDE;  // a product of a multiple of this many rows reads no others
+constexpr int ROWS_AT_ONCE = TILE_SIDE;  // a product whose number of rows is a multiple of this reads no other rows
 #else
 constexpr int MAX_TILE_ROWS = MAX_VECTOR_ROWS;
 constexpr int ROWS_AT_ONCE = 1;
@@ -114,7 +114,7 @@ ALWAYS_INLINE __m512bh pair_of(const bf16* row) {
 #endif
 
 // Prefetches BYTES of a panel at some distance after p. Panels are read in order, but while a core multiplies them with a few
-// rows, the hardware prefetcher falls behind: without this, a batch of 4 to 16 rows took up to twice as long.
+// rows, the hardware prefetcher falls behind: without this, a batch of 4 to 16 rows took up to twice the time.
 template <int BYTES>
 ALWAYS_INLINE void prefetch_ahead(const void* p) {
     constexpr int64_t DISTANCE = 12 * 1024;
@@ -174,8 +174,8 @@ ALWAYS_INLINE void multiply_add(Vec (&sums)[ROWS][VECS], const bf16* row, int64_
 }
 #endif
 
-// out [ROWS][PANEL] = rows [ROWS][depth] times one panel, or += if `adds`. `depth` is padded, and rows are readable up to it.
-// `is_new`: the panel is not in the cache yet.
+// out [ROWS][PANEL] = rows [ROWS][depth] times one panel, or += if `adds`. `depth` is padded, and so are the rows. `is_new`: the
+// panel is not in the cache yet.
 template <int ROWS, class S>
 void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out, bool adds, bool is_new) {
     for (int first = 0; first < PANEL; first += TILE_VECS * LANES) {
@@ -206,7 +206,7 @@ void tile_of(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel,
     tile<ROWS, S>(rows, stride, panel, depth, out, adds, is_new);
 }
 
-// The same for any number of rows up to max_rows. With AMX, this thread must hold a TilesInUse.
+// Does the same for any number of rows up to max_rows. With AMX, this thread must hold a TilesInUse.
 template <class S>
 void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out,
           bool adds = false, bool is_new = false) {
@@ -226,7 +226,7 @@ void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, in
     tile_of<S, MAX_VECTOR_ROWS>(num_rows, rows, stride, panel, depth, out, adds, is_new);
 }
 
-// Divides rows 0 to num_rows into tiles of about equal height, at most `most`, and calls body(first, num) for each.
+// Divides rows 0 to num_rows into tiles of about equal height, at most `most` rows, and calls body(first, num) for each.
 template <class Body>
 ALWAYS_INLINE void each_even_tile(int64_t num_rows, int64_t most, const Body& body) {
     const int64_t num_tiles = (num_rows + most - 1) / most;
@@ -237,7 +237,8 @@ ALWAYS_INLINE void each_even_tile(int64_t num_rows, int64_t most, const Body& bo
     }
 }
 
-// The same for tiles of max_rows; with AMX, where a tile takes the same time at any height, all but the last have it.
+// Does the same with at most max_rows. With AMX, where a tile takes the same time at any height, all tiles but the last have
+// max_rows.
 template <class S, class Body>
 ALWAYS_INLINE void each_tile(int64_t num_rows, const Body& body) {
     constexpr int MOST = max_rows<S>();
@@ -245,8 +246,8 @@ ALWAYS_INLINE void each_tile(int64_t num_rows, const Body& body) {
     for (int64_t first = 0; first < num_rows; first += MOST) body(first, int(std::min<int64_t>(num_rows - first, MOST)));
 }
 
-// The same for a panel that is not in the cache yet. The first tile reads it from memory, so it is as high as possible: it multiplies
-// meanwhile, and the others, which find the panel in the cache, have less left to do.
+// Does the same for a panel that is not in the cache yet. The first tile reads the panel from memory, so it is as high as
+// possible: its products overlap with the reads, which leaves fewer rows for the other tiles.
 template <class S, class Body>
 ALWAYS_INLINE void each_tile_of_new_panel(int64_t num_rows, const Body& body) {
     const int64_t first = std::min<int64_t>(num_rows, max_rows<S>());

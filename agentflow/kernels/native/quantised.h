@@ -1,15 +1,16 @@
 // Quantised weights: panels of integer codes, with a scale for each column and group of values along the depth.
 //
 // A panel is a sequence of groups of GROUP values for PANEL columns. A value is `scale * code + min`; the formats
-// without stored minimums have `min = -OFFSET * scale`. Four bytes of a column, adjacent along the depth, are stored together,
-// as the processor's products of bytes (VNNI) expect: a *step*. A group contains
+// without stored minimums have `min = -OFFSET * scale`. Four bytes of a column, adjacent along the depth, are stored together:
+// a *step*, as the processor's byte products (VNNI) expect. A group contains
 //
-//   - codes: for each half of the columns and each two steps 64 bytes, the lower 4 bits for the first step, the upper 4
-//     for the second; with 8 bits, 64 bytes for each step
-//   - upper bits of codes of 5 or 6 bits: for each half 64 bytes with one bit, or 128 with two, for each step
+//   - codes: for each half of the columns and every two steps, 64 bytes, with the lower 4 bits for the first step and the
+//     upper 4 bits for the second; with 8 bits, 64 bytes for each step
+//   - upper bits of codes of 5 or 6 bits: for each half of the columns, 64 bytes with one bit for each step, or 128 bytes
+//     with two bits
 //   - scales as float16 [NUM_SCALES][PANEL], then minimums [PANEL] if they are stored
 //
-// With VNNI, rows are quantised too (byte_products.h). Without it, for floats, and for many rows with AMX, a panel is
+// With VNNI, rows are quantised too (byte_products.h). Without VNNI, for floats, and for many rows with AMX, a panel is
 // converted to the type of the rows, once for each block of rows.
 #pragma once
 
@@ -90,7 +91,7 @@ struct Codes {
     }
 };
 
-// Calls body with a constant of the format.
+// Calls body with the format as a constant.
 template <class Body>
 auto with_format(int64_t format, const Body& body) {
     switch (format) {

@@ -1,4 +1,4 @@
-// Operations on single rows between the products: norms, rotary embeddings, copies.
+// Operations on single rows between products: norms, rotary embeddings, copies.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@ namespace agentflow {
 // The norm of rows of `size` values.
 struct Norm {
     const void* weight;  // [size] of type S; null: there is no norm
-    const void* bias;    // [size] of type S, of a layer norm; null: the norm is an RMS norm
+    const void* bias;    // [size] of type S: the bias of a layer norm; null: an RMS norm
     int64_t size;
     float eps;
     int32_t is_less_one;  // the weight is stored minus 1
-    int64_t stride;       // the values between the weights of two heads; 0: all heads have the same
+    int64_t stride;       // the values between the weights of two heads; 0: all heads have the same weights
 
     explicit operator bool() const { return weight != nullptr; }
 };
@@ -48,8 +48,8 @@ void layer_norm(const S* x, const Norm& norm, Out* out) {
     });
 }
 
-// out = x / sqrt(mean(x^2) + eps), rounded to S, times the weight, rounded again; if the weight is stored minus 1, rounded
-// only at the end, as in transformers.
+// out = x / sqrt(mean(x^2) + eps), rounded to S, times the weight, rounded again. If the weight is stored minus 1, only the
+// result is rounded, as in transformers.
 template <class S, class Out>
 void rms_norm(const S* x, const Norm& norm, Out* out) {
     Vec squares = zero();
@@ -62,7 +62,7 @@ void rms_norm(const S* x, const Norm& norm, Out* out) {
     });
 }
 
-// Applies any norm to a row. out may be x.
+// Applies either norm to a row. `out` may be `x`.
 template <class S, class Out>
 void normalize(const S* x, const Norm& norm, Out* out) {
     if (norm.bias) layer_norm(x, norm, out);
@@ -76,8 +76,8 @@ struct Rope {
     float amplitude;  // the factor of cosines and sines
 };
 
-// cos and sin [num_rotated / 2] at a position, rounded to S as in transformers. `angles` [num_rotated / 2]: if not null,
-// these instead of the position's.
+// cos and sin [num_rotated / 2] at a position, rounded to S as in transformers. `angles` [num_rotated / 2]: replace the angles of
+// the position; or null.
 template <class S>
 void rope_angles(int64_t position, const Rope& rope, const float* angles, float* cos, float* sin) {
     const int64_t half = rope.num_rotated / 2;
@@ -93,7 +93,7 @@ void rope_angles(int64_t position, const Rope& rope, const float* angles, float*
     }
 }
 
-// Rotates the first 2 * half dimensions of a head in place; products and sums are rounded to S.
+// Rotates the first 2 * half dimensions of a head in place. Products and sums are rounded to S.
 template <class S>
 void rotate(S* head, int64_t half, const float* cos, const float* sin) {
     for (int64_t i = 0; i < half; i += LANES) {

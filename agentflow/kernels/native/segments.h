@@ -1,8 +1,8 @@
-// Attention in both directions within segments of rows, as in encoders: nothing is cached, and the rows of a segment see the
-// same keys.
+// Attention in both directions within segments of rows, as in encoders: nothing is cached, and all rows of a segment attend to
+// the same keys.
 //
-// A task is the attention of some rows of one segment for one head. It lays out keys and values as panels, up to SEGMENT_KEYS
-// at a time. For each tile of rows it computes the scores with all of them first, so that each row has one maximum, and its
+// A task is the attention of some rows of one segment for one head. It packs keys and values into panels, up to SEGMENT_KEYS
+// at a time. For each tile of rows it first computes the scores with all these keys, so that each row has one maximum, and its
 // weighted sum is one long product. If a segment has more keys, the sums of the blocks are added as in attention.h.
 #pragma once
 
@@ -12,11 +12,11 @@
 
 namespace agentflow {
 
-constexpr int SEGMENT_KEYS = 1024;            // of two panels that fit a core's private cache together
-constexpr int64_t LEAST_ROWS_OF_TASK = 128;   // fewer rows are not worth laying out keys for
-constexpr int WEIGHTS_STRIDE = SEGMENT_KEYS + PANEL;  // no power of two, so that the rows of a tile are in different sets of the cache
+constexpr int SEGMENT_KEYS = 1024;            // this number of packed keys and values fits a core's private cache
+constexpr int64_t LEAST_ROWS_OF_TASK = 128;   // packing the keys does not pay off for fewer rows
+constexpr int WEIGHTS_STRIDE = SEGMENT_KEYS + PANEL;  // not a power of two, so that the rows of a tile are in different cache sets
 
-// Queries and results of rows; `query` and `out` are those of row `first`.
+// The queries and results of rows. `query` and `out` start at row `first`.
 template <class S>
 struct SegmentRows {
     const S* query;
@@ -27,13 +27,13 @@ struct SegmentRows {
     float scale;
 };
 
-// Rows `first` to `end` of the segment that has the rows `begin` to `begin` + `num_keys`, all exclusive, for one head.
+// Rows `first` to `end` (exclusive) of the segment that has rows `begin` to `begin` + `num_keys` (exclusive), for one head.
 struct SegmentTask {
     int64_t begin, num_keys, first, end, head;
 };
 
 // Turns the scores of one row with `num` keys into weights relative to the largest score. `scale` includes log2(e). `scores`:
-// [panels][MAX_TILE_ROWS][PANEL], from the row's first on; the weights of the last panel are complete.
+// [panels][MAX_TILE_ROWS][PANEL], from the row's first score on. The weights are padded with zeros to a whole panel.
 template <class S>
 ALWAYS_INLINE void weigh_all(float* scores, int num, float scale, float& most, float& total, RowOf<S>* weights) {
     constexpr int STEP = MAX_TILE_ROWS * PANEL;
@@ -94,14 +94,14 @@ class SegmentRun {
   private:
     struct Memory {
         std::vector<S> keys, values;  // panels of a block of keys
-        std::vector<RowOf<S>> queries, weights;  // of a tile
-        std::vector<float> scores, found;  // of a tile; `found`: the weighted sums [rows][dims]
+        std::vector<RowOf<S>> queries, weights;  // of a tile's rows
+        std::vector<float> scores, found;  // of a tile's rows; `found`: the weighted sums [rows][dims]
         std::vector<float> sums, most, total;  // of all rows
     };
 
     Sums sums_of(int64_t at) const { return {memory_.most[at], memory_.total[at], memory_.sums.data() + at * dims_}; }
 
-    // Adds the sums of some rows over the keys that are laid out.
+    // Adds the sums of some rows over the packed keys.
     void take_tile(int64_t at, int num_rows, int num_keys) {
         for (int i = 0; i < num_rows; i++) {
             RowOf<S>* to = memory_.queries.data() + i * depth_;
@@ -144,7 +144,7 @@ class SegmentRun {
     const SegmentRows<S>& rows_;
     const KvLayer<S>& kv_;
     const int32_t* const slots_;
-    const int64_t num_rows_, depth_, dims_;  // `depth_`, `dims_`: head_dim, padded as a depth and as columns
+    const int64_t num_rows_, depth_, dims_;  // `depth_`, `dims_`: head_dim, padded for use as a depth and as columns
 };
 
 // `starts` [num + 1]: the first row of each segment, ascending, and the number of rows.

@@ -1,11 +1,11 @@
-// Sums and gathers over the processes of one machine that compute a model together (tensor parallel), through shared memory.
+// Sums and gathers, through shared memory, over the processes of one machine that compute a model together (tensor parallel).
 //
-// Each rank writes its values to its slot, waits until all ranks have, and reads the slots of all. The values are added in the
-// order of the ranks, in float, and rounded once, so that all ranks have the same bits. There are two slots for each rank, used
-// in turns: a rank that writes to a slot has passed the barrier after the one at which the slot was read, so one barrier is
-// enough for each step.
+// Each rank writes its values to its slot, waits until all ranks have done so, and reads all slots. The values are added in the
+// order of the ranks, in float, and rounded once, so that all ranks compute the same bits. Each rank has two slots and alternates
+// between them: it can write to a slot again only after all ranks have read it and arrived at the next barrier. So each step needs
+// only one barrier.
 //
-// Ranks may share a processor. A rank that waits spins for SPIN_PAUSES, then offers its processor to others, then sleeps.
+// Ranks may share a processor. A waiting rank spins for SPIN_PAUSES, then yields its processor to others, then sleeps.
 #pragma once
 
 #include <linux/futex.h>
@@ -33,9 +33,9 @@ struct RankLost : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// The sum over all ranks, as a forward pass calls it. Null: this process computes the whole model.
+// The function that a forward pass calls to sum over all ranks. Null: this process computes the whole model.
 struct RankSum {
-    // Replaces `count` values of type bf16 or float by their sums. Returns 0, or another number if a rank is lost.
+    // Replaces `count` values of type bf16 or float with their sums. Returns 0, or another number if a rank is lost.
     int (*add)(void* context, void* values, int64_t count, int is_bf16);
     void* context;
 
@@ -46,7 +46,7 @@ class SharedRanks {
   public:
     static constexpr int MAX_RANKS = 64;
 
-    // The bytes of memory that the ranks share, which is zero at first.
+    // The bytes of the memory that the ranks share. It must be zeroed.
     static int64_t memory_bytes(int size, int64_t slot_bytes) { return int64_t(sizeof(Header)) + 2 * size * slot_bytes; }
 
     // `slot_bytes`: a multiple of 64.
@@ -54,7 +54,7 @@ class SharedRanks {
         : header_(*static_cast<Header*>(memory)), slots_(static_cast<char*>(memory) + sizeof(Header)), rank_(rank), size_(size),
           slot_bytes_(slot_bytes), limit_s_(limit_s) {}
 
-    // The caller must hold the team.
+    // The caller must hold the team's lock.
     template <class S>
     void add(S* values, int64_t count) {
         const int64_t most = slot_bytes_ / int64_t(sizeof(S));
@@ -70,8 +70,8 @@ class SharedRanks {
         }
     }
 
-    // Writes the matrices `part` [num_rows][widths[rank]] of all ranks next to each other to `out` of rank 0, which is null for the
-    // others.
+    // Writes the matrices `part` [num_rows][widths[rank]] of all ranks next to each other to `out` of rank 0. `out` is null for the
+    // other ranks.
     void gather(const float* part, int64_t num_rows, const int64_t* widths, float* out) {
         const int64_t widest = *std::max_element(widths, widths + size_), most = slot_bytes_ / int64_t(sizeof(float)) / widest;
         if (most < 1) throw std::length_error("a row is larger than a slot");
@@ -105,7 +105,7 @@ class SharedRanks {
 
     struct alignas(64) Rank {
         std::atomic<uint32_t> met;  // the number of barriers at which it has arrived
-        std::atomic<uint32_t> num_asleep;  // the others that wait for it
+        std::atomic<uint32_t> num_asleep;  // the number of other ranks that sleep until it arrives
     };
     struct alignas(64) Header {
         std::atomic<uint32_t> is_aborted;

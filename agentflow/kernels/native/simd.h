@@ -41,16 +41,16 @@ ALWAYS_INLINE float first_lane(Vec a) { return _mm512_cvtss_f32(a.v); }
 ALWAYS_INLINE float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 ALWAYS_INLINE float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
 
-// The first n lanes of a; `other` in the remaining ones.
+// The first n lanes of a; `other` in the remaining lanes.
 ALWAYS_INLINE Vec first_lanes(Vec a, int n, float other) {
     const __mmask16 mask = n >= LANES ? 0xFFFF : n <= 0 ? 0 : (1u << n) - 1;
     return {_mm512_mask_blend_ps(mask, _mm512_set1_ps(other), a.v)};
 }
 
-// A bit for each lane that is at least `bound`.
+// A mask with the bits of the lanes that are at least `bound`.
 ALWAYS_INLINE uint32_t at_least(Vec a, Vec bound) { return _mm512_cmp_ps_mask(a.v, bound.v, _CMP_GE_OQ); }
 
-// The lanes whose bit is set; `other` in the remaining ones.
+// The lanes whose bit is set; `other` in the remaining lanes.
 ALWAYS_INLINE Vec lanes_where(Vec a, uint32_t bits, float other) {
     return {_mm512_mask_blend_ps(__mmask16(bits), _mm512_set1_ps(other), a.v)};
 }
@@ -96,14 +96,14 @@ ALWAYS_INLINE Vec exp2(Vec x) {
     return {_mm512_scalef_ps(p, whole)};
 }
 
-// a * b, rounded. The compiler does not fuse it with an addition.
+// a * b, rounded. The compiler cannot fuse it with an addition.
 ALWAYS_INLINE Vec rounded_mul(Vec a, Vec b) {
     __m512 product = _mm512_mul_ps(a.v, b.v);
     asm("" : "+v"(product));
     return {product};
 }
 ALWAYS_INLINE Vec floor(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
-// a * 2^exponents, for integers as floats and results that are normal numbers.
+// a * 2^exponents. The exponents are integers stored as floats, and the results must be normal numbers.
 ALWAYS_INLINE Vec scaled(Vec a, Vec exponents) {
     const __m512i added = _mm512_slli_epi32(_mm512_cvtps_epi32(exponents.v), 23);
     return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), added))};

@@ -1,18 +1,18 @@
 // A team of threads that runs one loop at a time, divided into pieces; each free thread takes the next piece.
 //
 // A loop waits only for threads that have a piece: if the system runs another process on a core, the other threads take
-// the remaining pieces. Between loops the threads spin; after SPIN_PAUSES without work they let other threads go first, and
-// after AWAKE they sleep until the next loop. To wake them takes a part of the time between two steps.
+// the remaining pieces. Between loops the threads spin; after SPIN_PAUSES without work they yield to other threads, and
+// after AWAKE more they sleep until the next loop. Waking them takes part of the time between two steps.
 //
-// On a machine with several NUMA nodes, a loop over weights divides them among the nodes, in proportion to their threads and
-// the same way each time. A thread takes the pieces of its node first, then the remaining pieces of other nodes. So memory
-// that such a loop touches first is on the node of the threads that read it later. The threads that the team starts stay on
-// their node; the system may move the caller, which also does other work.
+// On a machine with several NUMA nodes, a loop over weights divides them among the nodes in proportion to their threads, always
+// in the same way. A thread first takes the pieces of its node, then the remaining pieces of other nodes. So memory that such a
+// loop touches first is on the node of the threads that read it later. The threads that the team starts stay on their node; the
+// system may move the caller, which also does other work.
 //
 // A job is a sequence of loops that one of the team's threads runs, so that the caller can do other work before it joins the
 // team.
 //
-// An exception on any thread is rethrown to the caller: by `loop` when all pieces are done, for a job by `finish`. If a
+// An exception on any thread is rethrown to the caller: by `loop` when all pieces are done, and by `finish` for a job. If a
 // thread cannot be started, the team works with the threads that it has.
 #pragma once
 
@@ -46,8 +46,8 @@ class Team {
     static constexpr int MAX_THREADS = 64;
     static constexpr int64_t ONE_BY_ONE = 0;
 
-    // Sets the number of threads that run a loop, including the caller. Returns how many threads of the previous number
-    // could not be started.
+    // Sets the number of threads that run a loop, including the caller. Returns how many threads could not be started since the
+    // last call.
     int set_num_threads(int num) {
         num_threads_ = std::clamp(num, 1, MAX_THREADS);
         return num_refused_.exchange(0);
@@ -69,7 +69,7 @@ class Team {
     // items.
     template <class Body>
     void loop_at_homes(int64_t num_rounds, int64_t num, const Body& body) {
-        int64_t ends[MAX_NODES];  // of the items of each node
+        int64_t ends[MAX_NODES];  // the ends of each node's items
         divide(num, ends);
         int64_t unit_ends[MAX_NODES];
         for (int i = 0; i < num_queues(); i++) unit_ends[i] = num_rounds * ends[i];
@@ -83,7 +83,7 @@ class Team {
 
     class Units {
       public:
-        // Units `at` to `end` (exclusive) of one node, whose `num` items begin at `begin`.
+        // Units `at` to `end` (exclusive) of one node, whose `num` items start at `begin`.
         Units(int64_t at, int64_t end, int64_t begin, int64_t num) : at_(at - 1), end_(end), begin_(begin), num_(num) {}
         bool operator()() { return ++at_ < end_; }
         int64_t round() const { return at_ / num_; }
@@ -110,13 +110,13 @@ class Team {
     void finish() {
         has_caller_.store(true);
         if (!is_elsewhere_) return job_();
-        if (num_asleep_.load() > 0) wake();  // `await_caller`
+        if (num_asleep_.load() > 0) wake();  // a job may sleep in `await_caller`
         serve(1, [this] { return is_finished_.load(); });
         if (job_failure_) std::rethrow_exception(std::exchange(job_failure_, nullptr));
     }
 
-    // Waits until the caller of `start` has called `finish`. The job then sees all that the caller wrote before. Only a job may
-    // call it. Sleeps for a caller that is late, which may wait for a process that needs this core.
+    // Waits until the caller of `start` has called `finish`. The job can then read all that the caller wrote before. Only a job may
+    // call this. If the caller is late, this sleeps, because the caller may wait for a process that needs this core.
     void await_caller() {
         const auto is_here = [this] { return has_caller_.load(); };
         for (int pauses = 0; !is_here();) {
@@ -128,7 +128,7 @@ class Team {
     // Held during `loop`, or from `start` to `finish`: one forward pass runs at a time.
     std::mutex in_use;
 
-    // For the child process after a fork, which has none of the threads.
+    // Must be called in the child process after a fork: the child has none of the threads.
     void forget_workers() {
         num_workers_ = 0;
         num_asleep_.store(0);
@@ -148,11 +148,11 @@ class Team {
         std::atomic<void (*)(const void*, int64_t, int64_t, int)> call;
         std::atomic<const void*> body;
         std::atomic<int64_t> least;
-        std::atomic<int64_t> ends[MAX_NODES];  // of the pieces of each queue
+        std::atomic<int64_t> ends[MAX_NODES];  // the ends of each queue's pieces
     };
 
-    // A queue of pieces for each node. `next` holds the loop's epoch and the next index in one word, so that a late thread
-    // cannot take a piece of a later loop by mistake.
+    // The pieces of a node. `next` holds the loop's epoch and the next index in one word, so that a late thread cannot take a
+    // piece of a later loop by mistake.
     struct alignas(64) Queue {
         std::atomic<uint64_t> next{0};
     };
@@ -228,7 +228,7 @@ class Team {
         return 0;
     }
 
-    // Runs pieces of loop `epoch` until none is left, the pieces of this thread's node first.
+    // Runs pieces of loop `epoch` until no piece is left, first the pieces of this thread's node.
     void work(uint32_t epoch, int thread) {
         const int home = node_here();
         for (int i = 0; i < num_queues(); i++) take_pieces(epoch, thread, (home + i) % num_queues());
@@ -292,7 +292,7 @@ class Team {
 
     // The main function of a worker. Worker 1 also runs jobs; `finish` then runs its pieces on the caller's thread.
     void live(int thread) {
-        if (nodes_.size() > 1) {  // without permission, the thread may run on another node, more slowly
+        if (nodes_.size() > 1) {  // if the system refuses, the thread may run on another node, more slowly
             sched_setaffinity(0, sizeof(cpu_set_t), &nodes_[node_of(thread, num_threads_)]);
         }
         for (;;) {
@@ -330,13 +330,13 @@ class Team {
 
     const std::vector<cpu_set_t> nodes_;
     Queue queues_[MAX_NODES];
-    int num_divided_ = 0, num_up_to_[MAX_NODES] = {};  // threads, by node
+    int num_divided_ = 0, num_up_to_[MAX_NODES] = {};  // threads: all, and the threads up to and including each node
     alignas(64) std::atomic<int64_t> num_done_{0};
     alignas(64) std::atomic<uint32_t> wakes_{0};
     std::atomic<int> num_asleep_{0};
     Loop loops_[2] = {};
     std::function<void()> job_;
-    std::exception_ptr failure_, job_failure_;  // of a loop's first failing piece; of the job
+    std::exception_ptr failure_, job_failure_;  // the exceptions of a loop's first failing piece, and of the job
     std::atomic<bool> has_failed_{false};
     bool is_elsewhere_ = false;
     std::atomic<bool> is_started_{false}, is_finished_{true}, has_caller_{false};
@@ -345,7 +345,7 @@ class Team {
     int num_workers_ = 0;
 };
 
-// Never destroyed, as its threads outlive main.
+// The team is never destroyed, because its threads outlive main.
 inline Team& team() {
     static Team* const the_team = [] {
         Team* made = new Team;

@@ -15,7 +15,7 @@ namespace agentflow {
 constexpr int TILE_SIDE = 16;
 constexpr int TILE_DEPTH = 32;  // bfloat16 values: 64 bytes, a tile's width
 
-// Inline assembler instead of intrinsics, because gcc 12 does not know that the intrinsics access memory.
+// Inline assembly instead of intrinsics, because gcc 12 does not know that the intrinsics access memory.
 template <int T>
 ALWAYS_INLINE void load_tile(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
@@ -40,8 +40,8 @@ inline bool allow_tiles() {
     return allowed;
 }
 
-// Configures this thread's tiles as 16 rows of 64 bytes while it lives, then releases them: a core with tiles in use
-// cannot enter deep sleep states.
+// Configures this thread's tiles as 16 rows of 64 bytes. The destructor releases them, because a core with tiles in use cannot
+// enter deep sleep states.
 class TilesInUse {
   public:
     TilesInUse() {
