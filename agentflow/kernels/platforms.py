@@ -82,7 +82,7 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a platform. Tensors have the model's dtype unless a function says otherwise."""
+    """The kernels of a platform. Tensors have the model's dtype unless a function specifies another."""
 
     name: str  # the value of ``AGENTFLOW_KERNELS``
     attention: AttentionBackend

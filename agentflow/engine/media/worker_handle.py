@@ -36,7 +36,7 @@ _MAX_RANK = 4
 
 
 class Killed(Exception):
-    """The process ended without a fault of its own, for example because other processes needed memory."""
+    """The process ended for an external reason, for example because other processes needed memory."""
 
 
 class MediaWorkerHandle(ChildProcess):

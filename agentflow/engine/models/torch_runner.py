@@ -491,9 +491,8 @@ class _Encoding:
     def run(self, count: int) -> None:
         try:
             self.inner.run(count)
-            if (
-                self.device.type == "cuda"
-            ):  # the engine measures the time, and attributes errors to the medium
+            # The engine measures the time, and attributes errors to the medium.
+            if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except (RuntimeError, MemoryError) as error:
             _raise_device_failure(error)

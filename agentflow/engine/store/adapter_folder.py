@@ -51,7 +51,7 @@ def check_adapter_name(name: str) -> None:
 
 
 def missing_adapters(loras: Iterable[str]) -> list[str]:
-    """Returns those paths of ``NAME=PATH`` texts that are adapters of the hub and not on this computer.
+    """Returns the paths in ``NAME=PATH`` texts that are adapters of the hub and not on this computer.
     Raises ``BadArgument`` for other texts."""
     return [path for path in named_adapters(loras).values() if _found(path) is None]
 

@@ -73,7 +73,7 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it is stored in the file."""
+    """A tensor in its stored form."""
 
     name: str
     type_name: str  # such as "Q4_K"

@@ -37,7 +37,7 @@ _MARKS: Final = _ENDS | {
     "<|assistant|>",
     "<|system|>",
 }
-"""Markers that do not occur in ordinary text. In some files, their type is that of ordinary text."""
+"""Markers that do not occur in ordinary text. Some files give them the type of ordinary text."""
 
 
 class GgufVocabulary:

@@ -267,8 +267,8 @@ def attend(
 
 @functools.cache
 def _side_stream(main: torch.cuda.Stream) -> Any:
-    """Returns a stream for work that runs concurrently with ``main``. Each main stream has its own, because a
-    graph that one thread captures must not include streams of other threads."""
+    """Returns a stream for work that runs concurrently with ``main``. Each main stream has a separate one,
+    because a graph that one thread captures must not include streams of other threads."""
     return torch.cuda.Stream(main.device)  # type: ignore[no-untyped-call]
 
 
