@@ -203,7 +203,7 @@ class Outputs:
     def _finish_when_scored(self, request: Request, reason: str) -> None:
         """Ends the request, once the log-probabilities of its forced tokens are computed."""
         if request.wants_scores and request.first_unscored < request.num_tokens:
-            request.is_complete = True
+            request.only_needs_scores = True
             self._finish_reasons[request.id] = reason
         else:
             self._finish(request, reason)

@@ -219,7 +219,7 @@ class Request:
     next_mask: Callable[[], TokenWords] | None = None  # computes the tokens that its grammar allows next
     mask_error: Exception | None = None  # why they cannot be computed; then none is allowed
     is_steered: bool = False  # tokens may be replaced: each is read before the next is computed
-    is_complete: bool = False  # it continues only to score tokens that the grammar forced
+    only_needs_scores: bool = False  # its output is complete; forced tokens still lack log-probabilities
     # How often a grammar replaced sampled tokens. Later tokens have other random numbers: the same number at
     # a position that is sampled again would favour some tokens.
     num_redrawn: int = 0
@@ -336,7 +336,7 @@ class Request:
         left = self.num_tokens - num_tokens
         if self.tree is not None:
             return left + self.tree.num_nodes - num_nodes
-        return left - (1 if self.score_from or self.is_complete else 0)
+        return left - (1 if self.score_from or self.only_needs_scores else 0)
 
     @property
     def first_unscored(self) -> int:
@@ -586,6 +586,6 @@ def _targets(request: Request, num_tokens: int) -> Targets:
     scored = range(max(start, first_unscored - 1), min(end, request.num_tokens - 1))
     targets = [(p - start, int(request.tokens[p + 1])) for p in scored]
     is_last = end == request.num_tokens + request.num_pending
-    if request.max_new_tokens and not request.is_complete and is_last:
+    if request.max_new_tokens and not request.only_needs_scores and is_last:
         targets.append((num_tokens - 1, -1))
     return targets
