@@ -1,8 +1,8 @@
 """The adapters (LoRA) of an engine, by their identities: read while its steps go on, and kept until no
 request uses them.
 
-The client knows which name stands for which identity. It unloads one after it has sent the last request that
-uses it, so that the engine, which reads its messages in order, always has the adapter of a request.
+The client knows which name stands for which identity. It unloads an adapter after the last request that uses
+it, and the engine reads messages in order, so it always has the adapter of a request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from agentflow.errors import BadArgument, BadModelFolder, UnknownModel
 
 @dataclass(frozen=True, slots=True)
 class AdapterRead:
-    """The end of the reading that ``message`` asked for. Exactly one of ``adapter`` and ``error`` is set."""
+    """The result of reading the adapter that ``message`` asked for. Exactly one of ``adapter`` and ``error``
+    is set."""
 
     message: LoadAdapter
     adapter: ReadAdapter | None = None
@@ -29,8 +30,8 @@ class AdapterRead:
 
 
 class Adapters:
-    """Reads adapters one at a time, in a thread that starts with the first. It is a daemon: a slow disk may
-    hold it up. ``deliver`` is called there; all methods belong to the engine's thread."""
+    """Reads adapters one at a time, in a thread that starts with the first. The thread is a daemon, because a
+    slow disk may block it. ``deliver`` is called in it; all methods belong to the engine's thread."""
 
     def __init__(self, runner: ModelRunner, deliver: Callable[[AdapterRead], None]) -> None:
         self._runner = runner if isinstance(runner, AdapterRunner) else None
@@ -67,13 +68,14 @@ class Adapters:
             self.leave(identity)
 
     def use(self, identity: str, name: str) -> None:
-        """For a request that must ``leave`` the adapter. ``UnknownModel``. ``name``: for the message."""
+        """Counts a use by a request, which must ``leave`` the adapter. ``UnknownModel``. ``name``: for the
+        message."""
         if identity not in self._num_uses:
             raise UnknownModel(f"the adapter {name!r} is not loaded")
         self._num_uses[identity] += 1
 
     def leave(self, identity: str) -> None:
-        """A request no longer uses it. Drops an adapter that is not loaded either."""
+        """Ends one use. Drops the adapter if no load and no request uses it any more."""
         self._num_uses[identity] -= 1
         if not self._num_uses[identity]:
             del self._num_uses[identity]
@@ -81,7 +83,7 @@ class Adapters:
             self._runner.drop_adapter(identity)
 
     def close(self) -> None:
-        """Ends the thread after the adapter that it reads, which is not delivered."""
+        """Ends the thread once it has read its current adapter, which is not delivered."""
         self._is_closed = True
         self._to_read.put(None)
 

@@ -37,23 +37,23 @@ class Batch:
     kv_lens: IntArray  # [R] tokens of each request with KV, including this step's
     num_decode: int  # requests at the front that have exactly one scheduled token
     sampled: SampledRows  # which logits are needed
-    trees: TreeAttention | None = None  # the tokens after the tokens of the R requests, if there are any
+    trees: TreeAttention | None = None  # of tree nodes, the last tokens; None if there are none
     adapters: BatchAdapters | None = None  # None if no token uses one
-    pending: PendingTokens | None = None  # sampled by the batch before this one; None if all are known
+    pending: PendingTokens | None = None  # tokens that the previous batch samples; None if all are known
     media: BatchMedia | None = None  # None if no request has any
     # The prefixes that rows of the table share: columns from 0, and rows. Other rows may be among them.
     shared: Sequence[SharedPrefix] = ()
-    changes: SlotChanges | None = None  # of the table since the batch before; None if they are unknown
+    changes: SlotChanges | None = None  # of the table since the previous batch; None if they are unknown
 
 
 NO_CHANGES = -1
-"""The number of changes before the first ones."""
+"""``SlotChanges.before`` of a table's first changes."""
 
 
 @dataclass(slots=True, frozen=True)
 class SlotChanges:
-    """The places of ``req_to_token`` written since the batch before, with this batch's tokens. A place may
-    occur twice, with one slot."""
+    """The places of ``req_to_token`` written since the previous batch, including this batch's tokens. A place
+    may occur twice, with the same slot."""
 
     number: int  # unique, also among the changes of other tables
     before: int  # the number of the changes before these; ``NO_CHANGES`` if there are none
@@ -64,10 +64,10 @@ class SlotChanges:
 
 @dataclass(slots=True, frozen=True)
 class PendingTokens:
-    """Tokens of a batch that are sampled by the batch launched before it."""
+    """Tokens of a batch that the batch launched before it samples."""
 
-    places: IntArray  # their indices in ``Batch.token_ids``, which has any number there until then
-    outputs: IntArray  # the rows of the earlier batch's ``BatchOutput`` that have them
+    places: IntArray  # their indices in ``Batch.token_ids``, whose values there are placeholders
+    outputs: IntArray  # their rows in the earlier batch's ``BatchOutput``
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,7 +78,8 @@ class BatchMedia:
     identities: tuple[str, ...]  # of the media that the batch computes
     of_tokens: IntArray  # [T] the index of each token's medium; -1 for text
     places: IntArray  # [T] the row of the token in its medium's features; 0 for text
-    # [K, 2]: the first and the end of the scheduled tokens of each run whose tokens see each other
+    # [K, 2]: for each run whose tokens attend to each other, its first scheduled token and the one after its
+    # last
     both_ways: IntArray | None = None
 
 
@@ -127,7 +128,7 @@ class SampledRows:
             self.masks.fill()
 
     def part(self, first: int, end: int) -> SampledRows:
-        """The rows from ``first`` up to ``end``."""
+        """Rows ``first`` to ``end`` (exclusive)."""
         chosen = slice(first, end)
         return replace(
             self,
@@ -262,14 +263,14 @@ class BatchOutput:
 
 
 def joined(outputs: Sequence[BatchOutput]) -> BatchOutput:
-    """The results of a batch from the results of its parts (at least one)."""
+    """Concatenates the outputs of a batch's parts (at least one), which have no embeddings."""
     if len(outputs) == 1:
         return outputs[0]
     logprobs = [output.logprobs for output in outputs if output.logprobs is not None]
     top_ids = [output.top_ids for output in outputs if output.top_ids is not None]
     top_logprobs = [output.top_logprobs for output in outputs if output.top_logprobs is not None]
     scored = [output.scored_logprobs for output in outputs if output.scored_logprobs is not None]
-    # A part without targets has none.
+    # A part without targets has no ranks.
     ranks = [np.zeros(len(one.token_ids), np.int64) if one.ranks is None else one.ranks for one in outputs]
     return BatchOutput(
         np.concatenate([output.token_ids for output in outputs]),

@@ -1,4 +1,4 @@
-"""The event loop's side of an engine: ``EngineClient`` sends requests and waits for their ends.
+"""The event loop's side of an engine: ``EngineClient`` sends requests and waits for their results.
 
 ``running_engine`` runs an engine in a thread; ``process.supervisor`` runs one in a process.
 """
@@ -82,7 +82,7 @@ class EngineLink(Protocol):
 
     def send(self, message: ToEngine | KeepMedium) -> None: ...
 
-    # ``def find_replica(self, request_id: int) -> int | None`` is for links to several engines.
+    # Links to several engines also have ``def find_replica(self, request_id: int) -> int | None``.
 
 
 class RequestObserver(Protocol):
@@ -145,10 +145,10 @@ class EngineClient:
         self._one_ended = anyio.Event()
         self._max_unfinished = max_unfinished
         self._unfinished: dict[int, tuple[str, int]] = {}  # tenant and state of each
-        self._request_of: dict[int, int] = {}  # of each state its last request, while it is unfinished
+        self._request_of: dict[int, int] = {}  # by state: its last request, while it is unfinished
         self._num_unfinished_of: Counter[str] = Counter()
         self._media: KnownMedia | None = None  # since the first image
-        self._media_of: dict[int, list[PreparedMedium]] = {}  # of unfinished requests
+        self._media_of: dict[int, list[PreparedMedium]] = {}  # of unfinished requests, by id
         self._queries: dict[int, _Call] = {}
         self._stats_ticket: int | None = None  # of the unanswered StatsRequest
         self.watches = SharedWatches(self._query)
@@ -191,7 +191,7 @@ class EngineClient:
         Args:
             token_ids: The prompt.
             params: The sampling parameters.
-            seed: Of the random numbers.
+            seed: The seed of the random numbers.
             on_text: Called with each text delta. An exception aborts the request and propagates.
             on_progress: Called with all progress of each step. Exceptions as for ``on_text``.
             origin: The tenant, the program and the cache salt of the request.
@@ -259,8 +259,8 @@ class EngineClient:
         return await self._call(Submit(next(self._ids), token_ids, None, origin=origin, embeds=True), None)
 
     def add_medium(self, medium: PreparedMedium, tenant: str) -> PreparedMedium:
-        """The engine gets an image for the requests of a state of the tenant. Returns the object for the
-        image, which the state must hold as long as it has the image. ``Overloaded``."""
+        """Sends an image to the engine for the requests of one of the tenant's states. Returns the image as
+        an object that the state must hold as long as it has the image. ``Overloaded``."""
         self._drop_media()
         if self._media is None:
             self._media = KnownMedia()
@@ -276,7 +276,7 @@ class EngineClient:
                 self.engine.send(DropMedium(identity))
 
     def compute_ahead(self, token_ids: list[int], *, origin: Origin) -> int:
-        """Computes tokens for later requests, if there is much room, without waiting. Returns an id for
+        """Prefills tokens for later requests, if there is much room, without waiting. Returns an id for
         ``forget``."""
         request_id = next(self._ids)
         if self._ended_because is None and not self.info.embedding_size and self._has_room(origin.tenant):
@@ -285,7 +285,7 @@ class EngineClient:
         return request_id
 
     def _has_room(self, tenant: str) -> bool:
-        """Whether the tenant and all together have used less than half of their room: the rest is for
+        """Whether the tenant, and all tenants together, use less than half of their limit: the rest is for
         requests that somebody waits for."""
         most = self._max_unfinished
         if most is None:
@@ -334,9 +334,9 @@ class EngineClient:
         return stats
 
     async def load_adapter(self, name: str, folder: Path) -> AdapterLoaded:
-        """Loads the adapter (LoRA) in ``folder`` for requests whose origin names it. It replaces a loaded one
-        of the same name, which requests that were sent keep until they end. ``BadModelFolder``,
-        ``BadArgument`` or ``EngineDown``."""
+        """Loads the adapter (LoRA) in ``folder`` for requests whose ``Origin.adapter`` is ``name``. It
+        replaces a loaded one of the same name, which requests that were sent keep until they end.
+        ``BadModelFolder``, ``BadArgument`` or ``EngineDown``."""
         loaded = await self._query(lambda ticket: LoadAdapter(ticket, name, str(folder)))
         assert isinstance(loaded, AdapterLoaded)
         return loaded
@@ -352,7 +352,7 @@ class EngineClient:
         self.adapters[loaded.name] = loaded
 
     def _adapter_identity(self, adapter: str) -> str:
-        """The identity of the adapter of that name, empty for the model itself. ``UnknownModel``."""
+        """The identity of the adapter of that name, empty for the base model. ``UnknownModel``."""
         if not adapter:
             return ""
         loaded = self.adapters.get(adapter)
@@ -362,7 +362,8 @@ class EngineClient:
         return loaded.identity
 
     async def _query(self, make: Callable[[int], Query]) -> EngineAnswer:
-        """The answer to a query with the ticket that ``make`` gets. ``EngineDown`` as for ``stats``."""
+        """Sends the query that ``make`` makes for a ticket, and returns the answer. ``EngineDown`` as for
+        ``stats``."""
         self._check_alive()
         call = self._queries[self._send_query(make)]
         await call.ended.wait()
@@ -380,7 +381,8 @@ class EngineClient:
     async def _call(
         self, message: Submit, on_progress: OnProgress | None, on_sent: Callable[[], None] | None = None
     ) -> Finished:
-        # Work in threads and starts of tasks cannot be cancelled, so the caller may have been meanwhile.
+        # Work in threads and starts of tasks cannot be cancelled, so the caller may have been cancelled
+        # meanwhile.
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._check_alive()
         self.check_room(message.origin.tenant)
@@ -405,7 +407,8 @@ class EngineClient:
         return finished
 
     def check_room(self, tenant: str) -> None:
-        """``Overloaded`` if the engine has ``max_unfinished`` requests, or the tenant its part of them."""
+        """``Overloaded`` if the engine has ``max_unfinished`` requests, or the tenant has its part of
+        them."""
         if self._max_unfinished is None:
             return
         if len(self._unfinished) >= self._max_unfinished:
@@ -487,7 +490,7 @@ class EngineClient:
             call.end(answer)
 
     def end_all(self, why: str) -> None:
-        """The engine has ended: fails all calls, current and later ones, with ``EngineFailed(why)``."""
+        """The engine has ended: fails all calls, current and later ones, with ``EngineDown(why)``."""
         self._ended_because = self._ended_because or why
         for call in self._calls.values():
             call.ended.set()

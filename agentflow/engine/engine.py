@@ -82,7 +82,7 @@ MAX_REPORTED_BLOCKS = 1024
 """The most blocks in one report of the cache."""
 READ_S = 0.01
 """The processor time for messages between two steps, unless the last step took longer. Other messages wait
-for the next step, so that the requests that run go on while thousands of others come."""
+for the next step, so that running requests continue while thousands of others arrive."""
 SIGN_OF_LIFE_S = 5.0
 """While all requests wait for a program to be resumed, an empty list of messages is delivered this often, so
 that the engine does not seem to hang."""
@@ -114,8 +114,8 @@ class Engine:
 
     Args:
         runner: The model.
-        tokenizer: Of the model.
-        config: The settings of the scheduler.
+        tokenizer: The model's tokenizer.
+        config: The scheduler's options.
         deliver: Called in the engine's thread with the messages of a step: while the next step runs, or
             immediately if there is none.
         reports: The engine reports its cached blocks and charges, for routers.
@@ -419,8 +419,9 @@ class Engine:
             self.scheduler.waiting.program_elsewhere(tenant, program, num_tokens)
 
     def _add_reports(self) -> None:
-        """Adds the reports for a router, if they were asked for. First, because ``StepBegins`` is last. One
-        report of blocks at most, so that they leave in the order of their numbers."""
+        """Adds the reports for a router, if they were asked for. They go to the front, because ``StepBegins``
+        must stay last. At most one is of blocks, so that these are delivered in the order of their
+        numbers."""
         report: BlocksReport | None = None
         if self._wants_all_blocks:
             report = self._blocks.snapshot(self.scheduler.memory.cache.stored_blocks())
@@ -442,8 +443,8 @@ class Engine:
             self._outbox.append(Failed(read.message.ticket, failure.code, str(failure), failure.param))
 
     def _submit(self, message: Submit) -> None:
-        """Checks a request and queues it. One whose grammar is not built yet waits for that first, without
-        slots; the steps of others go on."""
+        """Checks a request and queues it. If its grammar is not built yet, it first waits for the grammar,
+        without slots, while the steps of others continue."""
         constraint, new, unready = message.constraint, None, None
         if constraint is not None and not self._grammars.knows(constraint):
             unready = self._unready.get(constraint.key)
@@ -471,7 +472,7 @@ class Engine:
             unready[request.id], self._awaited[request.id] = message, constraint.key
 
     def _place(self, placed: Placed) -> None:
-        """Gives the requests of a state their place, also those whose grammar is not built yet."""
+        """Updates the place of a state's requests, including requests whose grammar is not built yet."""
         for request_id in self._awaited:
             request = self._requests[request_id]
             if request.origin.state == placed.state:
@@ -514,9 +515,9 @@ class Engine:
         self._outbox.append(StepBegins(len(batch.token_ids)))
 
     def _meanwhile(self) -> None:
-        """Does while a batch runs what the next one does not depend on: makes the rest of the previous step's
-        messages and delivers them, records the step, learns from its time, and prepares the next batch. An
-        error of the delivery is raised only after the batch, which did not cause it."""
+        """Does the work that the next batch does not depend on, while a batch runs: makes and delivers the
+        remaining messages of the previous step, records the step, and learns from its time. Then prepares the
+        next batch. An error of the delivery is raised only after the batch, which did not cause it."""
         self._record()
         self.scheduler.cost.settle()
         try:
@@ -578,7 +579,7 @@ class Engine:
     def _forward_failed(self, error: Exception) -> None:
         """Called in the handler of ``error``. A batch that ran out of memory runs again in halves; a request
         that does not fit alone is failed. After any other error, each request of the batch runs again alone,
-        and one whose own pass fails is failed."""
+        and is failed if that pass fails too."""
         if isinstance(error, AcceleratorFault):
             self._break(_logged("the accelerator failed"))
         if isinstance(error, OutOfMemory):

@@ -56,7 +56,7 @@ async def open_engine(
     start_child: StartChild = start_child_process,
 ) -> AsyncIterator[EngineClient]:
     """Loads the model and runs its engine within the scope. ``shutdown``: limits the time to end its process.
-    ``start_child``: starts it."""
+    ``start_child``: starts the process."""
     folder, adapters = find_model(options)
     if options.own_process:
         opening = supervised_engine(
@@ -78,8 +78,8 @@ async def open_engine(
 
 
 def find_model(options: EngineOptions) -> tuple[Path, dict[str, Path]]:
-    """The folder of the model, and its adapters' folders by their names. Refuses options that it cannot have.
-    The errors are those of ``resolve_model``, ``check_generates`` and ``adapter_folders``."""
+    """The folder of the model, and its adapters' folders by their names. Rejects options that the model does
+    not support. Raises the errors of ``resolve_model``, ``check_generates`` and ``adapter_folders``."""
     folder = resolve_model(options.model)
     if options.task == "generate":
         check_generates(folder)
@@ -104,7 +104,7 @@ def engine_need(name: str, options: EngineOptions, folder: Path, *, on_gpu: bool
 
 
 def _check_divided(options: EngineOptions) -> None:
-    """Refuses settings that a divided model does not support. ``BadArgument``."""
+    """``BadArgument`` for settings that a divided model does not support."""
     if options.tensor_parallel == 1:
         return
     if sys.platform != "linux":
@@ -132,7 +132,8 @@ def open_tokenizer(options: EngineOptions, folder: Path) -> Tokenizer:
 
 
 def adapter_folders(options: EngineOptions) -> dict[str, Path]:
-    """The adapters to load, by name. ``BadArgument``, ``UnknownModel`` or ``BadModelFolder``."""
+    """The folders of the adapters to load, by name. ``BadArgument``, ``UnknownModel`` or
+    ``BadModelFolder``."""
     return {name: resolve_adapter(path) for name, path in named_adapters(options.loras).items()}
 
 
@@ -154,7 +155,8 @@ def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig
 def load_with(
     chosen: EngineOptions, group: RankGroup | None
 ) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]:
-    """Loads an engine with the other ranks of its model, which end if this fails; None: there are none."""
+    """Loads an engine. ``group``: the other ranks of its model, which end if this fails; None: there are
+    none."""
     with ExitStack() as started:
         if group is not None:
             started.callback(group.close)
@@ -203,12 +205,12 @@ def _load(
     options: EngineOptions, folder: Path, device: str, group: RankGroup | None
 ) -> tuple[ModelRunner, Tokenizer, bool]:
     """The last result: whether its tokens have keys and values in a pool. ``group``: the processes over which
-    the model is divided."""
+    the model is divided; None: it is not divided."""
     # Imported here, in the engine's thread, because importing torch takes seconds.
     from agentflow.engine.models.families.registry import is_native
     from agentflow.engine.models.torch_runner import TorchRunner
 
-    # In a separate process, the pool is given, and was checked where the process was started.
+    # In a separate process, the size of the pool is given; the process that started this one chose it.
     num_slots = options.kv_tokens if options.own_process else None
     num_slots = num_slots or _kv_tokens(options, folder, device)
     embeds = options.task == "embed"
@@ -305,8 +307,8 @@ def _has_no_order(folder: Path) -> BadArgument:
 
 @asynccontextmanager
 async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
-    """A generator for an interpreter: an engine, its chat template, if it generates text a compiler of
-    constraints, and if it reads images their reader. ``options``: the fields of ``EngineOptions``."""
+    """A generator for an interpreter: an engine and its chat template, with a compiler of constraints if it
+    generates text, and a reader of images if it reads any. ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
     if chosen.replicas > 1:
         raise BadArgument("an embedded engine has one replica: use agentflow serve", param="replicas")

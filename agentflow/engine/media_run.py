@@ -1,11 +1,11 @@
 """Parts of a prompt that are not text: each is a run of pseudo-tokens under the identity of its content.
 
 The radix cache, the scheduler and the slot tables see token ids only. Pseudo-tokens are below 0, so they are
-never ids of text, and they are random bits of the identity: two media share cached KV only if they are the
-same. In front of a run that is too short for enough bits, the ids of text have the rest (``lead_tokens``).
+never ids of text, and they are hashed from the identity: two media share cached KV only if they are the same.
+If a run is too short for enough bits, the ids of text before it have the rest (``lead_tokens``).
 
-Rotary positions may have several axes (an image's rows and columns, a video's frames), and do not count
-tokens one by one; the positions that seeds and slots go by do.
+Rotary positions may have several axes (an image's rows and columns, a video's frames), and need not grow by
+one per token. The positions that select slots and random numbers do.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from agentflow.engine.cache.token_run import INNER_IDS
 Positions = NDArray[np.int64]
 
 IDENTITY_BITS = 128
-"""At least this many bits of a medium's hash precede its keys and values in the cache, so that there is no
-way to find two media that share them."""
+"""At least this many bits of a medium's hash precede its keys and values in the cache, so that it is
+infeasible to find two media that share them."""
 ID_BITS = 30
 """The bits of the hash in a pseudo-token."""
 INNER_ID_BITS = 29
 """The bits of the hash in one of ``INNER_IDS``."""
 LEAD_BITS = 9
-"""The bits of the hash in a token of text before a short run. The lower bits of its id are the token."""
+"""The bits of the hash in the id of a text token before a short run. The lower bits of the id are the
+token."""
 _TOKEN_BITS = 20
 _LEADS = -(2**29)
 
 
 class SubmittedRun(NamedTuple):
-    """A part of the prompt that is no text, as ``MediaRun``. ``positions``: int64 of each axis in turn."""
+    """A part of the prompt that is not text, as ``MediaRun``. ``positions``: int64, one axis after the
+    other."""
 
     identity: str
     start: int
@@ -124,8 +126,8 @@ class PreparedMedium:
 
 
 def pseudo_tokens(run: MediaRun) -> NDArray[np.int32]:
-    """The token ids that stand for the run, all below 0. Positions count: keys and values depend on them.
-    Of a run with ``sees_all``, all but the last one are ``INNER_IDS``."""
+    """The token ids that stand for the run, all below 0. They depend on its positions, as its keys and values
+    do. In a run with ``sees_all``, all but the last one are ``INNER_IDS``."""
     bits = np.frombuffer(_hashed(run, 4 * run.num_tokens), dtype=np.int32)
     ids = (bits & np.int32(2**ID_BITS - 1)) | np.int32(-(2**31))
     if run.sees_all:
@@ -134,10 +136,10 @@ def pseudo_tokens(run: MediaRun) -> NDArray[np.int32]:
 
 
 def lead_tokens(tokens: NDArray[np.int32], media: Sequence[MediaRun]) -> dict[int, int]:
-    """The ids that stand, in the cache, for text in front of a run if the prompt up to its end would have
-    fewer than ``IDENTITY_BITS`` of its medium, by their index. Such an id tells the token and the run that
-    follows, so this text is shared only between prompts with the same medium behind it. The model reads the
-    text. There are fewer ids if another run is in front.
+    """The ids that replace text before a run in the cache, by index, if the pseudo-tokens of its medium up to
+    the end of the run have fewer than ``IDENTITY_BITS``. Such an id encodes the token and bits of the run
+    that follows, so this text is shared only between prompts with the same medium after it. The model reads
+    the text. There are fewer ids if another run is close before it.
 
     Args:
         tokens: The prompt.
@@ -166,7 +168,7 @@ def lead_tokens(tokens: NDArray[np.int32], media: Sequence[MediaRun]) -> dict[in
 
 
 def _hashed(run: MediaRun, count: int) -> bytes:
-    """The first bytes of a sequence that the run determines."""
+    """The first ``count`` bytes of the run's hash."""
     positions = np.ascontiguousarray(run.positions, dtype=np.int64)
     content = f"{run.identity}\0{run.first}\0{run.sees_all}\0".encode() + positions.tobytes()
     return hashlib.shake_256(content).digest(count)

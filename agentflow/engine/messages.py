@@ -137,8 +137,9 @@ class BlocksRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Charges(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Tokens that were computed for tenants: by this engine since its last report, if reports were asked for;
-    and in the other direction, by other engines of the same model, to which the tenants' weights also apply.
+    """Tokens that were computed for tenants. From an engine: its tokens since its last report, if reports
+    were asked for. To an engine: the tokens of other engines of the same model, to which the tenants' weights
+    also apply.
     """
 
     tenants: list[tuple[str, float]]  # the name, and the tokens divided by the tenant's weight
@@ -146,7 +147,7 @@ class Charges(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 Query = StatsRequest | SnapshotRequest | PeekRequest | LoadAdapter
-"""Messages that one message with the same ticket answers, or ``Failed``."""
+"""Messages that one message with the same ticket, or ``Failed``, answers."""
 ToEngine = (
     Submit | Abort | CloseState | Placed | Query | UnloadAdapter | DropMedium | BlocksRequest | Charges | Stop
 )
@@ -184,8 +185,8 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class NeedPayload(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The request has only the key of its constraint, and the engine no longer has that constraint. The
-    client must submit the request again with the payload."""
+    """The request has only the key of its constraint, which the engine does not have. The client must submit
+    the request again with the payload."""
 
     request_id: int
 
@@ -202,17 +203,17 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     output_tokens: int
     # Of each generated or scored token; None for a token that was encoded again. Empty if not requested.
     logprobs: list[float | None]
-    top_logprobs: list[TopTokens | None] = []  # the likeliest tokens at each place, likewise
+    top_logprobs: list[TopTokens | None] = []  # the likeliest tokens at each position, likewise
     choice_logprobs: list[list[float]] = []  # of the tokens of each choice
     stopped_by: str | int | None = None  # the ``stop`` string or ``stop_token_ids`` id that ended the output
-    # The parts of ``text`` that a grammar forced and that were not sampled: the first character and the
-    # number of characters of each.
+    # The parts of ``text`` that a grammar forced instead of sampling: the first character and the number of
+    # characters of each.
     forced: list[tuple[int, int]] = []
     forced_tokens: int = 0  # the tokens that are completely in such parts
     embedding: bytes = b""  # float32, in the machine's byte order
     reasoning_tokens: int = 0  # the tokens before the answer
     answer_at: int | None = None  # as in ``Progress``
-    ranks: list[int] = []  # of each scored token; 1: the likeliest at its place
+    ranks: list[int] = []  # of each scored token; 1: the likeliest at its position
     miss_reason: str = ""  # as in ``Usage``
 
     @property
@@ -278,7 +279,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     computed_tokens: int
     generated_tokens: int
     evicted_tokens: int
-    preemptions: int  # how often a running request lost its slots and had to wait again
+    preemptions: int  # how often a running request lost its slots and waited again
     free_slots: int
     cached_slots: int  # of the tree, and not in use
     in_use_slots: int

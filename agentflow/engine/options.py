@@ -24,8 +24,8 @@ KvDtype = Literal["auto", "fp8"]
 
 
 class EngineSettings(Declared, frozen=True, kw_only=True):
-    """How a model is run. The time limits and ``exit_on_engine_failure`` apply to an engine in a process of
-    its own: beyond a limit the process is killed and replaced. ``BadArgument`` for a value that is not
+    """How a model is run. The time limits and ``exit_on_engine_failure`` apply to an engine in a separate
+    process: beyond a limit the process is killed and replaced. ``BadArgument`` for a value that is not
     allowed."""
 
     task: Annotated[
@@ -130,10 +130,9 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
 
 
 class EngineOptions(EngineSettings, frozen=True):
-    """One engine. ``model``: a name, folder or GGUF file, as for ``resolve_model``. ``own_process``: it runs
-    in a separate process, which is replaced when it dies, instead of in a thread. ``max_unfinished`` None:
-    no limit. ``adapter``: the one of ``loras`` that an embedded
-    session uses."""
+    """The options of one engine. ``model``: a name, folder or GGUF file, as for ``resolve_model``.
+    ``own_process``: it runs in a separate process, which is replaced when it dies, instead of in a thread.
+    ``max_unfinished`` None: no limit. ``adapter``: the adapter of ``loras`` that an embedded session uses."""
 
     model: str = DEFAULT_MODEL
     own_process: bool = False

@@ -3,8 +3,8 @@
 A request's tokens become text, which may end it (``detokenizer``). A grammar, or the budget of its reasoning
 (``constrained``), may force the tokens that follow. ``Outputs`` reports them, and the end of the request.
 
-A token whose text cannot end its request is put aside: the next batch does not depend on its text. The engine
-lets ``report`` make its text and its message while that batch runs.
+A token whose text cannot end its request is put aside: the next batch does not depend on its text. ``report``
+decodes it and makes its message while that batch runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_TENANTS = 4096
 
 
 _Aside = tuple[Row, bool, int | None]
-"""A row with one token, whether it is free of stops, and ``ConstrainedRequest.answer_at`` behind it."""
+"""A row with one token, whether stops ignore the token, and ``ConstrainedRequest.answer_at`` after it."""
 
 
 def _progress(row: Row, text: str, answer_at: int | None) -> Progress:
@@ -63,18 +63,18 @@ class Outputs:
         self._end_ids = end_ids
         self._outbox = outbox
         self._texts: dict[int, TextEnd] = {}
-        self._searches: OrderedDict[str, CpuAllowance] = OrderedDict()  # by tenant, the last used one last
+        self._searches: OrderedDict[str, CpuAllowance] = OrderedDict()  # by tenant, least recently used first
         self._constrained: dict[int, ConstrainedRequest] = {}
-        self._finish_reasons: dict[int, str] = {}  # of requests whose text is complete, but not yet scored
+        self._finish_reasons: dict[int, str] = {}  # of requests with ``only_needs_scores``
         self._aside: list[_Aside] = []  # in the order of the batch
 
     def __len__(self) -> int:
         return len(self._texts)
 
     def begin(self, request: Request, message: Submit) -> None:
-        """A request is about to enter the queue. Reads the tokens that a dead engine generated, whose text
-        the client already has. Puts the request under its grammar and the budget of its reasoning, and
-        appends what these force first."""
+        """Prepares a request that is about to enter the queue. Reads the tokens that a dead engine generated,
+        whose text the client already has. Applies the request's grammar and the budget of its reasoning, and
+        appends the tokens that these force first."""
         params = message.params
         if params is None or message.score_from:
             return
@@ -162,7 +162,7 @@ class Outputs:
 
     def report(self) -> list[tuple[Request, Exception]]:
         """Reports the tokens that were put aside, before all other messages: they are the oldest. Returns the
-        requests for which that fails."""
+        requests for which this fails, with the errors."""
         aside, self._aside = self._aside, []
         messages: list[FromEngine] = []
         failed: list[tuple[Request, Exception]] = []
@@ -182,7 +182,8 @@ class Outputs:
         self._outbox.append(_progress(row, text, answer_at))
 
     def _jump(self, request: Request, text: TextEnd, jump: Jump) -> None:
-        """Appends the tokens that the grammar, or the budget of reasoning, forces. None behind a stop."""
+        """Appends the tokens that the grammar, or the budget of reasoning, forces, up to a stop among
+        them."""
         num_dropped = request.num_generated - jump.num_kept
         delta = text.replace(jump.num_kept, jump.token_ids, is_free=jump.is_free)
         token_ids = jump.token_ids[: text.num_ids - jump.num_kept]
@@ -193,7 +194,7 @@ class Outputs:
         )
 
     def end_if_complete(self, request: Request) -> None:
-        """Ends the request if its text is complete or has as many tokens as it may have."""
+        """Ends the request if its text is complete or it has reached its limit of tokens."""
         text, constrained = self._texts[request.id], self._constrained.get(request.id)
         if text.stopped or (constrained is not None and constrained.is_complete()):
             self._finish_when_scored(request, "stop")
@@ -248,7 +249,7 @@ class Outputs:
         self._scheduler.finish(request)
 
     def drop(self, request_id: int) -> None:
-        """The request has ended, or has failed."""
+        """Forgets a request that has ended or failed."""
         self._texts.pop(request_id, None)
         self._constrained.pop(request_id, None)
         self._finish_reasons.pop(request_id, None)

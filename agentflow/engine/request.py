@@ -1,5 +1,5 @@
-"""One request: as a client submits it, and in the engine with its tokens, its progress, its memory, and its
-record in a batch.
+"""A request: the client's message, the engine's record with its tokens, progress and memory, and its row in a
+batch.
 
 A client sends a ``Submit``. ``make_request`` checks it and makes the engine's ``Request``; ``check_task`` and
 ``check_request`` find an error before a client submits. ``make_rows`` makes the ``Row`` of each request in a
@@ -38,14 +38,14 @@ from agentflow.errors import BadArgument, EngineFailed, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 
 Objective = Literal["latency", "throughput"]
-"""The objective: ``latency`` if a consumer waits for it, ``throughput`` if only the total counts."""
+"""``latency`` if a consumer waits for the request, ``throughput`` if only the total throughput counts."""
 
 TopTokens = list[tuple[int, float]]
 """The likeliest tokens at one position with their log-probabilities, likeliest first."""
 
 
 GREEDY = SamplingParams()
-"""The parameters of requests that are submitted without any."""
+"""The parameters of requests that are submitted without ``params``."""
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 """Range of a tenant's weight."""
 MAX_PRIORITY = 10
@@ -70,21 +70,23 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     task_group: int = 0  # equal for sibling requests that one consumer waits for; 0: none
     output_tokens: int = 0  # the expected length of the output; 0: unknown
     deadline_s: float | None = None  # the time from now until the request should be done
-    weight: float = 1.0  # the tenant's weight against other tenants; its latest request decides
+    weight: float = 1.0  # the tenant's weight against other tenants; its latest request sets it
     priority: int = 0  # -10 to 10, higher first, within the tenant
     # A request that has waited this long goes before others of its tenant and priority; None: never.
     patience_s: float | None = None
     trace: str = ""  # the client's ``traceparent``, for observers; the engine does not use it
     label: str = ""  # the program's name, which snapshots show
-    adapter: str = ""  # the name of a loaded adapter (LoRA); empty: the model itself
-    program: int = 0  # the program whose place in the queue the request has; 0: none
+    adapter: str = ""  # the name of a loaded adapter (LoRA); empty: the base model
+    program: int = 0  # the program whose place in the queue the request shares; 0: none
     # Why its prompt differs from earlier prompts of the same conversation, as in ``Usage.miss_reason``.
     changed: str = ""
-    # It computes known tokens of a state that waits. Other requests do not wait for it.
+    # It prefills known tokens of a waiting state ahead of its next request. Other requests do not wait for
+    # it.
     is_ahead: bool = False
-    tpot_s: float | None = None  # the time of each further token that its reader asks for; None: any
-    ttft_s: float | None = None  # the time from now until the first token that its reader asks for; None: any
-    # Prefixes that the client asks to keep in the cache: their tokens, and seconds after their last use.
+    tpot_s: float | None = None  # the time per output token that its reader asks for; None: any
+    ttft_s: float | None = None  # the time to the first token, from now, that its reader asks for; None: any
+    # Prefixes that the client asks to keep in the cache: how many tokens, and for how many seconds after
+    # their last use.
     kept_prefixes: Sequence[tuple[int, float]] = ()
 
     def at(
@@ -122,8 +124,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     the tokens only, scores the tokens from ``score_from`` on, scores each of ``choices`` as a continuation of
     the prompt (with ``heads``: of the prompt and its head), or makes an embedding.
 
-    A request that continues after its engine died has the output that the engine had sent as ``Progress`` in
-    the fields ``generated_…``. Text that was sent is not sent again, even if these ids end before it."""
+    If a request continues after its engine died, its ``generated_*`` fields hold the output that the engine
+    had sent as ``Progress``. Text that was sent is not sent again, even if these ids end before it."""
 
     request_id: int
     token_ids: list[int]
@@ -136,7 +138,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     generated_logprobs: Sequence[float] = ()
     generated_top_logprobs: Sequence[TopTokens] = ()
     generated_forced: Sequence[tuple[int, int]] = ()
-    constraint: CompiledConstraint | None = None  # of the text; without its payload if the engine has that
+    constraint: CompiledConstraint | None = None  # without its payload if the engine already has it
     jump_forward: bool = True  # append the tokens that the grammar forces without sampling them
     embeds: bool = False  # make an embedding
     # The output may begin with reasoning, to which neither the constraint nor a stop applies.
@@ -157,8 +159,8 @@ _NO_LEADS: Mapping[int, int] = {}
 
 
 class CacheKey(NamedTuple):
-    """Requests share cached KV only if these are equal. ``adapter``: the identity of the adapter (LoRA) that
-    changes the model; empty for the model itself."""
+    """Requests share cached KV only if their keys are equal. ``adapter``: the identity of the adapter (LoRA);
+    empty for the base model."""
 
     tenant: str
     salt: Hashable
@@ -166,7 +168,7 @@ class CacheKey(NamedTuple):
 
 
 def with_leads(tokens: TokenArray, leads: Mapping[int, int]) -> TokenArray:
-    """Returns a copy of the tokens, as the cache has them: with the ids of ``lead_tokens``."""
+    """Returns a copy of the tokens with the ids of ``lead_tokens`` in their places, as the cache has them."""
     tokens = tokens.copy()
     for index, token_id in leads.items():
         if index < len(tokens):
@@ -218,10 +220,10 @@ class Request:
     # Under a grammar or a budget:
     next_mask: Callable[[], TokenWords] | None = None  # computes the tokens that its grammar allows next
     mask_error: Exception | None = None  # why they cannot be computed; then none is allowed
-    is_steered: bool = False  # tokens may be replaced: each is read before the next is computed
+    is_steered: bool = False  # its tokens may be replaced, so each is read before the next is computed
     only_needs_scores: bool = False  # its output is complete; forced tokens still lack log-probabilities
-    # How often a grammar replaced sampled tokens. Later tokens have other random numbers: the same number at
-    # a position that is sampled again would favour some tokens.
+    # How often a grammar replaced sampled tokens. It changes the random numbers of later tokens: the same
+    # number at a position that is sampled again would favour some tokens.
     num_redrawn: int = 0
 
     # In the queue:
@@ -230,9 +232,9 @@ class Request:
     num_preemptions: int = 0
     status: Status = Status.WAITING
     was_admitted: bool = False
-    is_held_back: bool = False  # it does not fit into memory, or into the time of steps, in this step
-    # In steps before this one, others may start before it although it waits for memory. None: it has not been
-    # first in the queue.
+    is_held_back: bool = False  # in this step it does not fit into memory or into the step's time
+    # While it waits for memory, others may start before it only in steps before this number. None: it was
+    # never the first request that did not fit.
     passed_until: int | None = None
     # How many tokens the engine had computed when it was held back for the time of steps. None: never.
     held_back_from: int | None = None
@@ -282,7 +284,8 @@ class Request:
             media: The parts of the prompt that are not text, in order.
 
         Raises:
-            BadArgument: A number of ``submit`` is out of range, or choices are.
+            BadArgument: The priority or weight is out of range, the choices are invalid, or an image is to be
+                scored.
         """
         submit.origin.check()
         score_from, params = submit.score_from, submit.params or GREEDY
@@ -377,7 +380,7 @@ class Request:
         return self.run(self.num_reusable)
 
     def run(self, count: int, start: int = 0) -> TokenRun:
-        """Its first ``count`` tokens from ``start`` on, as the cache has them."""
+        """Its tokens from ``start`` up to ``count``, as the cache has them."""
         if self.leads:
             return with_leads(self.tokens[:count], self.leads)[start:].tobytes()
         return self.tokens[start:count].tobytes()
@@ -449,7 +452,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
     token_ids = np.array(message.token_ids, dtype=np.int32)
     media = [MediaRun.of(run) for run in message.media]
     if np.count_nonzero(token_ids < 0) != sum([run.num_tokens for run in media]):
-        raise EngineFailed("a prompt has other tokens below 0 than those of its images")
+        raise EngineFailed("a prompt has negative token ids that are not of its images")
     if (last := int(token_ids.max())) >= info.vocab_size:
         raise BadArgument(
             f"the prompt has the token {last}, which the tokenizer knows and the model does not: its ids are "
@@ -491,7 +494,7 @@ def _end_ids(params: SamplingParams, info: RunnerInfo) -> tuple[int, ...]:
     for token_id, _ in params.logit_bias:
         if token_id >= info.vocab_size:
             raise BadArgument(
-                f"gen: logit_bias names token {token_id}; this model's ids are 0 to {info.vocab_size - 1}",
+                f"gen: logit_bias has token {token_id}; this model's ids are 0 to {info.vocab_size - 1}",
                 param="logit_bias",
             )
     own = () if params.ignore_eos else info.end_token_ids
@@ -501,7 +504,7 @@ def _end_ids(params: SamplingParams, info: RunnerInfo) -> tuple[int, ...]:
 Work = tuple[Request, int]
 """A request, and how many of its tokens and nodes a step computes, from the first uncomputed one on."""
 Targets = Sequence[tuple[int, int]]
-"""The tokens of a row whose logits are needed, in order: index in the row, and target (-1: sample)."""
+"""The tokens of a row after which logits are needed, in order: index in the row, and target (-1: sample)."""
 
 SAMPLED_ONCE: Targets = ((0, -1),)
 """The targets of a decode step."""
@@ -516,7 +519,7 @@ class Row:
     # Set when the batch has run:
     token_ids: Sequence[int] = ()  # the sampled tokens
     logprobs: Sequence[float] = ()  # of scored and sampled tokens, in order; empty if none is wanted
-    tops: Sequence[TopTokens] = ()  # for each of these, as many of the likeliest tokens as were asked for
+    tops: Sequence[TopTokens] = ()  # the requested number of likeliest tokens for each of these
     ranks: Sequence[int] = ()  # of scored tokens
     embedding: bytes = b""  # float32
     error: Exception | None = None  # the fault of this row, which affects no other row
@@ -539,8 +542,8 @@ class Row:
 
 
 def make_rows(work: Sequence[Work]) -> list[Row]:
-    """Makes the records of the requests' next tokens and nodes. Rows with one token come first, then rows
-    with more, then rows with nodes only."""
+    """Makes the rows of the requests' next tokens and nodes. Rows with one token come first, then rows with
+    more, then rows with nodes only."""
     singles: list[Row] = []
     chunks: list[Row] = []
     nodes: list[Row] = []

@@ -22,7 +22,7 @@ class RunnerInfo:
     kv_bytes_per_token: int
     weight_bytes: int
     weights: str  # their format, for people
-    # The dimensions of its vectors, if it makes embeddings and generates nothing; 0: it generates.
+    # The dimensions of its embeddings; 0: it generates text instead.
     embedding_size: int = 0
     architecture: str = ""  # of a native model, its class in transformers
     batch_size: int | None = None  # as in ``Capabilities``
@@ -70,7 +70,7 @@ class ModelRunner(Protocol):
     ``info.launches_ahead`` may a batch be launched before the previous one is collected, and then it may have
     ``pending`` tokens. A runner on processors that the caller needs too may do all work in ``collect``.
     ``launch`` and ``collect`` raise ``AcceleratorFault`` or ``OutOfMemory`` where these apply; any other
-    exception blames the batch.
+    exception counts as a fault of the batch.
     """
 
     info: RunnerInfo
@@ -98,7 +98,7 @@ class AdapterRunner(ModelRunner, Protocol):
     """A ``ModelRunner`` whose model can have adapters (LoRA).
 
     ``read_adapter`` reads the adapter in a folder, in any thread and while batches run; ``BadModelFolder`` or
-    ``BadArgument`` if the model cannot have it. ``install_adapter`` makes it ready for batches that name its
+    ``BadArgument`` if the model cannot have it. ``install_adapter`` makes it ready for batches that use its
     identity, and takes little time; a repeated call changes nothing. ``drop_adapter`` frees it.
     """
 
@@ -115,7 +115,7 @@ class MediaEncoding(Protocol):
     ``num_slices``: the slices that are left, each of about equal work. ``flops_per_slice``: the work of one.
     ``run`` computes the next ``count`` slices and returns when they are computed, so that its time is their
     time; no batch is in flight meanwhile. Raises ``AcceleratorFault`` or ``OutOfMemory`` where these apply;
-    any other exception blames the medium.
+    any other exception counts as a fault of the medium.
     """
 
     @property
@@ -132,8 +132,9 @@ class MediaRunner(ModelRunner, Protocol):
     """A ``ModelRunner`` whose model reads images.
 
     ``encode_medium`` begins the encoding of a medium. When no slice of it is left, the runner has the
-    medium's features, which take ``feature_bytes`` of memory, until ``drop_medium``. Batches name only media
-    with features, and a dropped medium is in no launched batch. An unfinished encoding is dropped likewise.
+    medium's features, which take ``feature_bytes`` of memory, until ``drop_medium``. Batches contain only
+    media with features, and a dropped medium is in no launched batch. An unfinished encoding is dropped
+    likewise.
     """
 
     def encode_medium(self, medium: PreparedMedium) -> MediaEncoding: ...

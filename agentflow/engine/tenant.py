@@ -13,8 +13,8 @@ class Tenant:
     """The owner of requests. Caches, queues and constraints of tenants are separate."""
 
     name: str = ""  # empty: the one tenant of a server without keys
-    weight: float = 1.0  # of its work against other tenants' while both wait
-    requests_per_minute: int | None = None  # more are rejected until there is room again
+    weight: float = 1.0  # of its work against the work of other tenants that wait too
+    requests_per_minute: int | None = None  # further ones are rejected until there is room again
     tokens_per_minute: int | None = None  # of prompts and outputs
     max_unfinished: int | None = None  # running and waiting requests
     models: tuple[str, ...] | None = None  # the models that it may use; None: all
@@ -33,8 +33,8 @@ ANONYMOUS = Tenant(sees_metrics=True)
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """The usage of a request, charged when it ends. The holder sets all three; ``prompt_tokens`` is a guess
-    at first. ``cached_tokens``: of the prompt."""
+    """The usage of a request, charged when it ends. The caller sets all three; ``prompt_tokens`` is an
+    estimate at first. ``cached_tokens``: of the prompt."""
 
     prompt_tokens: int
     output_tokens: int = 0
@@ -42,7 +42,7 @@ class AdmittedRequest:
 
 
 class RequestGate(Protocol):
-    """Limits the requests of a tenant. ``RateLimited`` beyond the limits."""
+    """Limits the requests of a tenant. Raises ``RateLimited`` beyond the limits."""
 
     def check(self, tenant: Tenant, num_requests: int = 1) -> None:
         """Raises ``RateLimited`` if ``num_requests`` requests would not all be admitted now."""

@@ -4,8 +4,8 @@ The tree hangs below the prompt. The log-probability of a token comes from the l
 so only *nodes* are computed: tokens that some choice continues after. The last token of a choice is only a
 *target*.
 
-The choices of several questions about one prompt make one tree, too. Each question is a *head*: nodes that
-its choices continue after, and that are no targets.
+The choices of several questions about one prompt form one tree, too. Each question is a *head*: nodes that
+its choices continue after and that are not targets.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TokenTree:
 def token_tree(
     choices: Sequence[Sequence[int]], heads: Sequence[Sequence[int]] = (), head_of: Sequence[int] = ()
 ) -> TokenTree:
-    """The tree of ``choices``, which may share prefixes, be prefixes of each other, or be equal.
+    """Builds the tree of ``choices``, which may share prefixes, be prefixes of each other, or be equal.
 
     Args:
         choices: The tokens of each choice.
@@ -106,7 +106,8 @@ def token_tree(
 
 
 def check_choice_tokens(choices: Sequence[Sequence[int]], heads: Sequence[Sequence[int]] = ()) -> None:
-    """``BadArgument`` if a choice has no token, or if all have more than ``MAX_CHOICE_TOKENS`` together."""
+    """``BadArgument`` if a choice has no token, or if choices and heads have more than ``MAX_CHOICE_TOKENS``
+    in total."""
     if not choices or not all(choices):
         raise BadArgument("a choice needs at least one token to be scored", param="choices")
     num_tokens = sum(map(len, choices)) + sum(map(len, heads))
@@ -119,7 +120,7 @@ def check_choice_tokens(choices: Sequence[Sequence[int]], heads: Sequence[Sequen
 
 
 class _Growth:
-    """Builds a tree level by level. ``rows``: of the targets, ascending."""
+    """Builds a tree level by level. ``rows``: the row of each target, ascending."""
 
     def __init__(self, choices: Sequence[Sequence[int]]) -> None:
         self.token_ids: list[int] = []
