@@ -8,12 +8,12 @@ the Past-Future scheduler, Gong et al., ASPLOS 2025). Each preemption adds cauti
 that a full pool settles instead of oscillating.
 
 **Reservation.** Let h be the first waiting request in the policy's order that does not fit. The same
-prediction tells when h will start: after the smallest number of steps T after which enough running requests
-have ended for h to fit next to the others until its own end. Requests behind h may *pass* it, that is start
-before it, if T stays the same with them: they end before h starts, or fit next to it (backfilling as in EASY;
-Lifka, "The ANL/IBM SP Scheduling System", 1995). Let n be the step in which h was first blocked, with T steps
-to wait then. Requests pass h only in the steps before n + T, and no request passes one that was preempted.
-Then:
+prediction gives the time when h will start: after the smallest number of steps T after which enough running
+requests have ended for h to fit next to the others until its own end. Requests behind h may *pass* it, that
+is start before it, if T stays the same with them: they end before h starts, or fit next to it (backfilling as
+in EASY; Lifka, "The ANL/IBM SP Scheduling System", 1995). Let n be the step in which h was first blocked,
+with T steps to wait then. Requests pass h only in the steps before n + T, and no request passes one that was
+preempted. Then:
 
 1. If requests end when they are expected to, and the policy orders no later request before h, h starts in
    step n + T at the latest.
@@ -24,8 +24,8 @@ Proof. 1: A request that passes h does not change its expected start, and the ex
 one. 2: From step n + T on, while h is blocked, only requests start that the policy orders before it. When
 none runs, h fits. ∎
 
-So passing costs h nothing if predictions are right. If they are wrong, it ends in a step that is known from
-the beginning.
+So passing costs h nothing if predictions are right. If they are wrong, passing ends in a step that is known
+from the beginning.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ MAX_HELD_BACK = 8
 RING = 64
 """Lengths kept of each kind of request: the latest ones."""
 MIN_LENGTHS = 8
-"""A kind with fewer lengths to choose from tells too little."""
+"""Kinds with fewer lengths to choose from are not used."""
 MAX_KINDS = 4096
 FIRST_FRACTION = 0.5
 """A request without known lengths is expected to use this part of its remaining limit."""
 UNBOUNDED = 2**62
-"""The length of an output that its limit cut."""
+"""Stands for the unknown length of an output that reached its limit."""
 GOLDEN_RATIO = 0.6180339887498949
-"""Multiples of this, modulo 1, are spread evenly, whichever of them are taken."""
+"""Consecutive multiples of this, modulo 1, are spread evenly."""
 Steps = NDArray[np.int64]
 Outlooks = NDArray[np.int64]
 """Requests as rows, with the fields of ``Outlook`` as columns."""
@@ -128,7 +128,7 @@ class Reservation(NamedTuple):
 
 
 class Admission:
-    """Which waiting requests may start in step number ``step``, next to the ``running`` ones.
+    """Decides which waiting requests may start in step number ``step``, next to the ``running`` ones.
 
     ``available``, in all methods: slots that are free or can be evicted, without the request's own prefix.
     ``is_open``: whether further requests may be tried.
@@ -155,7 +155,8 @@ class Admission:
             return False
         if not self._running:
             return True
-        # Bounds that are cheap and often enough: all requests run to their limit, or to their end, together.
+        # Cheap bounds that often suffice: all requests run to their limit, or to their expected end,
+        # together.
         if self._reservation is None:
             if _most(request) + self._most <= available:
                 return True
@@ -205,7 +206,7 @@ class Admission:
 
 
 def _most(request: Request) -> int:
-    """Slots that a running request still takes if its output has all the tokens that it may have."""
+    """Slots that a running request still takes if its output reaches its limit."""
     most = request.num_prompt + request.max_new_tokens - request.num_computed
     return most if request.tree is None else most + request.num_nodes_left
 
@@ -253,7 +254,8 @@ class OutputLengths:
         self._rings: OrderedDict[Hashable, _Ring] = OrderedDict()  # the least recently taught first
 
     def learn(self, request: Request) -> None:
-        """The request ended by itself. At its limit it might have gone on, as others of its kind might."""
+        """Learns from a request that ended by itself. An output that reached its limit counts as
+        ``UNBOUNDED``, because it might have continued."""
         is_cut = request.num_generated >= request.max_new_tokens
         for kind in _kinds(request):
             ring = self._rings.get(kind)
@@ -265,7 +267,7 @@ class OutputLengths:
             self._rings.popitem(last=False)
 
     def expected(self, request: Request, caution: float) -> int:
-        """The length that the request's output will probably have, more than it has. ``caution``: 0 to 1,
+        """The probable length of the request's output, greater than its current length. ``caution``: 0 to 1,
         where 1 takes the longest."""
         generated, limit = request.num_generated, request.max_new_tokens
         quantile = request.arrival * GOLDEN_RATIO % 1.0

@@ -7,7 +7,7 @@ DEFAULT_POLICY: Final = "fair-lpm"
 MAX_RUNNING: Final = 64
 """Requests in one batch."""
 CPU_BATCH_SIZE: Final = 16
-"""Requests that decode together on a CPU before products cost more than reading the weights does."""
+"""Requests that decode together on a CPU before the products cost more than reading the weights."""
 CPU_TOKEN_BUDGET: Final = 256
 GPU_TOKEN_BUDGET: Final = 4096
 """Scheduled tokens of one forward pass."""

@@ -15,8 +15,8 @@ from agentflow.errors import BadArgument, EngineFailed, RequestRefused
 from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
 
 COMMIT_RUN = 64
-"""Tokens enter the cache in runs of at least this many. The rest of a prompt does when it is computed, and
-the rest of generated tokens when their request ends. Those of a prompt that another request waits for do
+"""Tokens enter the cache in runs of at least this many. The rest of a prompt enters when it is computed, the
+rest of the generated tokens when their request ends. Tokens of a prompt that another request waits for enter
 after each step."""
 
 
@@ -58,7 +58,7 @@ class InFlight:
     two.
 
     A request counts the tokens of its rows as computed, and their sampled tokens as pending, from the launch
-    on. ``complete`` makes them real; ``discard`` and ``withdraw`` take them back.
+    on. ``complete`` makes them final; ``discard`` and ``withdraw`` undo the count.
 
     ``launched``: the batches. Other modules read it.
     """
@@ -210,8 +210,8 @@ class InFlight:
             row.ranks = output.ranks[first:end].tolist()
 
     def discard(self) -> list[Request]:
-        """Discards all batches in flight: the oldest failed, and the later ones continue it. Their requests
-        are as before the launches. Returns the requests of the oldest batch."""
+        """Discards all batches in flight: the oldest failed, and the later ones continue it. Restores their
+        requests to their state before the launches. Returns the requests of the oldest batch."""
         failed = [request for request, _ in self.oldest_work()]
         while self.launched:
             for row in self.launched.pop().rows:
@@ -255,8 +255,8 @@ class InProgressPrefixes:
     cached, because running requests commit their prompts to the cache step by step while others wait for
     them.
 
-    ``requests``: the requests by id. ``awaited``: the ids of those that others wait for since their last
-    tokens entered the cache. Other modules read them.
+    ``requests``: the requests by id. ``awaited``: the ids of requests that others have waited for since their
+    last tokens entered the cache. Other modules read them.
     """
 
     def __init__(self) -> None:
@@ -267,8 +267,8 @@ class InProgressPrefixes:
 
     def will_compute(self, request: Request, match: int) -> bool:
         """Whether a running request is about to compute the first token that ``request``, of which ``match``
-        tokens are cached, could then take from the cache. Only a request that computes ahead counts on
-        another one that does: these get few tokens of a step beside others."""
+        tokens are cached, could then take from the cache. Only requests that compute ahead wait for one that
+        computes ahead, because it gets few tokens of a step."""
         here = self._at.get((request.cache_key, match, request.cached_id(match)))
         if here is None or match >= request.num_reusable:
             return False

@@ -5,7 +5,8 @@ request computed into it, and it is not cached yet): ``free + cached + in use ==
 locks the cached prefix that it builds on, and ``detach`` returns everything that it uses.
 
 The KV of open states of programs is evicted last, and kept from new requests while the next op is due
-(``Liveness``). Before it, after all others, go the prefixes that clients asked to keep (``PrefixMarks``).
+(``Liveness``). The prefixes that clients asked to keep (``PrefixMarks``) are evicted before it and after all
+other tokens.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ OnCached = Callable[[CacheKey, TokenRun], None]
 OnEvict = Callable[[CacheKey, Callable[[], TokenRun], int], None]
 
 IDLE_AFTER_POOLS = 4
-"""A tenant that does not use the cache while this many times the pool enters it loses its claim to a part."""
+"""A tenant that does not use the cache while tokens for this many pools enter it loses its claim to a
+part."""
 
 
 _numbers: Final = itertools.count()
-"""Numbers of changes, unique among all tables: a copy of one table must not take the changes of another."""
+"""Numbers of changes, unique among all tables: a copy of one table must not apply the changes of another."""
 
 
 def _find_tenant(cache_key: CacheKey) -> Hashable:
@@ -54,7 +56,7 @@ class KVMemory:
         num_slots: The size of the pool.
         max_context: The longest sequence in tokens.
         max_running: Rows of ``req_to_token``, which is ``table``.
-        use_cache: Whether requests find and leave cached tokens.
+        use_cache: Whether requests read and fill the cache.
         model: The model's identity, which the digests of blocks contain.
         on_blocks: As in ``RadixCache``.
         clock: Seconds.
@@ -88,7 +90,7 @@ class KVMemory:
         self.on_evict: OnEvict | None = None  # called for every token run that leaves it
         self._use_cache = use_cache
         self._free_rows = list(range(max_running - 1, -1, -1))
-        self._alone: Request | None = None  # runs and shares nothing: ``readers`` does not know it
+        self._alone: Request | None = None  # the only running request, which is not in ``readers``
 
     @property
     def num_in_use(self) -> int:
@@ -137,7 +139,7 @@ class KVMemory:
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """The request starts to run after its match, whose tokens count as computed. If it never ran before,
-        learns why the others of its prompt are not cached."""
+        records why the rest of its prompt is not cached."""
         row = request.req_row = self._free_rows.pop()
         self.cache.write_slots(match, self.table.row_to_write(row, 0, match.num_tokens))
         request.committed = match
@@ -170,8 +172,8 @@ class KVMemory:
         return self.slots.allocate(num_tokens)
 
     def take_back(self, request: Request, num_tokens: int, num_nodes: int) -> SlotArray:
-        """Takes the slots of the request's last ``num_tokens`` tokens and last ``num_nodes`` nodes, which
-        were not computed. ``slots.release`` makes them free."""
+        """Takes from the request the slots of its last ``num_tokens`` tokens and last ``num_nodes`` nodes,
+        which were not computed. The caller frees them with ``slots.release``."""
         end = request.num_computed
         row = self.table.slots[request.req_row, end - num_tokens : end]
         request.num_computed = end - num_tokens
@@ -232,8 +234,8 @@ class KVMemory:
         request.num_computed = count
 
     def detach(self, request: Request) -> None:
-        """The request no longer runs, in no batch. Its computed tokens stay cached; its other slots become
-        free."""
+        """The request no longer runs and is in no batch. Its computed tokens stay cached; its other slots
+        become free."""
         try:
             self.commit(request, request.num_computed)
         except Exception:  # a request must be able to leave; its tokens are then computed again
@@ -348,7 +350,7 @@ class SlotTable:
     def __init__(self, num_rows: int, num_columns: int) -> None:
         self.slots: SlotArray = np.zeros((num_rows, num_columns), dtype=np.int32)
         """[num_rows, num_columns]. Other modules read it."""
-        self._written: dict[int, tuple[int, int]] = {}  # columns of rows, beside the tokens of batches
+        self._written: dict[int, tuple[int, int]] = {}  # by row: changed columns, without tokens of batches
         self._number = NO_CHANGES  # of the last changes
 
     def row_to_write(self, row: int, first: int, end: int) -> SlotArray:
@@ -361,11 +363,11 @@ class SlotTable:
         return columns
 
     def write_tokens(self, rows: IntArray, columns: IntArray, slots: SlotArray) -> SlotChanges:
-        """Writes the slots of a batch's tokens. Returns all changes since the last call; if they do not
-        arrive, copies notice it by the numbers."""
+        """Writes the slots of a batch's tokens. Returns all changes since the last call; by their numbers, a
+        copy notices that it has missed some."""
         self.slots[rows, columns] = slots
         if self._written:
-            # The columns between two changes are as they were, and their slots are sent again.
+            # Columns between two changes are unchanged; their slots are sent again.
             spans = [(row, *span) for row, span in self._written.items()]
             self._written.clear()
             lens = [end - first for _, first, end in spans]

@@ -26,7 +26,7 @@ not."""
 MEAN_OF = 4
 """Means of times follow about this many of the latest ones."""
 OVERDUE_AFTER = 4
-"""A state that continues sooner than requests take is overdue after this many of their mean time."""
+"""A state that continues sooner than requests take is overdue after this many times their mean time."""
 LATE_AFTER = 3
 """Another state is overdue after this many times the mean time between its requests."""
 LEAST_WAIT_S = 0.1
@@ -71,14 +71,14 @@ class Liveness:
 
     A state that is open will probably continue from its last tokens. Liveness ranks evictions and delays
     admissions, but never locks. The rank expires once much else was computed. The delay lasts two steps.
-    While the batch has room, it concerns only requests that would evict many of these tokens.
+    While the batch has room, it applies only to requests that would evict many of these tokens.
 
     If only kept tokens are left, the state that continues last loses its tokens first. A token takes the same
-    room for any state, so a state's gain for its room is the larger the sooner it continues (for known times,
-    the rule of Belady, 1966; by steps to execution, KVFlow, 2025). The program says when
-    (``place``), or the earlier times of the state's client do. States that continue sooner than a request
-    takes, from its arrival to its end, are equal, and the least recently used goes first: they will wait in
-    the queue anyway. A state that is overdue is expected after as long again as it has waited in all.
+    room for any state, so it is worth more the sooner its state continues (for known times, the rule of
+    Belady, 1966; by steps to execution, KVFlow, 2025). This time comes from the program (``place``), or from
+    the earlier times between the state's requests. States that continue sooner than a request takes, from its
+    arrival to its end, are equal, and the least recently used goes first: they will wait in the queue anyway.
+    An overdue state is expected after as long again as it has already waited.
 
     Tokens that a state has superseded go before all others of the tenant: the end of a branch that was
     cancelled, and a turn that the chat template wrote in another way in the next prompt of its state. The
@@ -92,7 +92,7 @@ class Liveness:
         self._clock = clock
         # The times between the requests of each open state: how many, and their mean.
         self._gaps: dict[Hashable, tuple[int, float]] = {}
-        self._arrivals: dict[Hashable, float] = {}  # when the request of a state came that has not ended
+        self._arrivals: dict[Hashable, float] = {}  # by state: when its unfinished request arrived
         self._request_s = 0.0  # the mean time from a request's arrival to its end
         self._due: list[tuple[float, int, Hashable]] = []  # a heap of expected times, with old entries
         self._ties = itertools.count()
@@ -141,8 +141,8 @@ class Liveness:
             self.close(next(iter(self._ends)))
 
     def arrived(self, state: Hashable) -> None:
-        """A request of the state is here, not one that computes ahead: its tokens are needed soon, and the
-        client's time is known."""
+        """A request of the state arrived that does not compute ahead: its tokens are needed soon, and the
+        time since the last request is known."""
         now = self._clock()
         end = self._ends.get(state)
         if end is not None and state not in self._arrivals:  # not a second one at the same time
@@ -160,8 +160,8 @@ class Liveness:
             self._move(state, self._expected(end, self._gap_s(state)))
 
     def place(self, state: Hashable, steps: int | None, returns_s: float | None) -> None:
-        """The program says when the state continues; the arguments are those of ``Place``. Unknown states are
-        ignored."""
+        """Sets when the program expects the state to continue. The arguments are as in ``Place``. Unknown
+        states are ignored."""
         end = self._ends.get(state)
         if end is None or state in self._arrivals:
             return
@@ -199,8 +199,8 @@ class Liveness:
         return total
 
     def late_at(self, state: Hashable, gap_s: float) -> float:
-        """The time from which the state is late; infinite while it has a request. ``gap_s``: for states whose
-        mean time between requests is not known."""
+        """The time from which the state is late; infinite while it has a request, minus infinity for unknown
+        states. ``gap_s``: for states whose mean time between requests is not known."""
         end = self._ends.get(state)
         if end is None:
             return -math.inf
@@ -209,12 +209,12 @@ class Liveness:
         return end.ended + LATE_AFTER * max(self._gap_s(state, gap_s), LEAST_WAIT_S)
 
     def pause(self, program: ProgramKey) -> None:
-        """Keeps the tokens of a program no longer."""
+        """Stops keeping the tokens of a program."""
         self._paused.add(program)
         self._set_paused(program, is_paused=True)
 
     def resume(self, program: ProgramKey) -> None:
-        """Keeps the tokens of the program that are left."""
+        """Keeps the remaining tokens of the program again."""
         self._paused.discard(program)
         self._set_paused(program, is_paused=False)
 

@@ -3,12 +3,13 @@
 Features are made when the first request needs them: when it is its turn, and the keys and values of the
 image's tokens are not cached. The request then waits in the queue, without slots. The features of later
 images are made when the request has computed everything before them. Encodings belong to media, not to
-requests: several requests share one, and one that nobody waits for any more is continued by the next.
+requests: several requests share one, and one that no request waits for any more is continued for the next
+request.
 
 Features stay within a budget of bytes. The least recently used ones go first, then unfinished encodings.
-Features that a running request needs next stay, and so does an encoding that had a slice in the last
-``GRACE_STEPS`` steps beside requests with media, and its features until they are used, as long as a request
-wants them. Otherwise two requests might drop each other's encodings forever. Only a medium that exceeds the
+Features that a running request needs next stay. As long as a request wants it, so does an encoding that had a
+slice in the last ``GRACE_STEPS`` steps with unfinished requests with media, and so do its features until they
+are used. Otherwise two requests might drop each other's encodings forever. Only a medium that exceeds the
 budget alone may exceed it.
 """
 
@@ -42,7 +43,7 @@ class MediaWork:
     and other requests wait for the step: slices that would end long after the planned time run later.
 
     Args:
-        runner: Encodes.
+        runner: Encodes the media.
         most_bytes: The budget for features.
         clock: Seconds.
     """
@@ -66,7 +67,7 @@ class MediaWork:
         self._num_steps = 0
         self._fresh: dict[str, int] = {}  # the step of the last slice, until the features are used
         self._left_over: Counter[str] = Counter()  # slices that were planned and not run
-        self._flops = self._seconds = 0.0  # of late slices
+        self._flops = self._seconds = 0.0  # of the latest slices
         self.planned: dict[str, int] = {}
         self.feature_bytes = 0
         self.pixel_bytes = 0
@@ -139,8 +140,8 @@ class MediaWork:
                 self._features.move_to_end(run.identity)
 
     def begin(self, identity: str, running: Iterable[Request]) -> bool:
-        """Begins an encoding, or continues it. Whether slices of it may run in this step. If it cannot
-        begin, ``run_planned`` returns the error."""
+        """Begins an encoding, or continues it. Returns whether slices of it may run in this step. If it
+        cannot begin, ``run_planned`` returns the error."""
         if identity in self._features:
             self._features.move_to_end(identity)
             return True
@@ -214,14 +215,14 @@ class MediaWork:
         return failed
 
     def shrink(self, running: Iterable[Request]) -> bool:
-        """Drops all features that no running request needs next, because memory is short. Whether there were
-        any."""
+        """Drops all features that no running request needs next, because memory is short. Returns whether
+        there were any."""
         before = len(self._features)
         self._make_room(math.inf, running)
         return len(self._features) < before
 
     def _make_room(self, num_bytes: float, running: Iterable[Request]) -> bool:
-        """Drops features until there is room. Whether there is, or nothing else is left."""
+        """Drops features until there is room. Returns whether there is, or nothing else is left."""
         if self.feature_bytes + num_bytes <= self._most_bytes:
             return True
         needed = self._used | self.planned.keys() | self._needed_by(running)

@@ -17,13 +17,13 @@ or bounds, nothing of this applies.
   and a step has at least one.
 - *Prompts* take the rest of the step, in the order of the policy. A step with a prompt computes at least
   ``MIN_CHUNK`` tokens of one (``step_limits``).
-- *Admission*: a request of the objective ``throughput`` starts beside urgent ones only if all that runs could
-  then decode in one step. With a target, an urgent one starts only if all urgent ones could.
+- *Admission*: a request of the objective ``throughput`` starts next to urgent ones only if all running
+  requests could then decode in one step. With a target, an urgent one starts only if all urgent ones could.
 
 **Limits of a bound.** Decoding for the urgent requests alone may take longer than their bound allows. Then
-the step takes MIN_STRETCH times that, so that prompts go on. A reader's bound does not shorten steps below
-LEAST_STRETCH times the decoding of the urgent requests: a tenant cannot push out the work of others with it.
-A request that would break the target alone does not wait for it.
+the step takes MIN_STRETCH times as long as this decoding, so that prompts continue. A reader's bound does not
+shorten steps below LEAST_STRETCH times the decoding of the urgent requests: a tenant cannot push out the work
+of others with it. A request that would break the target even alone does not wait for it.
 
 **No starvation.** A request that Pace holds back waits in the policy's order, and counts as one that does not
 fit into memory: the policy's bound on overtaking within a tenant holds for it (``tenant_queue``). Across
@@ -42,7 +42,7 @@ tokens take at most MEAN_PART * n * b + e.
 Proof. The balance is at least -e: if it is x >= 0, the next step is planned to take at most MEAN_PART * b +
 x, which leaves 0. If -e <= x < 0, it is planned to take at most PLANNED_PART * b, which leaves x + e or more,
 or MEAN_PART * b + x, which leaves 0. In each case the error takes at most e. ∎ If a step is planned while
-another is in flight, whose time is not known yet, the sum may be larger by that of one step.
+another is in flight, whose time is not known yet, the sum may be larger by the time of one step.
 
 Of k others that decode, each is in at least one of k steps in a row.
 """
@@ -125,7 +125,7 @@ class Pace:
 
     @staticmethod
     def _lowest_reader_s(requests: Iterable[Request]) -> float:
-        """The lowest bound that a reader of these asks for."""
+        """The lowest bound that readers of these requests ask for."""
         origins = [request.origin for request in requests]
         return min([one.tpot_s for one in origins if one.tpot_s is not None], default=math.inf)
 
@@ -156,8 +156,8 @@ class Pace:
     def in_turn(
         self, ready: Sequence[Request], bound_s: float
     ) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Of the requests that could decode in a step of at most ``bound_s``, those that do, and those that
-        are left out. ``planned`` takes the latter when the step is certain."""
+        """Returns the requests that decode in a step of at most ``bound_s``, and the requests that are left
+        out of it. Pass the latter to ``planned`` when the step is certain."""
         if bound_s == math.inf:
             return ready, ()
         chosen = [request for request in ready if is_urgent(request)]
@@ -215,7 +215,7 @@ class Pace:
             self._is_bound = True
 
     def may_start(self, request: Request) -> bool:
-        """Whether the request may start next to those that run. One that was preempted may."""
+        """Whether the request may start next to the running ones. Preempted requests always may."""
         if not self._is_bound or not self._cost.is_known or request.was_admitted or not _will_decode(request):
             return True
         row_s = self._cost.row_s(request.num_tokens)
@@ -242,7 +242,8 @@ class Pace:
         )
 
     def is_closed(self, request: Request) -> bool:
-        """Whether the request need not be tried in this step, because the same was held back."""
+        """Whether the request need not be tried in this step, because another request of its tenant was held
+        back."""
         if request.tenant not in self._closed:
             return False
         return not is_urgent(request) and _will_decode(request) and not request.was_admitted

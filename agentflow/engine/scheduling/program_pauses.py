@@ -93,9 +93,9 @@ class ProgramPauses:
     paused in this step. Otherwise ``resume``, ``stopped`` and ``charge`` have nothing to do.
 
     Args:
-        memory: Has the open states, and keeps the tokens of paused programs no longer.
+        memory: Has the open states, and stops keeping the tokens of paused programs.
         policy: Sets the requests of paused programs aside.
-        cost: Tells how long a recomputation takes.
+        cost: Estimates how long a recomputation takes.
         running: The running requests, by id.
         clock: Seconds.
     """
@@ -115,7 +115,7 @@ class ProgramPauses:
         self._running = running
         self._clock = clock
         self._tenants: dict[str, _TenantPauses] = {}
-        self._resumed: set[ProgramKey] = set()  # without a request that ended since
+        self._resumed: set[ProgramKey] = set()  # programs of which no request has ended since
         self._without: set[str] = set()  # tenants in which nothing more can be paused in this step
         self._lost: OrderedDict[str, _Lost] = OrderedDict()  # by tenant
 
@@ -265,7 +265,7 @@ class ProgramPauses:
         return self._memory.liveness.num_tokens_together(program.states)
 
     def _decayed(self, tenant: str) -> _Lost:
-        """What the tenant has lost, decayed until now."""
+        """The tenant's seconds of recomputation, decayed until now."""
         lost, now = self._lost.get(tenant, _Lost()), self._clock()
         lost.lost_s *= math.exp((lost.at - now) / WINDOW_S)
         lost.at = now

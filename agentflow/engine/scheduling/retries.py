@@ -1,8 +1,8 @@
-"""Runs batches that failed again, in parts, before anything else.
+"""Runs failed batches again, in parts, before any other work.
 
-A batch that ran out of memory is divided until its parts fit. Later passes are as small, so that they do not
-fail first. A request that does not fit alone says nothing about the others. After any other failure, each
-request of the batch runs alone, which finds the one at fault.
+A batch that ran out of memory is divided until its parts fit. Later passes are limited to the same size, so
+that they do not fail first. A request that does not fit even alone does not lower this limit. After any other
+failure, each request of the batch runs alone, which finds the one at fault.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Retries:
         self.is_used = False
         """Whether parts are left, or the last batch was one of them."""
         self._is_dividing = False  # parts of a batch that ran out of memory are left to run
-        self._limit_before: float = math.inf  # that batch failed
-        self._most_failed = 0  # tokens of a pass
+        self._limit_before: float = math.inf  # the limit when that batch failed
+        self._most_failed = 0  # tokens of the largest failed pass
         self._num_passes = 0  # since the last failure
 
     def next(self) -> Sequence[Work]:

@@ -3,17 +3,17 @@
 Continuous batching (Yu et al., "Orca", 2022) with chunked prefill. Each step schedules one token of every
 request that decodes (``_decode``), then fills the rest of its token budget with chunks of prompts
 (``_prefill``). The policy picks the prompt of each chunk: a running one, or a waiting one, which is admitted
-then (``_admit``). A step is limited in tokens and, once the cost of steps is known, in seconds: beside
-decoding for latency, prompts stretch it by a bounded factor, or to a bound that is given (``pace``), and they
-take a bounded part of a second (``step_limits``).
+then (``_admit``). A step is limited in tokens and, once the cost of steps is known, in seconds: while
+requests decode for latency, prompts may lengthen it by a bounded factor, or up to a given bound (``pace``),
+and prompts never take more than a bounded part of a second (``step_limits``).
 
 Running requests and the radix cache share the KV pool. If slots are missing, unlocked cache is evicted. If
-that is not enough, the running request that is cheapest to redo is *preempted*: its slots become free, its
-tokens are kept, and it waits at the front of the queue.
+that is not enough, the running request that is cheapest to recompute is *preempted*: its slots become free,
+its tokens are kept, and it waits at the front of the queue.
 
-Images are encoded in slices (``media_work``). A slice takes the place of a chunk of a prompt: the policy
-picks the request that it is for, it takes its time off the time for prompts, and it is charged to the tenant
-as the tokens that could be computed in that time.
+Images are encoded in slices (``media_work``). A slice is scheduled like a chunk of a prompt: the policy picks
+its request, its time counts as time of prompts, and its tenant is charged for the tokens that could be
+computed in that time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SchedulerConfig:
     policy: str = DEFAULT_POLICY  # its name
     use_cache: bool = True  # False: every prompt is computed as a whole
     whole_prompts: bool = False  # a prompt is computed in one pass, even if it is longer than the budget
-    # The time per output token that requests of the objective ``latency`` keep, as in ``Pace``; None: none.
+    # The target for the time per output token of requests with the objective ``latency``, as in ``Pace``.
     tpot_target_ms: int | None = None
 
 
@@ -105,15 +105,15 @@ class Scheduler:
     """Owns the KV memory of one model and decides which requests run on it. Not thread-safe.
 
     A step is ``schedule``, then one of ``complete``, ``discard``, ``retries.smaller`` and
-    ``retries.one_by_one``. ``schedule`` may be called once more before: the second batch continues the
-    requests of the first with the tokens that it will sample. Whatever needs these tokens waits, and nothing
-    is preempted.
+    ``retries.one_by_one``. ``schedule`` may be called once more before that: the second batch continues the
+    requests of the first with the tokens that it will sample. Work that needs the values of these tokens
+    waits, and nothing is preempted.
 
     Args:
         num_slots: The size of the KV pool in tokens.
         max_context: The longest sequence in tokens.
         config: The options.
-        policies: The policies that ``config.policy`` may name.
+        policies: The policies to choose from, by name.
         model: The identity of the model.
         on_blocks: As in ``RadixCache``.
         clock: Seconds, for the patience of requests and the times between the requests of a state.
@@ -377,10 +377,10 @@ class Scheduler:
         return not request.params.has_penalties and request.num_generated >= request.params.min_tokens
 
     def _prefill(self, draft: Draft) -> None:
-        """Fills the draft with chunks of prompts, in the order of the policy. Admits waiting requests as
-        their turn comes. One that does not fit into memory is held back, and others may pass it that do not
-        delay it (see ``admission``); so is one that would break a bound on the time of steps (see
-        ``pace``)."""
+        """Fills the draft with chunks of prompts, in the order of the policy. Admits waiting requests in
+        their turn. A request that does not fit into memory is held back, and requests that do not delay it
+        may pass it (see ``admission``). A request that would break a bound on the time of steps is held back
+        too (see ``pace``)."""
         while self._held_back:
             self._held_back.pop().is_held_back = False
         prompts = [*self._prefills.requests.values()]
@@ -457,7 +457,7 @@ class Scheduler:
         return run if run is not None and run.start <= start else None
 
     def _encode(self, request: Request, identity: str, draft: Draft) -> bool:
-        """Plans slices of the encoding that the request needs, as many as take the time of a chunk. Whether
+        """Plans slices of the encoding that the request needs, for about the time of a chunk. Returns whether
         more may be planned for it in this step."""
         assert self.media is not None
         self.wants_media = True
@@ -660,8 +660,8 @@ class Scheduler:
         tpot_s: float | None = None,
         ttft_s: float | None = None,
     ) -> None:
-        """The program changed the place of a state, as in ``Placed``. The requests of the state that wait or
-        run have this place now, and its tokens are kept by the time when it continues."""
+        """The program changed the place of a state, as in ``Placed``. Its waiting and running requests get
+        this place, and its cached tokens are ranked by the time when it continues."""
         self.memory.liveness.place(state, steps, returns_s)
         for request in self._of_state.get(state, ()):
             origin = request.origin.at(program, task_group, objective, tpot_s, ttft_s)
@@ -743,9 +743,9 @@ class Scheduler:
         return self._prefills.will_compute(request, match)
 
     def _preempt_one(self, missing: int) -> None:
-        """Preempts the running request that is cheapest to redo and frees at least ``missing`` slots; if none
-        frees enough, the one that frees most; of equals the youngest. Each earlier preemption raises a
-        request's cost, so that it is not always the same one."""
+        """Preempts the running request that is cheapest to recompute and frees at least ``missing`` slots; if
+        none frees enough, the one that frees most; among equals the youngest. Each earlier preemption raises
+        a request's cost, so that it is not always the same one."""
 
         def cost(request: Request) -> tuple[bool, int, int]:
             redo = self.memory.redo_tokens(request)

@@ -50,12 +50,12 @@ def batch_features(batch: Batch) -> StepFeatures:
 class StepCost:
     """Durations of steps in seconds. All are zero until a step was observed.
 
-    A step that was observed is added up later: when a duration is asked for, or by ``settle``, which an
-    engine calls while the next step runs.
+    Observed steps are added to the fit later: when a duration is asked for, or by ``settle``, which an engine
+    calls while the next step runs.
     """
 
     def __init__(self) -> None:
-        self._observed: list[tuple[Callable[[], StepFeatures], float]] = []  # and not added up yet
+        self._observed: list[tuple[Callable[[], StepFeatures], float]] = []  # not yet added to the fit
         self._base_s = self._token_s = self._logits_s = self._read_s = self._pair_s = 0.0
         # Normal equations of steps without and with chunks.
         self._matrices = [np.zeros((NUM_FEATURES, NUM_FEATURES)) for _ in range(2)]
@@ -106,7 +106,7 @@ class StepCost:
             self.settle()
 
     def settle(self) -> None:
-        """Adds up the steps that were observed."""
+        """Adds the observed steps to the fit."""
         observed, self._observed = self._observed, []
         for features, took_s in observed:
             self._add(features(), took_s)
@@ -180,8 +180,8 @@ class Draft:
     def chunk_size(
         self, request: Request, most: int, available: int, cost: StepCost, media: MediaWork | None
     ) -> int:
-        """How many tokens of the request's prompt the step has room, slots and time for. Takes their time off
-        the step. A step always gets some tokens of one prompt, however short the time.
+        """How many tokens of the request's prompt the step has room, slots and time for. Subtracts their time
+        from ``spare_s``. A step always gets some tokens of one prompt, however short the time.
 
         Args:
             request: The request.
