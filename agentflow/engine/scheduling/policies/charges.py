@@ -1,9 +1,9 @@
 """Charges of tenants that use several engines of one model.
 
-Each engine reports what it charges (``Charged``), and charges its own tenants for the reports of the others,
-so that a tenant has its weight once, however many engines it uses. A tenant that has no requests on an engine
-may use others. ``Absent`` keeps its charge there, and forgets it once nothing was charged for ``AWAY_S``: the
-tenant is then idle everywhere, and idle time leaves neither credit nor debt.
+Each engine reports its charges (``Charged``), and charges its own tenants for the reports of the others, so
+that a tenant has its weight once, however many engines it uses. A tenant without requests on an engine may
+have some on others. ``Absent`` keeps its charge there, and forgets it once nothing was charged for
+``AWAY_S``: the tenant is then idle everywhere, and idle time leaves neither credit nor debt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Charged:
             self._programs[tenant, program] += num_tokens
 
     def take(self) -> tuple[list[tuple[str, float]], list[tuple[str, int, int]]]:
-        """Returns the fields of ``Charges``, and begins again at zero."""
+        """Returns the fields of ``Charges``, and resets them."""
         tenants = [(name, count / self._weights[name]) for name, count in self._tenants.items()]
         programs = [(*key, count) for key, count in self._programs.items()]
         self._tenants.clear()

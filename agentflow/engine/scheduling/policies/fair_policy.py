@@ -6,8 +6,8 @@ ones alike. Cached tokens are free, and so are tokens computed again after a pre
 counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, with uncached tokens as the
 cost). Prompt tokens are scheduled in chunks of at most c tokens. Each chunk goes to the tenant with the
 lowest charge for its weight among the tenants that can use it. A tenant that returns after being idle starts
-at the lowest charge of the active tenants: idle time earns no credit. If several engines serve the model,
-what the others compute is charged too (``charges``).
+at the lowest charge of the active tenants: idle time earns no credit. If several engines serve the model, the
+tokens that the others compute are charged too (``charges``).
 
 **Weights.** Let tenants a and b with weights s(a) and s(b) start at equal charges, and let both be able to
 use every chunk from then on: each has a running prompt with tokens left, or a waiting request that is not
@@ -133,7 +133,7 @@ class FairLongestPrefix(Policy):
             self._bring_back(queue, back)
 
     def _bring_back(self, tenant: TenantQueue, requests: Sequence[Request]) -> None:
-        """Requests that wait aside without a reason go first in the line of their tenant."""
+        """Requests that no longer need to wait aside go first in their tenant's queue."""
         if tenant.is_aside:
             self._catch_up(tenant)
         tenant.bring_back(requests)

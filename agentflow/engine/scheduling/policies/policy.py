@@ -1,7 +1,7 @@
 """Scheduling policies: which request gets the next prompt tokens of a step.
 
-A policy owns the waiting requests. The scheduler tells it which tokens are computed and evicted, so that it
-need not match all requests against the cache again and again. Read ``Policy`` first, then the simple
+A policy owns the waiting requests. The scheduler reports to it which tokens are cached and evicted, so that
+it need not match all requests against the cache again and again. Read ``Policy`` first, then the simple
 policies, which exist for comparison. ``fair_policy`` is the default.
 
 ``lpm`` follows only the cache. It has the best possible hit rate if all requests are known, one runs at a
@@ -36,7 +36,8 @@ is not."""
 class Policy(ABC):
     """The waiting requests, and which of them is next.
 
-    The scheduler reports every change to its policy, which may ignore the events of the last eight methods.
+    The scheduler reports every change to its policy, which may ignore the events whose methods are not
+    abstract.
     """
 
     num_waiting: int = 0
@@ -146,7 +147,7 @@ class Preempted(dict[int, Request]):
         self.update({one.id: one for one in new})
 
     def first(self, is_blocked: IsBlocked) -> Request | None:
-        """The first that is not blocked, unless there are ``MAX_PASSED_OVER`` before it."""
+        """The first request that is not blocked, unless there are ``MAX_PASSED_OVER`` before it."""
         for request in islice(self.values(), MAX_PASSED_OVER):
             if not is_blocked(request, None):
                 return request

@@ -57,7 +57,7 @@ class WaitingNode:
         self.end = start + len(run) // TOKEN_BYTES
         self.parent = parent
         self.rank = rank
-        # Most nodes are leaves, and most others end no request: these have the empty dicts of all.
+        # Most nodes are leaves, and at most others no request ends: these share empty dicts.
         self.children = _NO_CHILDREN
         self.uncached = _NO_CHILDREN
         self.requests = _NO_REQUESTS
@@ -77,7 +77,7 @@ class WaitingNode:
         return self.run[:TOKEN_BYTES]
 
     def any_request(self) -> Request:
-        """A request here or below, if possible one that is not held back, as a few of them are."""
+        """A request here or below, if possible one that is not held back (only a few are)."""
         node = self
         while not node.requests:
             node = next(iter(node.children.values()))
@@ -105,9 +105,9 @@ class WaitingTree:
     def __init__(self) -> None:
         self.roots: dict[Hashable, dict[Rank, WaitingNode]] = {}
         self.nodes: dict[int, WaitingNode] = {}
-        self._frontiers: list[_Frontier] = []  # a heap, without those that are blocked in this step
+        self._frontiers: list[_Frontier] = []  # a heap, without frontiers that are blocked in this step
         self._blocked: list[_Frontier] = []
-        self._blocked_children: set[WaitingNode] = set()  # in this step, of frontiers that are not
+        self._blocked_children: set[WaitingNode] = set()  # in this step, below frontiers that are not blocked
         self._ties = itertools.count()
 
     def count_match(self, request: Request) -> int:
@@ -223,9 +223,10 @@ class WaitingTree:
         return found
 
     def _unblocked(self, node: WaitingNode, match: int, is_blocked: IsBlocked) -> tuple[Request | None, bool]:
-        """A request whose cached part ends at this frontier and that is not blocked. Requests below one child
-        need the same next token, so one of them decides for all. If there is none, whether that is certain
-        for the whole step: a request that was just held back does not decide for the others."""
+        """Returns a request whose cached part ends at this frontier and that is not blocked. Requests below
+        one child need the same next token, so one of them decides for all. If there is none, also returns
+        whether that is certain for the whole step: a request that was just held back does not decide for the
+        others."""
         if match < node.end:
             return _ask(node, match, is_blocked)
         for request in node.requests.values():
