@@ -57,7 +57,7 @@ class WaitingNode:
         self.end = start + len(run) // TOKEN_BYTES
         self.parent = parent
         self.rank = rank
-        # Most nodes are leaves, and at most others no request ends: these share empty dicts.
+        # Most nodes have no children or no requests: they share these empty dicts.
         self.children = _NO_CHILDREN
         self.uncached = _NO_CHILDREN
         self.requests = _NO_REQUESTS
