@@ -4,7 +4,7 @@ The number of numpy calls does not depend on the number of requests; per request
 
 A ``SamplingTable`` has the sampling parameters of running requests, as arrays indexed by their row of
 ``req_to_token``. They are written once, when a request starts to run; each step gathers them for the rows of
-logits that it samples. One number in each array describes most requests. *Special* requests edit logits:
+logits that it samples. Most requests need only one number in each array. *Special* requests edit logits:
 their data is rebuilt in each step, and steps without them skip this.
 """
 
@@ -102,7 +102,7 @@ def _are_among(req_rows: set[int], rows: Sequence[Row]) -> bool:
 
 
 def _pending_tokens(singles: Sequence[Row], before: Sequence[Row]) -> PendingTokens | None:
-    """Which of the single tokens the batch before samples, and where it does."""
+    """Which of the single tokens the previous batch samples, and in which of its outputs."""
     awaited = {row.request: place for place, row in enumerate(singles) if row.start == row.request.num_tokens}
     if not awaited:
         return None
@@ -163,7 +163,7 @@ def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) 
 
 def _next_tokens(work: Sequence[Row], num_single: int) -> IntArray:
     """The scheduled tokens in order; the first ``num_single`` rows have one each. The id of a pending token
-    is any number."""
+    is arbitrary."""
     token_ids = np.array([row.request.tokens[row.start] for row in work[:num_single]], dtype=np.int64)
     if num_single == len(work):
         return token_ids
@@ -197,7 +197,7 @@ def _sampled_rows(
 def _scored_and_sampled_rows(
     work: Sequence[Row], trees: Sequence[Row], sampling: SamplingTable
 ) -> SampledRows:
-    """The targets of all rows if some tokens are scored, with the first target of each node that has one."""
+    """The targets of all rows if some tokens are scored. For nodes, the first target of each that has one."""
     rows: list[int] = []
     targets: list[int] = []
     owners: list[int] = []

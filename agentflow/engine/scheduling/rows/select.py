@@ -57,8 +57,8 @@ def _side_by_side(paths: Sequence[IntArray]) -> IntArray:
 
 
 class ScoredNodes(NamedTuple):
-    """Rows of a request's tree, numbered as in ``TokenTree.first_targets``. A step computes the logits of
-    those that have targets."""
+    """Rows of a request's tree, numbered as in ``TokenTree.first_targets``. A step computes the logits of the
+    rows that have targets."""
 
     request: Request
     first: int
@@ -90,7 +90,8 @@ def num_scored_nodes(row: Row) -> int:
 
 
 def scored_tokens(nodes: Sequence[ScoredNodes], first_rows: Sequence[int]) -> ScoredTokens:
-    """The targets of all ``nodes``. ``first_rows``: the sampled row of the first target of each of these."""
+    """The targets of all ``nodes``. ``first_rows``: for each of ``nodes``, the sampled row of its first
+    target."""
     rows: list[IntArray] = []
     token_ids: list[IntArray] = []
     for (request, first, end), first_row in zip(nodes, first_rows, strict=True):
