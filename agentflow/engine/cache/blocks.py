@@ -3,12 +3,13 @@
 A block is ``BLOCK_TOKENS`` tokens of a sequence, from a multiple of ``BLOCK_TOKENS`` on. Its digest is the
 SHA-256 of the digest before it and its token ids; the first block follows the digest of the cache key. A
 digest therefore identifies the whole prefix up to the block's end, as in vLLM ("Automatic Prefix Caching":
-parent hash, block tokens, extra hashes). The tree itself works on single tokens: the ends of runs are not
-reported.
+parent hash, block tokens, extra hashes). The tree itself works on single tokens: tokens after the last whole
+block of a run are not reported.
 
 Reports are numbered from 1. After a gap, a reader asks for a snapshot: all blocks that are cached, under the
 number of the last report; the next report continues from there. A report has at most ``max_blocks`` blocks,
-or one run of blocks, so that no reader works long on one. The rest of a large snapshot follows as reports.
+or a single longer run of blocks, so that a reader handles each in a short time. The rest of a large snapshot
+follows as reports.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ OnBlocks = Callable[[BlocksStored | BlocksRemoved], None]
 
 
 def root_digest(*identities: object) -> bytes:
-    """The digest that the first block follows. ``identities``: strings and numbers, among them the
-    model's."""
+    """The digest that the first block follows. ``identities``: strings and numbers, the model's identity
+    among them."""
     return hashlib.sha256(repr(identities).encode()).digest()
 
 
 def chain_digests(parent: bytes, run: TokenRun) -> list[bytes]:
-    """The digests of the whole blocks in ``run``, the first of which follows ``parent``."""
+    """The digests of the whole blocks in ``run``. The first of them follows ``parent``."""
     size = BLOCK_TOKENS * TOKEN_BYTES
     digests: list[bytes] = []
     for start in range(0, len(run) - size + 1, size):
@@ -114,7 +115,7 @@ class NodeBlocks:
 
 
 class BlocksReport(NamedTuple):
-    """Blocks that entered and left, in order. ``is_snapshot``: before them, the cache was empty."""
+    """Blocks that entered and left, in order. ``is_snapshot``: they replace all earlier reports."""
 
     number: int
     changes: list[BlocksStored | BlocksRemoved]
@@ -122,8 +123,8 @@ class BlocksReport(NamedTuple):
 
 
 class BlockFeed:
-    """Collects blocks. ``on_blocks`` is the cache's (``RadixCache``). ``changes``: those that no report has
-    had. ``max_blocks``: of one report; None: any number."""
+    """Collects changes for reports. ``on_blocks`` is the argument for a ``RadixCache``. ``changes``: not yet
+    in a report. ``max_blocks``: the most blocks of one report; None: any number."""
 
     def __init__(self, max_blocks: int | None = None) -> None:
         self._max_blocks = max_blocks

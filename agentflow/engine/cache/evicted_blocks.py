@@ -31,7 +31,7 @@ def block_hash(before: int, block: bytes) -> int:
 
 
 def block_hashes(before: int, run: bytes) -> list[int]:
-    """Returns the hashes of the whole blocks at the front of a run, which begins with a block."""
+    """Returns the hashes of the whole blocks at the front of a run that begins at the start of a block."""
     hashes = []
     for start in range(0, len(run) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
         before = block_hash(before, run[start : start + _BLOCK_BYTES])
@@ -50,7 +50,7 @@ class EvictedBlocks:
         return len(self._hashes)
 
     def has(self, cache_key: Hashable, block: int) -> bool:
-        """Whether the block of this tree was evicted."""
+        """Whether the block was evicted from this tree."""
         return hash((cache_key, block)) in self._hashes
 
     def add(self, cache_key: Hashable, blocks: Iterable[int]) -> None:

@@ -1,13 +1,13 @@
 """The nodes of the radix trees, their owners (tenants), and the order in which they are evicted.
 
-Eviction takes from the owner with the most cached tokens for its weight, its *level*, until it comes down to
-the next (max-min fairness), so that an owner below the others loses nothing to them. It takes at least
-``EVICTION_BATCH`` tokens of an owner that has them, so levels become equal to within a batch. An owner that
-has not used the cache for long has next to no weight.
+An owner's *level* is its number of cached tokens divided by its weight. Eviction takes tokens of the owner
+with the highest level until it reaches the next level (max-min fairness), so that an owner below the others
+loses nothing to them. It takes at least ``EVICTION_BATCH`` tokens of an owner that has them, so levels become
+equal to within a batch. An owner that has not used the cache for long has almost no weight.
 
-Of one owner the unmarked leaves go first, the least recently used of them first, then those that a client
-marked (``prefix_marks``), in the same order, and last those that open states need, the ones whose states
-continue last before the others.
+Of one owner, unmarked leaves are evicted first, least recently used first; then leaves that a client marked
+(``prefix_marks``), in the same order; and last the leaves that open states need, in the reverse order of when
+their states continue.
 
 Both orders are heaps with lazy deletion: an eviction touches the owners that lose tokens, and their leaves,
 however many there are.
@@ -82,10 +82,10 @@ class Node:
         self.locks = 0
         self.keeps = 0  # open states that end here
         self.needs = 0  # open states that end here or below
-        self.returns = 0.0  # with ``keeps``: when the first of these states is expected to continue
+        self.returns = 0.0  # with ``keeps``: when the first state that ends here is expected to continue
         self.marked_until = 0.0  # until then a client wants the prefix that ends here; 0: no client does
         self.last_access = last_access
-        self.last_hash: int | None = None  # of the last block that ends in it or above, if it was needed
+        self.last_hash: int | None = None  # of the last block that ends in it or above; None: not computed
         self.moved_to: Node | None = None  # a removed node's former parent
         self.number = 0  # identifies it; 0 for a root
 
@@ -95,7 +95,7 @@ class Node:
 
     @property
     def present(self) -> Node:
-        """The node itself, or if it was evicted the last node that is left on the path to it."""
+        """The node itself or, if it was evicted, the last remaining node on the path to it."""
         node = self
         while node.moved_to is not None:
             node = node.moved_to
@@ -112,9 +112,9 @@ class Node:
 class PrefixMatch(NamedTuple):
     """A matched prefix."""
 
-    node: Node  # the last, to lock or keep
+    node: Node  # where the prefix ends, to lock or keep
     num_tokens: int
-    num_output: int = 0  # of the tokens: generated when they were first computed
+    num_output: int = 0  # tokens of it that were generated when they were first computed
 
 
 class Holding:
@@ -141,7 +141,7 @@ class Holding:
 
     @property
     def level(self) -> float:
-        """Cached tokens for its weight."""
+        """Cached tokens divided by its weight."""
         return self.num_cached / (self.current_weight if self.is_idle else self.weight)
 
 
@@ -206,14 +206,14 @@ class Holdings:
         return highest
 
     def excess(self, holding: Holding) -> int:
-        """How many tokens to take from the holding just popped: down to the next level, at least a batch."""
+        """How many tokens to evict from the holding just popped: down to the next level, at least a batch."""
         highest = self._highest()
         kept = 0 if highest is None else int(highest.level * holding.current_weight)
         return max(EVICTION_BATCH, holding.num_cached - kept)
 
     def excess_over(self, holding: Holding | None) -> int:
-        """How many tokens the holding with the highest level has above the level of ``holding``, if that is
-        another one."""
+        """How many evictable tokens the holding with the highest level has above the level of ``holding``; 0
+        if it is ``holding`` itself."""
         highest = self._highest()
         if highest is None or highest is holding:
             return 0
@@ -221,7 +221,7 @@ class Holdings:
         return max(0, min(highest.num_evictable, highest.num_cached - kept))
 
     def _highest(self) -> Holding | None:
-        """The holding at the top of the heap, after old entries are gone."""
+        """Removes old entries, and returns the holding at the top of the heap."""
         while self._by_level:
             key, _, holding = self._by_level[0]
             if holding.queued_level != -key:
@@ -246,7 +246,7 @@ class Account(Holding):
         self.num_held = 0  # tokens that are locked or that open states need
 
 
-# Who needs it, when its states continue (negated), last access, tie-break, leaf.
+# Rank, when its states continue (negated), last access, tie-break, leaf.
 _Entry = tuple[int, float, int, int, Node]
 
 

@@ -1,7 +1,7 @@
 """Which running requests read each node of the radix tree: the prefixes that they share.
 
 Attention reads such a prefix once for all of its readers. The record is kept as requests start, end and grow,
-so that no step searches for what they share. A request is the row of its slots in the table.
+so that no step searches for shared prefixes. A request is the row of its slots in the table.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ SharedPrefix = tuple[int, np.ndarray[tuple[int], np.dtype[np.int64]]]
 
 
 class PrefixReaders:
-    """The rows that read each node, of one cache. Costs follow the nodes of a request's path and the readers
-    of the nodes that it shares, not the lengths of prefixes.
+    """The rows that read each node of one cache. Costs depend on the number of nodes in a request's path and
+    of readers of the nodes that it shares, not on the lengths of prefixes.
 
     Args:
         cache: The cache. Its nodes with readers are locked.
@@ -66,7 +66,7 @@ class PrefixReaders:
             node = node.parent
 
     def _split(self, lower: Node, upper: Node) -> None:
-        """A node became two, which have the same readers. The prefixes are the same."""
+        """A node was split into two, which have the same readers. The shared prefixes do not change."""
         rows = self._rows.get(lower)
         if rows is not None:
             self._rows[upper] = dict(rows)
@@ -77,7 +77,7 @@ class PrefixReaders:
         """The prefixes that several rows read, in any order: the longest of each set of rows."""
         if self._prefixes is None:
             rows_of = self._rows
-            # All readers of these read on in one child.
+            # Nodes all of whose readers continue in the same child.
             inner = {
                 node.parent
                 for node in self._shared

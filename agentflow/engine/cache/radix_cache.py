@@ -4,8 +4,8 @@ A token-level radix tree (RadixAttention; Zheng et al., "SGLang", 2024, section 
 run of token ids with the slot of each. There is one tree for each *cache key* (tenant, salt and adapter), and
 requests share KV only within a tree. A *lock* on a node protects it and all its ancestors from eviction.
 
-Eviction frees exactly as many tokens as needed, from the ends of unlocked leaves. ``nodes`` has the order of
-the owners (tenants) and of the leaves.
+Eviction frees tokens from the ends of unlocked leaves, and no more of them than needed, except inside a
+medium. ``nodes`` has the order of the owners (tenants) and of the leaves.
 
 Costs: ``match``, ``peek`` and ``extend`` touch only one path. ``evict`` touches the owners that lose tokens,
 and the leaves that it shortens or removes, found in heaps with lazy deletion.
@@ -47,8 +47,8 @@ OnEvict = Callable[[Any, Callable[[], TokenRun], int], None]
 """Called for each leaf that loses tokens, with its cache key, a function that returns all tokens from the
 root to the leaf's former end, and how many of these are still cached."""
 MakeRoom = Callable[[Any], bool]
-"""Called with a leaf that open states need, before it loses tokens. Returns whether its owner needs less now:
-then another leaf is chosen."""
+"""Called with a leaf that open states need, before it loses tokens. Returns whether its owner needs fewer
+tokens now; another leaf is then chosen."""
 
 
 class RadixCache:
@@ -79,7 +79,7 @@ class RadixCache:
         self._num_made = 0
         self._evicted = EvictedBlocks()
         self.clock = 0
-        """Uses so far, which number the nodes' ``last_access``."""
+        """The number of uses so far; ``last_access`` of a node is the number of its last use."""
         self.recent: OrderedDict[Node, None] = OrderedDict()
         """The nodes where the last ``MAX_RECENT`` used prefixes end, the least recent first."""
         self.num_cached = 0
@@ -87,7 +87,8 @@ class RadixCache:
         self.num_locked = 0
         """Tokens in the trees that are locked."""
         self.on_split: Callable[[Node, Node], None] | None = None
-        """Called with a node that was split, which has the lower part now, and the node of its upper part."""
+        """Called with a node that was split, which now is the lower part, and the new node of the upper
+        part."""
 
     @property
     def num_evictable(self) -> int:
@@ -95,7 +96,7 @@ class RadixCache:
         return self.num_cached - self.num_locked
 
     def match(self, cache_key: Hashable, run: TokenRun, *, lock: bool = False) -> PrefixMatch:
-        """The longest cached prefix of ``run``. Marks it as used now. ``lock``: locks it, too."""
+        """The longest cached prefix of ``run``. Marks it as used now. ``lock``: also locks it."""
         self.clock += 1
         found = self._walk(PrefixMatch(self._root(cache_key), 0), run)
         if lock:
