@@ -3,9 +3,9 @@
 A model that thinks writes its reasoning first. Neither the grammar nor stops apply to it. The grammar
 begins with the answer, before which the model may write one line break, unless the grammar requires white
 space; free text with tools may follow any white space. Reasoning that reaches its budget is ended by a jump,
-which appends the mark after them; under a grammar, so are those in which the model ends the generation. A
-model that writes in channels begins each part of its answer with a head
-(``engine.text.channels``): ``ChannelRequest`` lets it write those alone.
+which appends the end mark. Under a grammar, a jump also ends reasoning within which the model ends the
+generation. A model that writes in channels begins each part of its answer with a head
+(``engine.text.channels``): under a grammar, ``ChannelRequest`` allows only the known heads.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def constrained_request(
 
 
 class ConstrainedRequest:
-    """Each call returns the tokens that are then forced, which the caller appends. ``request.next_mask`` has
-    the tokens that may follow: they are computed when it is first called after that, beside a forward pass if
-    possible."""
+    """The output of one request. ``begin``, ``update`` and ``end_reasoning`` return the tokens that are
+    forced next, which the caller appends. ``request.next_mask`` returns the tokens that may follow: its first
+    call after a change computes them, during a forward pass if possible."""
 
     def __init__(
         self, request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
@@ -52,7 +52,7 @@ class ConstrainedRequest:
         if thinking is not None and not thinking.has_channels:
             has_end_token = len(tokenizer.encode_written(thinking.end)) == 1
             self._reasoning = ReasoningTokens(thinking, has_end_token=has_end_token)
-        self._words: TokenWords | None = None  # of ``next_mask``, once computed
+        self._words: TokenWords | None = None  # the result of ``next_mask``, once computed
         self.is_open = False
         """Whether it is known after ``read`` that nothing is forced next and the text is not complete."""
         self._text: ConstrainedText | None = None
@@ -82,7 +82,7 @@ class ConstrainedRequest:
 
     @property
     def answer_at(self) -> int | None:
-        """See ``Progress``; None if no reasoning can come before the answer, or channels tell."""
+        """See ``Progress``; None if no reasoning can come before the answer, or channels mark it."""
         return None if self._reasoning is None else self._reasoning.answer_at
 
     @property
@@ -107,8 +107,8 @@ class ConstrainedRequest:
         return text.may_end() and not self._may_sample_end(text) and not text.mask().any()
 
     def read(self, token_id: int) -> bool:
-        """Appends a token. Returns whether stops apply to it. Of a first mark that is spelled in several
-        tokens, only the last is known to be no part of the answer."""
+        """Appends a token. Returns whether stops apply to it. If the first mark is spelled in several tokens,
+        only the last of them is known not to be part of the answer."""
         reasoning, text = self._reasoning, self._text
         if reasoning is None and text is not None:
             self._words = None
@@ -132,8 +132,8 @@ class ConstrainedRequest:
         return not was_thinking
 
     def next_mask(self) -> TokenWords:
-        """Returns the tokens that may follow. If that fails, there are none, and ``request.mask_error`` tells
-        why: ``RequestRefused`` if no token of the model can continue the text."""
+        """Returns the tokens that may follow. If this fails, none may follow, and ``request.mask_error`` has
+        the error: ``RequestRefused`` if no token of the model can continue the text."""
         if self._words is None:
             assert self._text is not None
             try:
@@ -144,19 +144,19 @@ class ConstrainedRequest:
         return self._words
 
     def begin(self, generated_forced: Sequence[tuple[int, int]]) -> Jump | None:
-        """Starts, after the tokens that were ``read``."""
+        """Starts after the tokens that were ``read``. Returns the tokens that are forced first."""
         if self._text is not None:
             start = len(self._data_before)
             self._text.forced += [(first - start, end - start) for first, end in generated_forced]
         return self._update()
 
     def update(self) -> Jump | None:
-        """Returns the tokens that are forced after those that were ``read``."""
+        """Returns the tokens that are forced after the ``read`` ones."""
         return self._update()
 
     def end_reasoning(self) -> Jump | None:
         """The model ended the generation within its reasoning, before the answer that the grammar requires.
-        Returns the mark after reasoning, which replaces that token; None if it may end."""
+        Returns the end mark, which replaces the model's end token; None if the generation may end."""
         reasoning = self._reasoning
         if self._text is None or reasoning is None or not reasoning.is_thinking:
             return None
@@ -258,9 +258,9 @@ class ConstrainedRequest:
         return not is_early and bool(self._end_words.any())
 
     def _reasoning_mask(self, rest: bytes) -> TokenWords:
-        """All tokens but those that have text after the mark that ends the reasoning, of which ``rest`` is to
-        come: that text would escape the grammar. A token that ends the generation ends the reasoning,
-        unless it is to be ignored."""
+        """All tokens except tokens that have text after the end mark, because this text would escape the
+        grammar. ``rest``: the part of the end mark that is still to come. A token that ends the generation
+        ends the reasoning, unless ``ignore_eos`` is set."""
         found = self._reasoning_words.get(rest)
         if found is None:
             vocabulary = self._vocabulary
@@ -324,7 +324,7 @@ class ChannelRequest(ConstrainedRequest):
 
     def end_reasoning(self) -> Jump | None:
         """The model ended the generation within its reasoning, before the answer that the grammar requires.
-        Returns the end of reasoning, which replaces that token; None if it may end."""
+        Returns the end of reasoning, which replaces the model's end token; None if the generation may end."""
         channels = self._channels
         if self._text is None or not channels.is_thinking:
             return None

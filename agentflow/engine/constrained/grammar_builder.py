@@ -16,7 +16,7 @@ from agentflow.engine.grammar.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class BuiltGrammar:
-    """The end of a build. Exactly one of ``grammar`` and ``error`` is set."""
+    """The result of a build. Exactly one of ``grammar`` and ``error`` is set."""
 
     key: str  # of the constraint
     grammar: Grammar | None = None
@@ -40,7 +40,7 @@ class GrammarBuilder:
         self._is_closed = False
 
     def build(self, constraint: CompiledConstraint, tenant: str) -> None:
-        """Queues a build of a key that is not queued. ``deliver`` is called at its end."""
+        """Queues a build of a key that is not queued. ``deliver`` is called with its result."""
         with self._changed:
             self._queues.setdefault(tenant, OrderedDict())[constraint.key] = constraint
             self._tenants[constraint.key] = tenant
@@ -50,7 +50,7 @@ class GrammarBuilder:
         thread = threading.Thread(target=self._run, name="agentflow-grammars", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the system gives the process no more threads
+        except RuntimeError as error:  # the process has reached its limit of threads
             self.cancel(constraint.key)
             self._deliver(BuiltGrammar(constraint.key, error=error))
             return
@@ -66,7 +66,7 @@ class GrammarBuilder:
                     del self._queues[tenant]
 
     def close(self) -> None:
-        """Ends the thread after the current build, whose end is not delivered."""
+        """Ends the thread after the current build, whose result is not delivered."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

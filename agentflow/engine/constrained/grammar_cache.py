@@ -106,7 +106,7 @@ class GrammarCache:
         )
 
     def _bound(self) -> None:
-        """Drops grammars beyond the limits. Requests that use one keep it alive."""
+        """Drops grammars beyond the limits. A dropped grammar lives on in the requests that use it."""
         sizes = [grammar.nbytes for grammar in self._grammars.values()]
         total = sum(sizes)
         for key, size in zip([*self._grammars][:-1], sizes, strict=False):

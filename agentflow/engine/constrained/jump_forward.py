@@ -76,8 +76,8 @@ class ConstrainedText:
         self._data = bytearray()
         self._starts: list[int] = []  # the offset of each token in _data
         self._num_encoded = 0  # the number of ids that equal the tokenizer's ids for the text
-        # A jump would append nothing before the text has this many bytes. It would encode the same text again
-        # after each of its tokens, and forced text may be long.
+        # Before the text has this many bytes, a jump would append nothing. It would only encode the same
+        # forced text, which may be long, after each of its tokens.
         self._samples_until = 0
 
     def may_end(self) -> bool:
