@@ -256,7 +256,7 @@ class ChannelTokens:
         return self.is_thinking and len(_NEXT) - len(self.rest_of_end()) >= len(_ENDS[0])
 
     def is_free(self, token: bytes) -> bool:
-        """Whether this token, which comes next, is not part of the answer."""
+        """Whether the next token, ``token``, is not part of the answer."""
         head = self._head + token
         return self.is_thinking or (self.may_begin and any(one.startswith(head) for one in self._heads))
 

@@ -13,8 +13,8 @@ again with a nonce before and after each of their strings; the text between two 
 and a special token that is even partly inside one is encoded as content.
 
 A content with images or videos is several contents, one for each text between them. The template writes a
-placeholder for each medium. It is found in the markup, outside untrusted spans, so no text of a user is taken
-for one.
+placeholder for each medium. It is found in the markup, outside untrusted spans, so no text of a user is
+mistaken for one.
 """
 
 from __future__ import annotations
@@ -653,5 +653,5 @@ def _whole_generations(text: str, messages: Sequence[Message], shown: list[Shown
 
 def _cannot_tell(message: Message) -> NotSupported:
     return NotSupported(
-        f"the model's chat template rewrites a {message.role} turn: its content cannot be told from markup"
+        f"the model's chat template rewrites a {message.role} turn: its content is not distinct from markup"
     )

@@ -269,7 +269,7 @@ class ChatTemplate:
             self._template = None if source is None else _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise BadModelFolder(
-                f"{where} is no valid Jinja template (line {error.lineno}): {error}",
+                f"{where} is not a valid Jinja template (line {error.lineno}): {error}",
                 param="chat_template",
             ) from error
 
@@ -301,7 +301,8 @@ class ChatTemplate:
 
     @cached_property
     def wants_parts(self) -> bool:
-        """Whether it shows only contents that are lists of parts, as templates of models with vision may."""
+        """Whether it shows contents only if they are lists of parts, as templates of models with vision
+        may."""
         text = secrets.token_hex(16)
 
         def shows(content: Any) -> bool:
@@ -319,7 +320,7 @@ class ChatTemplate:
         token.
 
         Args:
-            kind: which of both.
+            kind: image or video.
             special_places: finds the special tokens in a text.
             token: the text that stands for the medium; empty: the special token in the middle, as between a
                 begin and an end.

@@ -124,7 +124,7 @@ class Ending:
 
 
 class _CallScan:
-    """Follows a text, and tells whether its end is inside a tool call."""
+    """Follows a text, and finds whether its end is inside a tool call."""
 
     def __init__(self, marks: CallMarks) -> None:
         self._marks = marks
@@ -155,13 +155,13 @@ class TextEnd:
     each character and raises the errors of ``StopPattern``.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         stop: the strings that end the text.
         stop_regex: a pattern whose match ends the text.
-        min_tokens: no stop begins in the text of this number of first tokens.
+        min_tokens: no stop begins in the text of the first ``min_tokens`` tokens.
         calls: the marks of tool calls. No stop applies inside a call: if it ended early, it would be another
             call.
-        searches: the time of all searches for the ``stop_regex`` of a client.
+        searches: the time that remains to the tenant for searches for its ``stop_regex``.
         continues: the generation follows other text; False only in an empty state.
     """
 
@@ -181,7 +181,7 @@ class TextEnd:
         self._stops = [_Stop(string) for string in stop]
         self._pattern = None if stop_regex is None else StopPattern(stop_regex, searches)
         self.may_stop = bool(self._stops) or self._pattern is not None
-        """Whether the text can end it."""
+        """Whether the text can end the generation."""
         self._beginnings = frozenset(one.string[0] for one in self._stops)
         self._min_tokens = min_tokens
         self._held = ""

@@ -108,7 +108,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, array_like=True):
         return bool(self.answer or self.calls)
 
     def for_answer(self, *, has_calls: bool, must_call: bool) -> ReasoningFormat:
-        """Returns it for an answer that may, or must, call tools."""
+        """Returns the format for an answer that may, or must, call tools."""
         if not self.has_channels:
             return self
         calls = CALL_MARK if has_calls else ""
@@ -122,7 +122,7 @@ def thinking_after(
     answer.
 
     Args:
-        marks: the marks of the model.
+        marks: the model's marks.
         opening: the markup before the answer.
         written: the part of the answer that the prompt already has.
         budget: the most tokens of reasoning; None: no limit.
@@ -355,7 +355,7 @@ class ReasoningTokens:
         return self._state is _State.ANSWER
 
     def begin_answer(self) -> None:
-        """Begins the answer with the next token, whichever it is."""
+        """Begins the answer with the next token, unconditionally."""
         if self.may_begin:
             self._num_before = 0
             self.data.clear()
@@ -420,8 +420,8 @@ class ReasoningTokens:
 
 
 def shown_reasoning(reasoning: str | None, content: str, source: str) -> str | None:
-    """Returns the reasoning of a past turn for the template. None if it would not show it, or would show it
-    twice because it finds some in the content."""
+    """Returns the reasoning of a past turn for the template. None if the template would not show it, or would
+    show it twice because the content has reasoning too."""
     marks = reasoning_marks(source)
     is_written = marks is not None and marks.end in content
     is_shown = "reasoning_content" in source or re.search(_REASONING_OF_MESSAGE, source) is not None

@@ -85,7 +85,7 @@ def read_decoder(spec: Mapping[str, Any] | None, where: str, *, embeds: bool = F
         if is_space and strip.get("content") == " " and strip.get("stop") == 0:
             return TokenDecoder(byte_level=False, stripped_spaces=int(strip.get("start", 0)))
     raise BadModelFolder(
-        f"{where} decodes with {' + '.join(map(str, kinds)) or 'nothing'}; known are byte-level BPE "
+        f"{where} decodes with {' + '.join(map(str, kinds)) or 'nothing'}; supported are byte-level BPE "
         "(ByteLevel) and SentencePiece-style BPE with byte fallback (Replace + ByteFallback + Fuse + Strip)",
         param="decoder",
     )
@@ -184,7 +184,7 @@ class Tokenizer:
                 model's output, so that calls can be parsed.
             template_source: the chat template; an added token in it that is not special is closed to contents
                 and open to models, and so are marks of reasoning, special or not.
-            embeds: of an embedding model.
+            embeds: whether it belongs to an embedding model.
             where: the name of the tokenizer in messages.
 
         Raises:
@@ -246,7 +246,8 @@ class Tokenizer:
         cls, folder: Path, *, template: ChatTemplate | None = None, embeds: bool = False
     ) -> Tokenizer:
         """Reads ``tokenizer.json`` and its related files, or a GGUF file. ``template``: the model's template,
-        if it does not come from the folder. ``embeds``: of an embedding model. Raises ``BadModelFolder``."""
+        if it does not come from the folder. ``embeds``: whether it belongs to an embedding model. Raises
+        ``BadModelFolder``."""
         spec, where = read_tokenizer(folder), f"the tokenizer in {folder}"
         template = ChatTemplate.from_folder(folder) if template is None else template
         calls = tool_format(template)
@@ -371,7 +372,7 @@ class Tokenizer:
 
     @cached_property
     def longest_spelled(self) -> int:
-        """The characters of the longest of ``closed_ids``."""
+        """The length of the longest token in ``closed_ids``, in characters."""
         return max(map(len, self._closed_to_content), default=0)
 
     @cached_property
@@ -452,7 +453,7 @@ class Tokenizer:
         return 0 if shrinkage is None else -(-num_chars // (shrinkage * self._longest))
 
     def prepare(self) -> None:
-        """Computes the table for ``fewest_tokens``, so that its first call does not. Takes 0.1 s for 50,000
+        """Computes the table for ``fewest_tokens``, so that its first call need not. Takes 0.1 s for 50,000
         tokens: call it from a thread."""
         _ = self._longest
 

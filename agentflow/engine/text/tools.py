@@ -133,7 +133,8 @@ def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
     >>> tokens.begin_role("assistant")
     >>> output, texts = use.output(), []  # for each answer
     >>> def on_text(text: str) -> None:
-    ...     texts.append(text) ...     send(output.push(text))
+    ...     texts.append(text)
+    ...     send(output.push(text))
     >>> end = await generator.generate(context, params, on_text, use.constraint())
     >>> send(output.finish(end.text[len("".join(texts)) :]))
     >>> reason = "tool_calls" if output.num_calls else end.finish_reason

@@ -30,7 +30,7 @@ def all_end_ids(of_model: Sequence[int], tokenizer: Tokenizer, template: ChatTem
             found[token] = None
             if of_model:
                 logger.warning(
-                    "%s ends a text with %r, which the model's files do not name as an end: it is one here",
+                    "%s ends a text with %r, which the model's files do not list: it ends answers here too",
                     source,
                     tokenizer.list_texts([token])[0],
                 )

@@ -93,7 +93,7 @@ class EncodedChoices:
     num_before: int  # settled ids
     text: str  # the text after them, which is encoded together with each choice
     choices: Sequence[str]
-    prefix: list[int]  # the ids that all choices share, with settled ones, without the shortest choice's last
+    prefix: list[int]  # the settled ids and the ids that all choices share, without any choice's last one
     ends: list[list[int]]  # the remaining ids of each choice, at least one
 
     def run(self, index: int) -> tuple[str, list[int]]:
@@ -108,7 +108,7 @@ def encode_choices(
     if otherwise no id would precede the differing ids.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         before: settled ids.
         text: the text after them.
         choices: the possible next texts.
@@ -136,7 +136,8 @@ def encode_choices(
 def encode_after(
     tokenizer: Tokenizer, text: str, choices: Sequence[str], *, continues: bool
 ) -> tuple[list[int], list[list[int]]]:
-    """Returns the ids of ``text`` with each choice: the ids with which all begin, and the rest of each."""
+    """Returns the ids of ``text`` with each choice: the ids with which all begin, and the remaining ids of
+    each."""
     if sum(map(len, choices)) + len(text) * len(choices) > MAX_PLAIN_CHARS:
         window = _window(tokenizer, text, continues)
         if window is not None:

@@ -50,8 +50,9 @@ def make_spans(
 
     Args:
         parts: the turns, and the text between them.
-        layout: of the closed turns, and of the opening of the open turn; None if there are no turns.
-        tokenizer: of the model.
+        layout: the layout of the closed turns and of the opening of the open turn; None if there are no
+            turns.
+        tokenizer: the model's tokenizer.
         template: the chat template.
         now: the time for the template.
         show: returns the span of an image or a video.

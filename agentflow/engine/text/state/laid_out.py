@@ -1,5 +1,5 @@
-"""The spans of a state with turns, from its rendering (``Layout``): markup, and the contents of the turns in
-their places, of which generated text keeps its ids."""
+"""The spans of a state with turns, from its rendering (``Layout``): markup and, in their places, the contents
+of the turns. Generated text in them keeps its ids."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def laid_out(
     Args:
         layout: The rendered turns.
         turns: The turns.
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         start, end: The characters of the part.
         show: Returns the span of an image or a video.
     """

@@ -1,6 +1,6 @@
 """The parts of a state: its turns, and the text between them.
 
-``PlainTools`` shows them to a template that has no place for tools.
+``PlainTools`` converts them for a template that does not support tools.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Part:
         return any(run.ids is not None for run in self.runs)
 
     def message(self, *, writes_calls: bool = False, in_channels: bool = False) -> Message:
-        """Returns the turn for the template. ``writes_calls``: a reply has its tool calls as such, and not as
-        generated text. ``in_channels``: the same applies to the rest of the generated text."""
+        """Returns the turn for the template. ``writes_calls``: a reply has its tool calls as calls, not as
+        generated text. ``in_channels``: generated text is divided into reasoning, text and calls."""
         if in_channels and self.is_generated and self.role == "assistant":
             return read_channels(self.text, self.called)
         if writes_calls and self.called is not None:

@@ -73,7 +73,7 @@ class RenderedPrefixes:
     least recently used entry is dropped first. Thread-safe.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         max_tokens: the capacity.
     """
 
@@ -83,20 +83,20 @@ class RenderedPrefixes:
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self.num_tokens = 0
-        """Its memory, counted in tokens of four bytes."""
+        """The memory in use, counted in tokens of four bytes."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def places(self, spans: Sequence[Span], start: bytes) -> list[tuple[CutPoint, bytes]]:
         """Returns the places in the text of ``spans``, with the key of the text before each. ``start``:
-        separates texts whose tokens have nothing to do with each other."""
+        separates texts that must not share tokens."""
         if not self._tokenizer.finds_spelled:
             return []
         return [(place, place.hasher.digest()) for place in _places(spans, self._tokenizer, _hasher(start))]
 
     def attached(self, places: Sequence[tuple[CutPoint, bytes]]) -> Attached | None:
-        """Returns the longest known beginning of the text with these places."""
+        """Returns the longest known beginning of a text, given its ``places``."""
         with self._lock:
             for place, key in reversed(places):
                 if key in self._entries and (token_ids := self._find_ids(key)) is not None:
@@ -106,7 +106,7 @@ class RenderedPrefixes:
     def put(
         self, segments: Sequence[Segment], answer: Span, start: bytes, attached: Attached | None = None
     ) -> None:
-        """Stores a prompt and the answer generated after it. Ignores an answer whose ids do not have its
+        """Stores a prompt and the answer generated after it. Ignores an answer whose ids do not decode to its
         text.
 
         Args:
@@ -159,14 +159,14 @@ class RenderedPrefixes:
         return tuple(itertools.chain.from_iterable([entry.token_ids for entry in reversed(entries)]))
 
     def _use(self, key: bytes) -> list[_Entry] | None:
-        """Marks an entry and those before it as used, and returns them, the last one first. None if one of
-        them was dropped."""
+        """Marks an entry and its ancestors as used, and returns them, the entry first. None if one of them
+        was dropped."""
         entries: list[_Entry] = []
         while key:
             entry = self._entries.get(key)
             if entry is None:
                 return None
-            # An entry is dropped after those that continue it.
+            # An entry is dropped after the entries that continue it.
             self._entries.move_to_end(key)
             entries.append(entry)
             key = entry.parent
@@ -188,8 +188,8 @@ def _hasher(start: bytes) -> Hasher:
 
 def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iterator[CutPoint]:
     """Yields the places in the text of ``spans``, in order. Ends early at generated text whose special tokens
-    cannot be told from spelled ones, and at a special token that two spans spell together. ``hasher``: of the
-    text before, is changed."""
+    cannot be distinguished from spelled ones, and at a special token that two spans spell together.
+    ``hasher``: of the text before ``spans``; it is updated."""
     reach = max(0, tokenizer.longest_spelled - 1)
     before = ""
     for number, span in enumerate(spans):

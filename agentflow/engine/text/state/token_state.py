@@ -53,9 +53,9 @@ class TokenState:
     templates reject an incomplete conversation (a system turn alone) and accept it with its next turn.
 
     ``num_rerendered_tokens``: the settled ids that were discarded later because the template rewrote earlier
-    turns; all ids from the first of these on are computed again. ``text_keys``: after ``attach_to``, the keys
-    of the encoded text at its places (``RenderedPrefixes.places``). ``placeholder_tokens``: the text
-    that the template writes for an image, or a video; missing or empty: it is found.
+    turns; all ids from the first discarded one on are computed again. ``text_keys``: after ``attach_to``, the
+    keys of the encoded text at its places (``RenderedPrefixes.places``). ``placeholder_tokens``: the text
+    that the template writes for an image, or a video; if missing or empty, it is searched for.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -79,7 +79,7 @@ class TokenState:
         # Set when the template rejects a reply whose calls are text.
         self._writes_calls = False
         self._taken_parts: list[Part] = []
-        self._runs_to_take: list[TextRun] = []  # joined once, so that n images take a time that grows with n
+        self._runs_to_take: list[TextRun] = []  # joined once, so that n images take linear time
         self._pending: list[str] = []
         self._media: dict[Medium, _MediumIds] = {}  # by the medium without its bytes
         self._edges: dict[str, tuple[str, str]] = {}  # of ``with_edges``
@@ -103,8 +103,8 @@ class TokenState:
         self.placeholder_tokens: Mapping[MediumKind, str] = {}
 
     def attach_to(self, known: RenderedPrefixes, start: bytes) -> None:
-        """Lets the beginning of the text have the ids that ``known`` has for it. Call it for an empty state
-        that is encoded once, when it is whole. ``start``: as in ``RenderedPrefixes.places``."""
+        """Gives the beginning of the text the ids that ``known`` has for it. Call it on an empty state that
+        is encoded once, when it is complete. ``start``: as in ``RenderedPrefixes.places``."""
         self._known, self._known_start = known, start
 
     def keep_answer(self, ids: Sequence[int], text: str) -> None:
@@ -245,7 +245,7 @@ class TokenState:
         self._has_changed()
 
     def reopen(self) -> None:
-        """Opens the last turn again, so that its text goes on."""
+        """Opens the last turn again, so that its text continues."""
         self._take_pending()
         self._parts[-1] = replace(self._parts[-1], is_open=True)
         self._has_changed()
@@ -292,9 +292,9 @@ class TokenState:
         return list(self._ids_read)
 
     def ids_ahead(self) -> list[int]:
-        """Returns the ids that the next prompt probably begins with: those of ``ids``, and after an answer of
-        the assistant those that the template gives the conversation once another turn follows, the result of
-        its calls or the user's. Raises the errors of ``ids``."""
+        """Returns the ids with which the next prompt probably begins: the current ``ids`` or, after an answer
+        of the assistant, the ids of the conversation once another turn follows it (the result of its calls,
+        or the user's). Raises the errors of ``ids``."""
         last = self._all_parts()[-1:]
         if not last or last[0].is_open or last[0].role != "assistant" or not last[0].is_generated:
             return self.ids()
@@ -303,7 +303,7 @@ class TokenState:
         return following.ids()
 
     def num_kept(self, ids: list[int]) -> int:
-        """Returns how many of the leading settled ids are also those of ``ids``."""
+        """Returns the length of the common prefix of the settled ids and ``ids``."""
         return num_common_ids(self._ids, ids)
 
     def encode_choices(self, choices: Sequence[str]) -> EncodedChoices:
@@ -532,7 +532,7 @@ class TokenState:
         return encode_spans(spans, self._tokenizer, self._segments)
 
     def _new_texts(self, layout: Layout | None) -> list[str]:
-        """The text beyond as many characters as are settled."""
+        """Returns the texts after the settled number of characters."""
         parts = [part for part in self._shown(self._all_parts()) if part.role is None or part.is_open]
         texts = [run.text for part in parts for run in part.runs if run.ids is None]
         if layout is not None:
