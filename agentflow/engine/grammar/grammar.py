@@ -31,8 +31,9 @@ class Matcher(Protocol):
         """Whether the text is complete and nothing may follow."""
 
     def take(self, token_id: int) -> bool:
-        """Appends a token. Returns True only if nothing is ``forced`` next and the text may not end; False
-        says nothing. Raises ``ValueError`` if the mask forbids it; the position is then unchanged."""
+        """Appends a token. Returns True only if nothing is ``forced`` next and the text may not end; a
+        matcher may return False without checking. Raises ``ValueError`` if the mask forbids it; the position
+        is then unchanged."""
 
     def take_back(self, num_tokens: int) -> None:
         """Removes the last ``num_tokens`` tokens."""

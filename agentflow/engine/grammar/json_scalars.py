@@ -34,7 +34,7 @@ MOST_FRACTION: Final = 17
 """Digits after the point."""
 
 EXACT_DIGITS: Final = 15
-"""Decimals of this many digits are different 64-bit floats."""
+"""Different decimals with this many digits are different 64-bit floats."""
 
 
 def characters(first: str, last: str) -> CharSet:

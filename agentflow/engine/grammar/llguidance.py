@@ -2,7 +2,7 @@
 llguidance library behind the seam of ``grammar``.
 
 The library's parser runs in the engine's loop, so each step has limits: a hostile grammar fails its own
-request, and costs the others some ten milliseconds at most.
+request, and delays the others by some ten milliseconds at most.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALL_TOKENS_ALLOWED: Final = '%llguidance {"no_forcing": true}'
 """
 
 _ITEMS_PER_ALTERNATIVE: Final = 4
-"""An optional member of an object takes that many items wherever it may come next."""
+"""An optional member of an object takes this many items wherever it may come next."""
 
 _LEXER_ERROR: Final = "lexer error: too many "
 _TOKENS_FOR_A_LEXER: Final = 32
@@ -142,7 +142,7 @@ class LlguidanceGrammar:
             self.fresh = self.made()
 
     def made(self) -> LLMatcher:
-        """Returns a parser of the empty text with a separate lexer."""
+        """Makes a parser of the empty text with a separate lexer."""
         tokenizer = self._vocabulary.ll_tokenizer
         made = LLMatcher(tokenizer, self._payload, log_level=0, limits=self._limits)
         if made.is_error():
@@ -214,7 +214,7 @@ class LlguidanceMatcher:
         return self._asked(lambda matcher: b"" if matcher.is_stopped() else matcher.compute_ff_bytes())
 
     def _asked(self, ask: Callable[[LLMatcher], AnswerT]) -> AnswerT:
-        """Calls the library, and again with a new lexer if the old one has reached its limits."""
+        """Calls the library, and calls it again with a new lexer if the old one has reached its limits."""
         answer = ask(self._matcher)
         if self._matcher.is_error() and self._renewed():
             answer = ask(self._matcher)

@@ -181,8 +181,8 @@ def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, seco
     """Returns the union of two constraints, each with its compiled form.
 
     Raises ``BadArgument`` if a text of ``other`` may begin like a mark of ``one``: a parser cannot exclude
-    such texts. Neither can it backtrack if words of two grammars begin alike, so bare JSON can only be
-    combined with texts that begin differently, or with JSON.
+    such texts. Nor can it backtrack if words of two grammars begin alike, so bare JSON can only be combined
+    with texts that begin differently, or with JSON.
     """
     if other.kind in ("regex", "choices"):
         pattern = other.source.replace("/", r"\/") if isinstance(second, str) else write_pattern(second)
@@ -335,7 +335,7 @@ def _checked(grammar: str, kind: str, count: int) -> str:
 
     The library recurses over rules, and a stack overflow ends the process. This process may die, but not the
     engine's process, which parses the grammar again. A grammar that parses here with an eighth of the stack
-    parses there, too.
+    also parses there.
     """
     usual = threading.stack_size(SMALL_STACK_BYTES)
     try:
@@ -394,7 +394,7 @@ def _write_texts(grammar: LlguidanceGrammar) -> None:
 
 def _check_terminals(grammar: str) -> None:
     """Raises ``BadArgument`` for a terminal that no text matches. The library detects it only where the
-    terminal begins, after the text before it was written."""
+    terminal begins, after the text before it has been generated."""
     if "&" not in grammar and "~" not in grammar:
         return
     other = _START_OF_LARK.sub(r"\1start_of_text", grammar)
@@ -417,7 +417,7 @@ def _explained(message: str) -> str:
     if keys := re.fullmatch(r"Unimplemented keys: \[(.*)\]", about):
         return f"unsupported keywords: {keys[1]}: check these in the program"
     if pointer := re.fullmatch(r"Pointer '(.*)' does not exist", about):
-        return f"$ref names '#{pointer[1]}', which is not in the schema"
+        return f"$ref refers to '#{pointer[1]}', which is not in the schema"
     if resource := re.match(r"Resource '(.*)' is not present", about):
         return f"{resource[1]!r} is not in the schema and is not fetched: write it into $defs"
     if base := re.search(r"against '(.*)': base URI/IRI with fragment", about):

@@ -121,9 +121,9 @@ ENTRY_BYTES = 1_000
 
 
 class CompileCache:
-    """Compiled constraints and failures, least recently used first out. ``max_bytes``: for all tenants
-    together; one tenant has at most its part (``tenant_part``). A tenant that fills the cache drops its own
-    entries. A lookup costs one hash of the constraint's text."""
+    """Compiled constraints and failures; the least recently used ones are dropped first. ``max_bytes``: for
+    all tenants together; one tenant has at most its part (``tenant_part``). A tenant that fills the cache
+    drops its own entries. A lookup costs one hash of the constraint's text."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -185,7 +185,7 @@ LOADER = "agentflow.engine.grammar.compiler.compile:compile_constraint"
 # A constraint for which no request waits may still run this long: most are done by then, and a new process
 # takes longer to start.
 ABANDONED_S = 0.2
-# The processor time that the process may use in a burst; most constraints take some milliseconds.
+# The processor time that the process may use in a burst; most constraints take a few milliseconds.
 BURST_S = 0.1
 # After that it gets its share of a processor in slices of this length.
 SLICE_S = 0.01
@@ -283,11 +283,11 @@ class ConstraintCompiler:
 
         Raises:
             BadArgument: it is invalid, or not supported.
-            RequestRefused: it reached a limit, which the message names.
+            RequestRefused: it reached a limit, which the message states.
             Overloaded: too many constraints wait, or the machine is too busy.
             EngineFailed: the compiling process failed.
         """
-        # These are settings of the engine: the compiled form is the same.
+        # These are settings for the engine, which do not change the compiled form.
         constraint = msgspec.structs.replace(
             constraint, jump_forward=True, string_chars=None, list_items=None
         )

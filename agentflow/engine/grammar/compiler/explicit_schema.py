@@ -161,7 +161,7 @@ def parse_schema(source: str) -> Schema:
 
 def check_schema(schema: Schema, place: SchemaPath = ()) -> None:
     """Drops keywords without effect. Raises ``BadArgument``, with the place, for an invalid schema.
-    ``place``: of ``schema``."""
+    ``place``: the place of ``schema``."""
     for where, sub in placed_subschemas(schema, place):
         _refuse_what_is_no_schema(sub, ".".join(where))
         _drop_what_says_nothing(sub)

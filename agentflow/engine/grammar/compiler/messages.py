@@ -27,15 +27,15 @@ class Lengths(msgspec.Struct, frozen=True, array_like=True):
 class SchemaPart(msgspec.Struct, frozen=True, array_like=True):
     """A client's schema within the schema of a constraint."""
 
-    path: tuple[str | int, ...]  # the keys that lead to it
+    path: tuple[str | int, ...]  # the keys that lead to the schema
     name: str  # of the tool whose arguments it describes; empty for the form of an answer
     param: str  # of its errors; empty for the form of an answer
     is_strict: bool = True  # otherwise it may be relaxed
 
 
 class PartedConstraint(Constraint, frozen=True, omit_defaults=True):
-    """A JSON schema, or tags with one each, in which the server put schemas of a client. Clients of sessions
-    cannot send it, because only HTTP reports relaxed keywords."""
+    """A JSON schema, or tags with one each, which contains schemas of a client. Clients of sessions cannot
+    send it, because only HTTP reports relaxed keywords."""
 
     parts: tuple[SchemaPart, ...] = ()
     instead: PartedConstraint | None = None
@@ -100,12 +100,12 @@ class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
     # under the key.
     payload: bytes
     lengths: Lengths | None = None  # of a JSON value, for ``LengthMatcher``
-    relaxed: tuple[Relaxed, ...] = ()  # the keywords that it does not enforce
+    relaxed: tuple[Relaxed, ...] = ()  # the keywords that the compiled form does not enforce
     # The most members and options that its schemas allow at one place; raises the parser's limit of items.
     num_alternatives: int = 0
 
     def limited(self, constraint: Constraint) -> CompiledConstraint:
-        """Returns it with the lengths of ``constraint``, from which it was compiled."""
+        """Returns the compiled form with the lengths of ``constraint``, from which it was compiled."""
         if constraint.kind != "schema":
             return self
         lengths = Lengths(constraint.string_chars, constraint.list_items)
@@ -121,7 +121,8 @@ class CompileConstraint(Protocol):
 
 
 class StartCompiling(msgspec.Struct, frozen=True):
-    """Tells the process how to compile. The limits are the limits of ``CompileLimits`` for one constraint."""
+    """The first message to the process: the compiling function, and the limits of ``CompileLimits`` for one
+    constraint."""
 
     loader: str  # the name of a ``CompileConstraint``, as ``package.module:function``
     cpu_s: float

@@ -67,7 +67,7 @@ _WHY_NOT: Final = "is not supported: check it in the program"
 
 def relax(root: Schema, start: Schema | None = None, place: SchemaPath = ()) -> list[SchemaPath]:
     """Relaxes the keywords of ``start`` (``root``, by default) that are known to be unenforceable. ``place``:
-    of ``start``. Returns the place of each keyword that was dropped or changed.
+    the place of ``start``. Returns the place of each keyword that was dropped or changed.
 
     >>> schema = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
     >>> relax(schema), schema
@@ -169,7 +169,7 @@ def _why(schema: Schema, path: SchemaPath) -> str:
     value: Any = schema
     for key in path:
         value = value[int(key) if isinstance(value, list) else key]
-    return f"names {value[:200]!r}, which is not in the schema and is not fetched: write it into $defs"
+    return f"refers to {value[:200]!r}, which is not in the schema and is not fetched: write it into $defs"
 
 
 class _Part:
@@ -200,8 +200,8 @@ class _Part:
         return {**self._start, **self._definitions} if self.part.path else self._root
 
     def check(self) -> None:
-        """Like ``check_schema``, but also raises ``BadArgument`` for an unenforceable keyword of a strict
-        part."""
+        """Like ``check_schema``, but also raises ``BadArgument`` for a keyword of a strict part that cannot
+        be enforced."""
         for place, one in self._places:
             try:
                 check_schema(one, place)
@@ -298,8 +298,8 @@ def compile_parts(
     compile_whole: Callable[[Constraint], CompiledConstraint],
     compile_schema: Callable[[Schema], object],
 ) -> tuple[PartedConstraint, CompiledConstraint]:
-    """Compiles a constraint with parts, and relaxes parts that cannot be enforced and are not strict. Returns
-    the relaxed constraint, too. Raises ``BadArgument`` for a strict part that cannot be enforced, with the
+    """Compiles a constraint with parts, and relaxes parts that cannot be enforced and are not strict. Also
+    returns the relaxed constraint. Raises ``BadArgument`` for a strict part that cannot be enforced, with the
     part's ``param`` and the place of the keyword."""
     root = parse_schema(constraint.schema_source())
     parts = [_Part(root, part) for part in constraint.parts]

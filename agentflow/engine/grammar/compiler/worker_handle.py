@@ -76,7 +76,7 @@ class CompileWorkerHandle(ChildProcess):
         await self._next_frame()
 
     async def compile(self, constraint: Constraint) -> CompileEnd:
-        """Returns the process's answer or, if it dies, a failure that says how. After a cancellation, the
+        """Returns the process's answer or, if it dies, a failure with the cause. After a cancellation, the
         handle must not be used again."""
         self.is_usable = False
         try:

@@ -241,7 +241,7 @@ def test_no_declared_name_is_written_twice():
         ('{"contains": {"const": 1}}', "schema: contains is not supported"),
         ('{"if": {"type": "null"}, "then": {}}', "schema: if is not supported"),
         ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf is supported only if"),
-        ('{"$ref": "other.json"}', "$ref names 'other.json', which is not in the schema"),
+        ('{"$ref": "other.json"}', "$ref refers to 'other.json', which is not in the schema"),
         ('{"type": "string", "pattern": "a(?=b)"}', "pattern is supported without look-arounds only"),
         ('{"minProperties": 2}', "minProperties above 1 needs"),
         ('{"type": "integer", "minimum": 3, "maximum": 2}', "minimum (3) is greater than maximum (2)"),
