@@ -1,7 +1,7 @@
 """Computes the tokens that a state's next requests will need, before these are sent.
 
 Only for tenants without rate limits: such tokens are not charged. Nothing is computed for fewer than
-``MIN_AHEAD_TOKENS`` missing tokens, for which the next request waits about as briefly.
+``MIN_AHEAD_TOKENS`` missing tokens, which hardly delay the next request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PrefixesAhead:
         self._client = requests.client
 
     def announced(self, context: EngineContext) -> None:
-        """Forks of the state will follow: computes its prefix, if little text must be encoded for that."""
+        """Computes the prefix of a state that will be forked, if little text must be encoded for that."""
         if context.num_to_encode <= MAX_INLINE_CHARS and not context.tokens.unread:
             context.tokens.cut()
             self.fork(context)
@@ -45,7 +45,7 @@ class PrefixesAhead:
 
     async def fill(self, context: EngineContext) -> None:
         """Computes the tokens of a waiting state that are known, at the lowest priority of the tenant. Ends
-        when the state's next request begins, which would wait for the rest at its own priority."""
+        when the state's next request begins, which computes the rest at its own priority."""
         if not self._requests.is_unlimited:
             return
         before = context.filled_ahead.num_tokens if context.filled_ahead is not None else 0
@@ -53,7 +53,7 @@ class PrefixesAhead:
             self._requests.limits.check_length(context.num_unencoded_chars)
             await self._requests.read_media(context)
             token_ids = await self._requests.encode_beside(context.num_to_encode, context.tokens.ids_ahead)
-        except AgentflowError:  # the state's next request explains it
+        except AgentflowError:  # the state's next request reports it
             return
         if context.is_freed:  # while a thread encoded its text
             return
@@ -66,8 +66,8 @@ class PrefixesAhead:
 
     async def fill_next_turn(self, context: EngineContext, end: Finished, answer: Message) -> None:
         """Computes the beginning of the next prompt of a conversation, after its answer: many templates write
-        past answers in another way, without their reasoning. The context does not change, and the engine goes
-        on after it is freed."""
+        past answers in another way, without their reasoning. The context does not change, and the engine
+        continues after it is freed."""
         if not self._requests.is_unlimited or not end.token_ids:
             return
         tokens = context.tokens.copied()
@@ -83,7 +83,7 @@ class PrefixesAhead:
         try:
             amount = tokens.num_settled + len(end.token_ids)
             token_ids = await self._requests.encode_beside(amount, next_ids)
-        except AgentflowError:  # the next request explains it
+        except AgentflowError:  # the next request reports it
             return
         if len(token_ids) - min(context.num_computed, tokens.num_kept(token_ids)) >= MIN_AHEAD_TOKENS:
             origin = _low_priority(context)

@@ -43,7 +43,7 @@ CHARS_PER_TOKEN = 4
 # The same for an image, and for a frame of a video, until it is read.
 TOKENS_PER_IMAGE = 256
 TOKENS_PER_FRAME = 64
-# The frames of a video that has as many as the model is made for.
+# The frames of a video whose number of frames is not given.
 FRAMES_PER_VIDEO = 16
 # A text that is probably too long is encoded in pieces of this size, each some tenths of a second.
 PIECE_CHARS = 65_536
@@ -85,9 +85,9 @@ class PromptLimits:
             )
 
     def checking_texts(self, texts: Sequence[str], max_tokens: int | None = None) -> Iterator[int]:
-        """``PromptTooLong`` for texts that are far longer than ``max_tokens``. They are encoded in steps,
-        piece by piece, so that it ends soon when they are. Has no steps for texts that may well fit. Default:
-        what the model takes.
+        """Raises ``PromptTooLong`` for texts that are far longer than ``max_tokens``. Each step encodes one
+        piece, and the first one beyond the limit is the last. Has no steps for texts that may well fit.
+        Default: the limit of the model.
 
         Yields:
             The number of characters that the next step encodes.
@@ -101,11 +101,10 @@ class PromptLimits:
                 piece = text[start : start + PIECE_CHARS]
                 yield len(piece)
                 num_tokens += len(self._tokenizer.encode_markup(piece))
-                # Where a text is cut, it may have some more tokens than uncut.
+                # A text that is cut into pieces may have a few more tokens.
                 if num_tokens > max_tokens + max_tokens // 4:
                     raise PromptTooLong(
-                        f"the prompt has more than {max_tokens:,} tokens, and this server takes no more: "
-                        "shorten it"
+                        f"the prompt has more than {max_tokens:,} tokens, which is the limit: shorten it"
                     )
 
     def check_texts(self, texts: Sequence[str], *, max_tokens: int | None = None) -> None:
@@ -163,18 +162,18 @@ class EngineContext:
     prefill_ahead: int | None = None  # the id of a request that computes a prefix before forks need it
     filled_ahead: FilledAhead | None = None  # while the state waits
     is_freed: bool = False
-    outlived: bool = False  # the engine's state goes on in a later context
+    outlived: bool = False  # the engine's state continues in a later context
     is_dropped: bool = False  # as in ``StateHint``
     place: Place | None = None  # in its program
     deadline: float | None = None  # when the state should be done, on ``time.monotonic``
-    tools: ToolUse | None = None  # of the conversation with which the state began
+    tools: ToolUse | None = None  # of the conversation with which the state began, or offered since
     conversation_key: bytes | None = None  # of that conversation, if the model's answer to it comes next
     outline: Outline | None = None  # of that conversation, until its first request
     changed: str = ""  # as in ``Origin``, of the next request
     has_new_tools: bool = False  # since the last request
     num_rerendered: int = 0  # the tokens that had been rendered again at the last request
-    # The beginnings of that conversation to keep in the cache, with seconds: as numbers of its messages, and
-    # once it is encoded as ``Origin`` has them.
+    # The beginnings of that conversation to keep in the cache, with seconds: as numbers of its messages and,
+    # once it is encoded, as in ``Origin``.
     kept_messages: Sequence[tuple[int, float]] = ()
     kept_prefixes: Sequence[tuple[int, float]] = ()
 
@@ -284,7 +283,7 @@ class EngineContext:
 
     def hint(self, hint: StateHint) -> Placed | None:
         """Attaches a hint to the state's next requests. Returns the message about its new place, unless the
-        next request tells the engine."""
+        engine learns it from the next request."""
         origin = self.origin
         if hint.trace or hint.objective is not None or hint.output_tokens:
             self.origin = msgspec.structs.replace(
@@ -338,8 +337,8 @@ def _guess_tokens(medium: Medium) -> int:
 
 
 def number_of_name(name: str) -> int:
-    """Returns the number of a program or task group that has a name, in all sessions. No other one has the
-    number: others count from 1."""
+    """Returns the number of a program or task group with this name, the same in all sessions. Numbers without
+    names count from 1 and never reach it."""
     digest = hashlib.blake2b(name.encode("utf-8", "backslashreplace"), digest_size=7).digest()
     return 2**60 + int.from_bytes(digest, "big")
 

@@ -1,4 +1,4 @@
-"""Embeddings of texts on an engine: encodes them, checks their size, and runs all of them as requests of one
+"""Embeddings of texts on an engine: encodes the texts, checks their size, and runs them as requests of one
 tenant, which the engine batches by their tokens."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EmbeddingInput = str | Sequence[int]
 
 
 class EngineEmbedder:
-    """The embedding requests of one tenant. ``folder``: the settings of the model, such as its prompts."""
+    """The embedding requests of one tenant. ``folder``: the model's settings, such as its prompts."""
 
     def __init__(self, requests: TenantRequests, folder: EmbeddingFolder | None) -> None:
         self._requests = requests

@@ -70,11 +70,11 @@ class EngineGenerator:
         template: the chat template.
         name: the model's public name, if it differs from the engine's.
         adapter: the name of the loaded adapter that requests use; empty: none.
-        tenant: separates caches.
+        tenant: the owner of the requests and of their cache.
         gate: limits the requests of the tenant; None: no limits.
-        use_hints: tell the engine the structure of the program: which requests continue one state, which are
-            siblings, and which states will be forked.
-        compiler: None if constraints are not supported.
+        use_hints: send the structure of the program to the engine: which requests continue one state, which
+            are siblings, and which states will be forked.
+        compiler: compiles constraints; None: they are not supported.
         patience_s: a request that has waited this long is admitted before others of its tenant and priority.
         embedding: the settings of a model that makes embeddings, such as its prompts.
         reader: prepares images and videos for the model; None: it has no vision.
@@ -163,8 +163,7 @@ class EngineGenerator:
             patience_s: as for the generator.
             trace: as in ``Origin``.
             template_values: further variables of the chat template.
-            max_tokens: a far longer prompt is rejected before it is encoded; by default the longest that the
-                model takes.
+            max_tokens: a far longer prompt is rejected before it is encoded; by default the model's limit.
         """
         origin = Origin(
             self.tenant.name,
@@ -240,7 +239,7 @@ class EngineGenerator:
 
     def keep(self, context: EngineContext, beginnings: Sequence[tuple[int, float]]) -> None:
         """Keeps beginnings of the context's conversation in the cache after its next request, as far as
-        memory allows. ``beginnings``: numbers of messages, and the seconds."""
+        memory allows. ``beginnings``: for each, the number of its messages, and the seconds."""
         if self._ahead is not None:
             context.kept_messages = beginnings
 
@@ -298,7 +297,7 @@ class EngineGenerator:
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """Generates text, and appends the generated ids. Reasoning is not part of the text. The arguments are
-        those of ``reply``."""
+        as for ``reply``."""
         sampling = params.resolved()
         thinking = await self._thinking(context, sampling, constraint, replies=False)
         text = None if thinking is None else AnswerText(thinking)
@@ -393,7 +392,8 @@ class EngineGenerator:
 
     async def score_prompt(self, context: EngineContext, num_top: int) -> Finished:
         """Returns the log-probability of each token of the context except the first, given all tokens before
-        it, with the ``num_top`` likeliest tokens at its place. All tokens are computed, and then cached."""
+        it, with the ``num_top`` likeliest tokens at its position. All tokens are computed, and then
+        cached."""
         async with self.requests.admitted(context) as admitted:
             token_ids = await self.requests.prompt_ids(context)
             self.requests.begin(admitted, len(token_ids), context)
@@ -548,7 +548,7 @@ def _generated(
     Args:
         end: the end of the request.
         params: its parameters.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         text: of the value.
         reasoning: the reasoning before it, whose tokens do not belong to the value.
     """

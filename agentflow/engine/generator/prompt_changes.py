@@ -15,9 +15,9 @@ MAX_CONVERSATIONS = 4096
 
 
 class Outline(NamedTuple):
-    """The parts of a conversation, as keys and a hash, which differs from process to process."""
+    """The parts of a conversation, as keys and a hash. The hash differs between processes."""
 
-    first: int  # a hash of the first message that is not of the system: identifies a conversation
+    first: int  # a hash of the first message that is not a system message: identifies a conversation
     tools: bytes
     system: bytes  # of the tools and the messages before the first
     keys: Sequence[bytes]  # of the conversation up to each message
@@ -61,7 +61,7 @@ class PromptChanges:
 
     def reason(self, now: Outline, text_keys: Sequence[bytes]) -> str:
         """Returns why a prompt differs from the last one of its conversation, as in ``Usage.miss_reason``;
-        empty if it continues it, or is the first one. Remembers the prompt.
+        empty if it only continues that one, or is the first. Remembers the prompt.
 
         Args:
             now: the conversation.

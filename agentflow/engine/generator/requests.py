@@ -115,7 +115,7 @@ class TenantRequests:
 
     def begin(self, admitted: AdmittedRequest, num_tokens: int, context: EngineContext | None = None) -> None:
         """An admitted request has a prompt of ``num_tokens`` tokens, and is sent next. Raises ``Overloaded``
-        if the tenant has as many unfinished ones as it may have."""
+        if the engine or the tenant has reached its limit of unfinished requests."""
         self.client.check_room(self.tenant.name)
         admitted.prompt_tokens = num_tokens
         if context is not None:
@@ -123,15 +123,15 @@ class TenantRequests:
             self.end_fill_ahead(context)
 
     def done(self, admitted: AdmittedRequest, usage: Usage) -> None:
-        """An admitted request has ended. Counts it in the tenant's own figures, for a tenant that does not
-        see the engine's."""
+        """An admitted request has ended. Counts it in the tenant's own figures, if the tenant does not see
+        the engine's."""
         admitted.cached_tokens, admitted.output_tokens = usage.cached_tokens, usage.output_tokens
         if not self.tenant.sees_metrics:
             self.stats.count(usage)
 
     def end_fill_ahead(self, context: EngineContext) -> None:
         """Ends the request that computes known tokens of the state, which stay in the cache. Otherwise the
-        state's next request would wait for one of a low priority."""
+        state's next request would wait for a request of low priority."""
         if context.filled_ahead is not None:
             self.client.forget(context.filled_ahead.request_id)
             context.filled_ahead = None

@@ -1,9 +1,9 @@
 """Scores a select's choices on the engine: short ones together as a tree, long ones as prompts.
 
-In a tree, choices share their starts, but each node reads its whole path, so that nodes of long choices would
-make steps long. Choices of more than ``MAX_TREE_TOKENS`` tokens are therefore scored like prompts: in chunks,
-with the log-probabilities of their tokens. Long choices with the same start are divided where they differ:
-the start is scored once, and the rest afterwards, when the start is cached.
+In a tree, choices share their starts, but each node attends to its whole path, so that nodes of long choices
+would make steps long. Choices of more than ``MAX_TREE_TOKENS`` tokens are therefore scored like prompts: in
+chunks, with the log-probabilities of their tokens. Long choices with the same start are divided where they
+differ: the start is scored once, and the rest afterwards, when the start is cached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TREE_TOKENS = 256
 MAX_AT_ONCE = 8
 """The most concurrent prompts of one select."""
 RENDERINGS = 4
-"""How often all turns before a question are rendered."""
+"""How often ``end_of_turn`` renders all turns."""
 
 _Scores = tuple[list[list[float]], Finished]
 
@@ -58,7 +58,7 @@ async def score(
 
 def end_of_turn(tokens: TokenState, end_ids: Sequence[int]) -> list[int]:
     """The token that ends the assistant's turn, if it is an end token of the model. Templates may rewrite the
-    beginning of a closed turn, so the token is found behind the place where two answers differ."""
+    beginning of a closed turn, so the token is found after the place where two answers differ."""
     closed: list[list[int]] = []
     for answer in ("yes", "no"):
         answered = tokens.copied()  # a fork would divide the text before the choices from them
@@ -85,8 +85,8 @@ async def select_scores(
 
 
 def with_ends(tokens: TokenState, encoded: EncodedChoices, end_ids: Sequence[int]) -> EncodedChoices:
-    """Returns the choices for ``likelihood``: with an end token after those with which another choice begins.
-    Otherwise such a choice would be at least as likely as the longer one. ``end_ids``: the model's."""
+    """Returns the choices for ``likelihood``. A choice with which another one begins gets an end token:
+    otherwise it would be at least as likely as the longer one. ``end_ids``: the model's end tokens."""
     begun = choices_that_begin_others(encoded.choices)
     if not begun or not end_ids:
         return encoded
@@ -131,7 +131,7 @@ class Scoring:
         return logprobs, end
 
     async def scored_after(self, prompt: list[int], choices: Sequence[list[int]]) -> list[list[float]]:
-        """Returns the log-probabilities of each choice's tokens after a prompt of no state."""
+        """Returns the log-probabilities of each choice's tokens after a prompt that belongs to no state."""
         return (await self.scored(prompt, choices, self._stateless))[0]
 
     async def _as_prompts(self, prompt: list[int], choices: Sequence[list[int]]) -> list[list[float]]:
