@@ -6,10 +6,10 @@ in any later step. A step allocates slots for all of them, puts tokens into the 
 plans and computes prompts as always. The progress of a counted request is written when it is read: when
 memory is planned, or when the request ends or is preempted. Charges follow when a policy reads them.
 
-No batch is built, because nothing computes it. A step has its amounts, for a ``CostModel``.
+No batch is built, because nothing computes it. A step returns its amounts, for a ``CostModel``.
 
-After each step, the scheduler decides as one does that handles all requests one by one. If some request that
-decodes cannot be counted, a step handles all of them so.
+After each step, the scheduler decides like one that handles all requests one by one. If some request that
+decodes cannot be counted, a step handles all of them one by one.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class CountingScheduler(Scheduler):
         self._end_of: dict[int, int] = {}  # by request: its tokens when it ends
         self._num_admitted = 0
         self._admission_of: dict[int, int] = {}  # numbers the running requests, by id, in their order
-        self._step = 0  # that were launched
-        self._num_planned = 0  # that were planned: one more while a step is being planned
+        self._step = 0  # steps that were launched
+        self._num_planned = 0  # steps that were planned: one more while a step is being planned
         # The counted requests, by id, and in the order of the arrays.
         self._counted: dict[int, _Counted] = {}
         self._in_arrays: list[_Counted] = []
@@ -71,8 +71,8 @@ class CountingScheduler(Scheduler):
         self._table_rows = np.zeros(config.max_running, dtype=np.int64)
         self._sum_bases = 0
         self._groups: dict[_GroupKey, _Group] = {}
-        # By step, with requests that are no longer counted: those of which tokens enter the cache when it
-        # completes, and those that end with it.
+        # By step, also with requests that are no longer counted: the requests with tokens that enter the
+        # cache when it completes, and the requests that end with it.
         self._due: dict[int, list[_Counted]] = {}
         self._last: dict[int, list[_Counted]] = {}
 
@@ -85,7 +85,7 @@ class CountingScheduler(Scheduler):
 
     def add(self, request: Request) -> None:
         """Queues a request."""
-        # Its place follows from the tokens of its program, and that of a new tenant from all charges.
+        # Its place depends on the tokens of its program, and the charge of a new tenant on all charges.
         if any(tenant != request.tenant for tenant, _ in self._groups):
             self._charge_all()
         else:
@@ -125,7 +125,7 @@ class CountingScheduler(Scheduler):
         return 1.0, num_tokens, num_sampled, float(num_read), pairs
 
     def complete_step(self, took_s: float) -> list[Row]:
-        """The step has run. Returns the results of requests that were not counted in it, and of those that
+        """The step has run. Returns the results of requests that were not counted in it, and of requests that
         have ended. ``took_s``: its duration."""
         launched = self._in_flight.launched[0]
         self._observe(launched.features, took_s)
@@ -249,7 +249,7 @@ class CountingScheduler(Scheduler):
         self._last.setdefault(self._end_of[request.id] - 1 - base, []).append(one)
 
     def _leave(self, one: _Counted) -> None:
-        """Counts a request no longer."""
+        """Stops counting a request."""
         one.write(self._step)
         one.is_counted = False
         self._charge_group(one.key)
@@ -305,7 +305,7 @@ class _Counted:
 class _Group:
     """The counted requests of one program."""
 
-    charged: int  # steps
+    charged: int  # steps for which its requests have been charged
     members: dict[_Counted, None] = field(default_factory=dict)
 
 

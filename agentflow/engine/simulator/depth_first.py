@@ -16,8 +16,8 @@ from agentflow.engine.scheduling.scheduler import POLICIES, NewPolicy
 
 
 class DepthFirst(LongestPrefix):
-    """Depth first through the tree of waiting requests: below the request that was admitted last as long as
-    there are any, and otherwise into the subtree with the most requests."""
+    """Depth first through the tree of waiting requests: first the requests below the one that was admitted
+    last, then the subtree with the most requests."""
 
     def __init__(self, peek: PeekCache, token_budget: int, clock: Clock) -> None:
         super().__init__(peek, token_budget, clock)

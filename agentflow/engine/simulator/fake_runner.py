@@ -4,7 +4,7 @@ Its "KV" is the token id and positions written to each slot. The next token is a
 ``req_to_token`` shows, so a wrong slot or order, or a slot that another request overwrote, changes the
 output. A slot with the wrong position raises immediately.
 
-An image has no features before its encoding, and its tokens have those of the rows that the batch names.
+An image has no features before its encoding; then the features of its rows are part of its tokens.
 
 It has no logits. Penalties and biases raise ``NotImplementedError``; forbidden and masked tokens are never
 chosen. The likeliest tokens that it reports are the chosen one and its successors by id.
@@ -91,7 +91,7 @@ class FakeRunner:
         self._needs_features = needs_features
         self._on_slices = on_slices
         self.encodings: dict[str, FakeEncoding] = {}
-        """By the identity of the image; those without slices left are features."""
+        """By the identity of the image. An encoding without slices left stands for features."""
         self.num_encoded = 0
         self._launched: deque[Batch] = deque()
         self._last_output: BatchOutput | None = None
@@ -162,8 +162,8 @@ class FakeRunner:
         del self.encodings[identity]
 
     def _with_features(self, batch: Batch) -> NDArray[np.int64]:
-        """The tokens, with their features mixed into those of images. A token of an image attends to its
-        whole run, if it has to: the run must be in the batch."""
+        """The tokens, with features added to the tokens of images. If these attend to their whole run, the
+        run must be in the batch."""
         media = batch.media
         if media is None or not self._needs_features:
             return batch.token_ids
@@ -205,7 +205,7 @@ class FakeRunner:
         output = BatchOutput(
             token_ids=np.array(tokens, dtype=np.int64),
             logprobs=np.array(logprobs, dtype=np.float32) if sampled.needs_logprobs else None,
-            # As of a model, which computes nothing where nothing is sampled or scored.
+            # Like a model, which computes nothing if nothing is scored.
             scored_logprobs=np.array(scored, dtype=np.float32) if scored else None,
             ranks=np.ones(len(tokens), dtype=np.int64),
         )
@@ -265,7 +265,7 @@ class FakeEncoding:
 
     @property
     def features(self) -> NDArray[np.int64]:
-        """A number for each row, above those of tokens."""
+        """A number for each row, above all token ids."""
         pixels = b"".join([name.encode() + array.tobytes() for name, array in self._medium.arrays.items()])
         rows = range(num_feature_rows(self._medium))
         return np.array([2**32 + zlib.crc32(pixels + b"%d" % row) for row in rows], dtype=np.int64)

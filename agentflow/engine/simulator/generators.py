@@ -60,7 +60,7 @@ def hot_and_cold(
         cold_share: the fraction of requests that share nothing.
         cold: the mean length of their prompts.
         output: the mean number of generated tokens.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     tokens = _Tokens(seed)
     prefixes = [tokens.run(prefix) for _ in range(num_prefixes)]
@@ -94,7 +94,7 @@ def few_shot(
         examples: the tokens of the examples of a task.
         question: the mean tokens of a question.
         output: the mean number of generated tokens.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     tokens = _Tokens(seed)
     tasks = [tokens.run(examples) for _ in range(num_tasks)]
@@ -129,7 +129,7 @@ def tree_of_thought(
         depth: the levels of thoughts.
         branching: the children of a question or thought.
         thought: the mean tokens of a thought.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     tokens = _Tokens(seed)
     arrivals: list[Arrival] = []
@@ -177,7 +177,7 @@ def chat(
         message: the mean tokens of a user's message.
         reply: the mean tokens of a reply.
         pause_s: the mean time between a reply and the next message.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     tokens = _Tokens(seed)
     opening = tokens.run(system)
@@ -213,7 +213,7 @@ def unshared(
         output: the mean number of generated tokens.
         limit: the most tokens that each request may generate; 0: exactly its output.
         num_tenants: the tenants; each request belongs to a random one.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     tokens = _Tokens(seed)
     return [
@@ -249,7 +249,7 @@ def chains(
         chunk: the tokens of a chunk.
         summary: the tokens of a summary.
         round_trip_s: the time from the end of a request to the arrival of the next.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     tokens = _Tokens(seed)
     arrivals: list[Arrival] = []
@@ -289,7 +289,7 @@ def map_reduce(
         width: the chunks of a document.
         chunk: the tokens of a chunk.
         summary: the tokens of a summary.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     tokens = _Tokens(seed)
     arrivals: list[Arrival] = []
@@ -340,11 +340,11 @@ def multi_agent(
         num_programs: the programs.
         per_s: their mean arrival rate; 0: all arrive at the start.
         num_files: the files, each with a coder and a reviewer.
-        rounds: of code and review.
+        rounds: the rounds of code and review.
         task: the tokens of the task.
         code: the mean tokens of a file.
         review: the mean tokens of a review.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     tokens = _Tokens(seed)
     roles = [tokens.run(200) for _ in range(3)]
@@ -398,20 +398,20 @@ def agent_sessions(
     most_gap_s: float = 10.0,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Sessions of coding agents, generated in a shape that is published of TraceLab (2606.30560) and AgentX:
-    43 turns, 142,000 tokens of context at the end, 444 generated in a session, and tools that take 1 to 10
+    """Sessions of coding agents, generated in the published shape of TraceLab (2606.30560) and AgentX: 43
+    turns, 142,000 tokens of context at the end, 444 generated in a session, and tools that take 1 to 10
     seconds. The tokens are random, not those of a trace.
 
     Args:
         num_sessions: the sessions, each a program.
         per_s: their mean arrival rate; 0: all arrive at the start.
-        turns: of a session.
+        turns: the turns of a session.
         first: the tokens of the first prompt.
         last: the tokens of the context at the end.
         output: the tokens that a session generates.
         least_gap_s: the least time of a tool.
         most_gap_s: the most time of a tool.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     tokens = _Tokens(seed)
     arrivals: list[Arrival] = []
@@ -454,12 +454,12 @@ def two_models(
     seed: int = 0,
 ) -> list[Arrival]:
     """Programs over two models: in each round, one model writes drafts, and the other one judges them. Values
-    cross between the models as text, so each has tokens for them that the other does not have.
+    cross between the models as text, so each model has different tokens for them.
 
     Args:
         num_programs: the programs.
         per_s: their mean arrival rate; 0: all arrive at the start.
-        rounds: of drafts and a verdict.
+        rounds: the rounds, each of drafts and a verdict.
         width: the drafts of a round.
         role: the tokens of a model's role.
         question: the mean tokens of the question.
@@ -467,7 +467,7 @@ def two_models(
         verdict: the mean tokens of a verdict.
         drafter: the name of the model that writes.
         judge: the name of the model that judges.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     tokens = _Tokens(seed)
     roles = tokens.run(role), tokens.run(role)

@@ -1,8 +1,8 @@
 """The programs of a workload in the live graph of a service, which gives each request its place.
 
-A client submits the requests of a program wired: each is in the graph from the program's beginning on. A
-request that arrives some time after the one before it (``Arrival.at_s``), as after a tool, is submitted when
-it arrives. The client waits for all requests that no other one needs.
+A client submits the requests of a program together with their dependencies: each is in the graph from the
+program's beginning on. A request that arrives some time after the one before it (``Arrival.at_s``), as after
+a tool, is submitted when it arrives. The client waits for all requests that no other one needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ProgramGraphs:
 
     Args:
         arrivals: The requests of the workload. Those without a program are ignored.
-        number: Returns the number of the state with this name, and always the same one.
+        number: Returns the number for a name, always the same one.
     """
 
     def __init__(self, arrivals: Sequence[Arrival], number: Callable[[str], int]) -> None:
@@ -86,7 +86,7 @@ class ProgramGraphs:
         return set() if arrival.after is None else {arrival.after, *arrival.joins}
 
     def _wired_from(self, index: int) -> list[int]:
-        """The request, and those that are submitted with it, in topological order."""
+        """The request and the requests that are submitted with it, in topological order."""
         found = {index: None}
         pending = [index]
         for one in pending:

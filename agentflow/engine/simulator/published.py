@@ -1,7 +1,7 @@
 """Published rules for the order of programs and for the KV that is kept, for comparison in simulations.
 
-Each follows its paper's rule for deciding, on this scheduler and cache. None of them bounds how long a
-request waits, and none knows tenants.
+Each applies its paper's rule to this scheduler and cache. None of them bounds how long a request waits, and
+none distinguishes tenants.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from agentflow.engine.scheduling.scheduler import NewPolicy
 from agentflow.engine.simulator.cost_model import CostModel
 
 MAX_GAPS = 256
-"""Times of tools that Continuum remembers."""
+"""The most times of tools that Continuum remembers."""
 _FAR_S = 1e9
 """After the end of any simulation."""
 
 
 class LeastRecent(Liveness):
-    """The cache knows no states: the least recently used tokens go first."""
+    """Keeps no states: the least recently used tokens are evicted first."""
 
     def refresh(self, state: Hashable, end: PrefixMatch, **_: object) -> None:
         """Ignored."""
 
 
 class Clairvoyant(Liveness):
-    """The simulation tells when each state continues, and the tokens that are needed last go first (Belady,
-    1966)."""
+    """The simulation provides the time when each state continues, and the tokens that are needed last are
+    evicted first (Belady, 1966)."""
 
     def _expected(self, end: _End, wait_s: float) -> _End:
         return end._replace(returns=self._clock() + wait_s)
 
 
 class StepsToExecution(Liveness):
-    """*KVFlow* (2507.07400): the tokens of the agent with the most steps until it runs go first. Tokens that
-    several agents share count for the first of them. The simulation tells the steps."""
+    """*KVFlow* (2507.07400): the tokens of the agent with the most steps until it runs are evicted first.
+    Tokens that several agents share count for the agent that runs first. The simulation provides the
+    steps."""
 
     def _expected(self, end: _End, wait_s: float) -> _End:
         return end._replace(returns=end.returns or 1.0)
@@ -55,9 +56,9 @@ class StepsToExecution(Liveness):
 
 
 class TimeToLive(Liveness):
-    """*Continuum* (2511.02230): after a request the tokens of its program are pinned for a time. The time is
-    the one for which the expected gain is the largest: the chance that the tool ends within it times the
-    seconds to compute the tokens again and to queue, less the part of the pool that they take while pinned.
+    """*Continuum* (2511.02230): after a request the tokens of its program are pinned for a time. It is the
+    time with the largest expected gain: the chance that the tool ends within it times the seconds to compute
+    the tokens again and to queue, less the part of the pool that they take while pinned.
     """
 
     def __init__(self, cache: RadixCache, num_slots: int, clock: Clock, cost: CostModel) -> None:
@@ -98,8 +99,8 @@ class TimeToLive(Liveness):
 
 
 class WorkflowUnits(Liveness):
-    """*SAGA* (2605.00528), eviction: a workflow is the unit. The one that was used the longest ago loses all
-    its tokens before the next one loses any."""
+    """*SAGA* (2605.00528), eviction: a workflow is the unit. The least recently used workflow loses all its
+    tokens before the next one loses any."""
 
     def _expected(self, end: _End, wait_s: float) -> _End:
         returns = _FAR_S - self._clock()
@@ -189,7 +190,7 @@ class WholeWorkflows(ProgramOrder):
 
 class PausedPrograms(WholeWorkflows):
     """*ThunderAgent* (2602.13692): while the programs need more than the pool, the one with the shortest
-    context is paused, and its tokens go. Paused programs are resumed when they fit."""
+    context is paused, and its tokens are evicted. Paused programs are resumed when they fit."""
 
     def start_step(self) -> None:
         self._forget_ended()
@@ -213,7 +214,7 @@ class PausedPrograms(WholeWorkflows):
 
 
 def _key(request: Request) -> ProgramKey:
-    """The program of a request. One without a program is a program."""
+    """The program of a request. A request without a program counts as one."""
     return request.tenant, request.origin.program or -1 - request.id
 
 
@@ -224,12 +225,13 @@ def redo_s(cost: CostModel, num_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Rules:
-    """The settings of a simulation. ``policy``: its name in ``PUBLISHED_ORDERS`` or of an engine's policy."""
+    """The settings of a simulation. ``policy``: a name in ``PUBLISHED_ORDERS``, or the name of an engine's
+    policy."""
 
     policy: str
     new_liveness: NewLiveness | None = None
-    knows_returns: bool = False  # the simulation tells when states continue
-    knows_steps: bool = False  # the simulation tells how many steps are left
+    knows_returns: bool = False  # the simulation provides the times when states continue
+    knows_steps: bool = False  # the simulation provides the number of steps that are left
 
 
 PUBLISHED_ORDERS: Mapping[str, NewPolicy] = {

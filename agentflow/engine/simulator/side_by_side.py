@@ -31,7 +31,7 @@ class SimulateOptions:
     kv_tokens: int | None = None  # the size of the pool; None: the size in the workload
     max_context: int = SIMULATED_CONTEXT  # in tokens
     cost: Path | None = None  # a cost model; None: ``default_cost``
-    json: Path | None = None  # where to write the results, too
+    json: Path | None = None  # a file to write the results to as well
 
 
 def run_simulate(options: SimulateOptions, console: Console | None = None) -> list[Summary]:

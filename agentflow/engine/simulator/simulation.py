@@ -75,8 +75,8 @@ class Simulated:
 
 
 class Origins:
-    """The requests as schedulers see them, and the numbers that stand for names. ``knows_programs``: requests
-    that belong to a program get their place from its graph. Others have the one that the workload gives."""
+    """The origins of requests as schedulers get them, with numbers for names. ``knows_programs``: requests
+    that belong to a program get their place from its graph; others get their place from the workload."""
 
     def __init__(self, arrivals: Sequence[Arrival], *, knows_programs: bool) -> None:
         self._arrivals = arrivals
@@ -127,7 +127,7 @@ class Origins:
 
 
 def tell_places(scheduler: Scheduler, places: Sequence[PlacedState]) -> None:
-    """Tells a scheduler the places of states, which it may not know."""
+    """Passes the places of states to a scheduler, which ignores unknown states."""
     for state, place in places:
         group = group_of_place(place)
         scheduler.place(state, place.program, group, place.objective, place.steps, place.returns_s)
@@ -159,7 +159,7 @@ class _Run:
         self.now_s = 0.0
         self.served: list[Served] = []
         self.followers: dict[int, list[int]] = {}
-        self._num_missing: dict[int, int] = {}  # requests that must end before one arrives, by its index
+        self._num_missing: dict[int, int] = {}  # by index: how many requests must end before it arrives
         self.due: list[tuple[float, int]] = []
         self.index_of: dict[int, int] = {}  # request id to index in the workload
         self.served_of: dict[int, Served] = {}
@@ -207,7 +207,8 @@ class _Run:
         self.scheduler.place(*place, None, returns_s)
 
     def _tell_steps(self, program: str) -> None:
-        """Tells for each state of a program how many requests must end before its next one."""
+        """Passes to the scheduler, for each state of a program, the length of the longest chain of unfinished
+        requests up to its next one."""
         steps: dict[int, int] = {}
         told: set[str] = set()
         for index in self._of_program[program]:
@@ -289,14 +290,14 @@ def simulate(
 
     Args:
         workload: the requests.
-        config: of the scheduler.
+        config: the scheduler's options.
         cost: the time of forward passes; None: ``default_cost``.
         kv_tokens: the size of the KV pool, in tokens; None: the size in the workload.
         max_context: the longest sequence, in tokens.
         on_progress: called with the number of finished requests and their total.
         knows_programs: the scheduler learns which program each request belongs to.
         knows_returns: the scheduler learns when each state continues, as if it saw the future.
-        rules: of a published scheduler; their policy replaces the policy of ``config``.
+        rules: the rules of a published scheduler; their policy replaces the policy of ``config``.
     """
     if rules is not None:
         config = replace(config, policy=rules.policy)

@@ -28,7 +28,7 @@ class Arrival:
     label: str = ""  # the kind of request, for the summary
     program: str = ""  # the program that it belongs to
     joins: Sequence[int] = ()  # requests that must end too, besides ``after``, before it arrives
-    model: str = ""  # that runs it, where there are several
+    model: str = ""  # the model that runs it, if there are several
 
     def __post_init__(self) -> None:
         self.max_new_tokens = max(self.max_new_tokens, len(self.output))
