@@ -41,7 +41,7 @@ from agentflow.engine.scheduling.policies.tenant_queue import TenantProgram, Ten
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked
 
 MAX_PROGRAMS = 16_384
-"""Programs whose place is remembered: those with the latest requests."""
+"""At most this many programs are remembered, the ones with the latest requests."""
 
 
 class FairLongestPrefix(Policy):

@@ -56,7 +56,7 @@ request. Then, not counting time in which a running request computes the tokens 
 
 This includes the requests that pass r while it does not fit into memory: if the oldest request does not fit
 and has been overtaken this far, no other of its tenant starts. Requests of other tenants may pass it, as long
-as the reservation in ``admission`` says.
+as the reservation in ``admission`` allows.
 
 Proof. A request other than the oldest, h, is admitted only while O(h) < M(q) for all waiting q. Let x, later
 than r, be admitted while r waits. Then x is not the oldest, so O(h) < M(r) before. Every request that
@@ -182,7 +182,7 @@ class TenantQueue:
 
     def put_in(self, request: Request, run: TokenRun, match: int, program: TenantProgram | None) -> None:
         """Gives an arrived request its place in the order. Its times, which stay, are not part of the place.
-        The arguments are those of ``add``."""
+        The arguments are as for ``add``."""
         self._chosen = self._found = None
         rank = (*_objective_rank(request), 0 if program is None else self._level(program))
         if len(self.few) < MAX_FEW and (self.few or not self._num_at):
@@ -286,7 +286,7 @@ class TenantQueue:
         return [*self._aside_of.get(program, {}).values()]
 
     def bring_back(self, requests: Sequence[Request]) -> None:
-        """Requests that wait aside go before those that have not run."""
+        """Requests that wait aside go before requests that have not run."""
         self._chosen = self._found = None
         for request in requests:
             self._leave_aside(request)
@@ -361,8 +361,8 @@ class TenantQueue:
 
     def _search(self, is_blocked: IsBlocked, *, keeps: bool) -> tuple[Request | None, bool]:
         """The first waiting request that is not blocked, if there is one, and whether it goes before all
-        running prompts. With ``keeps``, the step's first search asks again whom the last one asked, and ends
-        there if none of them is blocked and nothing has changed."""
+        running prompts. With ``keeps``, the step's first search checks the requests of the last search again,
+        and ends if none of them is blocked and nothing has changed."""
         found, is_first = self._found, not self._has_searched
         self._has_searched = True
         if not (is_first and keeps):
