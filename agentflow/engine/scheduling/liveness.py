@@ -40,7 +40,7 @@ class _End(NamedTuple):
     num_computed: int
     step: int
     ended: float
-    returns: float = 0.0  # when the state is expected to continue; 0: soon, or its next request is here
+    returns: float = 0.0  # when the state is expected to continue; 0: soon, or its next request has arrived
     due: float = math.inf  # when it is expected later than that
     is_ahead: bool = False  # no request of the state has ended: its tokens were computed ahead
     program: ProgramKey | None = None
@@ -77,11 +77,11 @@ class Liveness:
     room for any state, so it is worth more the sooner its state continues (for known times, the rule of
     Belady, 1966; by steps to execution, KVFlow, 2025). This time comes from the program (``place``), or from
     the earlier times between the state's requests. States that continue sooner than a request takes, from its
-    arrival to its end, are equal, and the least recently used goes first: they will wait in the queue anyway.
-    An overdue state is expected after as long again as it has already waited.
+    arrival to its end, are equal, and the least recently used is evicted first: they will wait in the queue
+    anyway. An overdue state is expected after as long again as it has already waited.
 
-    Tokens that a state has superseded go before all others of the tenant: the end of a branch that was
-    cancelled, and a turn that the chat template wrote in another way in the next prompt of its state. The
+    Tokens that a state has superseded are evicted before all others of the tenant: the end of a branch that
+    was cancelled, and a turn that the chat template wrote in another way in the next prompt of its state. The
     states of a paused program (``program_pauses``) are not kept, like closed ones.
     """
 

@@ -13,8 +13,8 @@ or bounds, nothing of this applies.
   urgent request has saved goes to other work. The step stays between PLANNED_PART and MOST_PART of the bound,
   so that no stream pauses.
 - *Decoding* takes at most DECODE_PART of the step beyond its constant cost: all urgent requests, then as
-  many others as fit. The others take turns: those that were left out of a step come first in the next one,
-  and a step has at least one.
+  many others as fit. The others take turns: requests that were left out of a step come first in the next one,
+  and a step has at least one of them.
 - *Prompts* take the rest of the step, in the order of the policy. A step with a prompt computes at least
   ``MIN_CHUNK`` tokens of one (``step_limits``).
 - *Admission*: a request of the objective ``throughput`` starts next to urgent ones only if all running

@@ -6,7 +6,7 @@ together, each one that continues evicts the tokens of another, which then compu
 first (ThunderAgent, 2026; the working sets of Denning, 1968).
 
 **When.** A state is *dear* if computing its tokens again takes at least 1 / DEAR_GAPS of the mean time
-between its requests. Tokens of other states, such as those of people who read, are evicted and computed
+between its requests. Tokens of other states, such as chats with people who read, are evicted and computed
 again. A tenant thrashes if more than THRASHING of the engine's time goes to computing tokens of its dear
 states again.
 
@@ -25,10 +25,10 @@ its tenant, or after PAUSED_S. Its requests are then first in the tenant's queue
 
 **Bound.** Let r be a request whose program is paused, and c the token budget. While r waits aside, at most
 PAUSED_POOLS * pool + c tokens are charged to its tenant, in at most PAUSED_S and a step. After that r goes
-before all requests of its tenant that have not run, except those that were resumed before and are older. Its
+before all requests of its tenant that have not run, except older requests that were resumed before. Its
 program is not paused again before one of its requests has ended, so r waits aside at most once if it is the
 only request of its program. A pause takes nothing from other tenants: the tenant's own states cause it, it
-changes no charge, and the room that it gives goes to those that eviction favours, by their weights.
+changes no charge, and the room that it frees goes to the tenants that eviction favours, by their weights.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WINDOW_S = 10.0
 """Recomputation is averaged over about this time."""
 GROWTH_PART = 0.1
 MAX_TENANTS = 4096
-"""Tenants whose recomputation is remembered: those with the latest."""
+"""At most this many tenants are remembered, the ones with the latest recomputation."""
 PAUSED_POOLS = 2
 PAUSED_S = 240.0
 
@@ -177,7 +177,7 @@ class ProgramPauses:
         return True
 
     def resume(self) -> None:
-        """Begins a step: resumes the programs that have room, and those that were paused long enough."""
+        """Begins a step: resumes programs that have room or that were paused long enough."""
         self._without.clear()
         for tenant, pauses in [*self._tenants.items()]:
             while pauses.by_pause and (paused := self._next(tenant, pauses)) is not None:

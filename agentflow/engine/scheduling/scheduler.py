@@ -140,7 +140,7 @@ class Scheduler:
         self.config = config
         self.media = media
         self.wants_media = False
-        """Whether an encoding goes on, or begins once no batch is in flight."""
+        """Whether an encoding continues or begins once no batch is in flight."""
         self.max_total_tokens = min(max_context, num_slots)
         if config.policy not in policies:
             known = ", ".join(policies)
@@ -673,8 +673,8 @@ class Scheduler:
                 self._note_pace(request)
 
     def _start_by(self, request: Request, origin: Origin) -> float:
-        """When the request must start, on the clock, for its first token to come in the time that its reader
-        asks for; infinite if its reader asks for none."""
+        """When the request must start, on the clock, for its first token to arrive in the time that its
+        reader asks for; infinite if its reader asks for none."""
         if origin.ttft_s is None or origin.is_ahead or request.num_generated:
             return math.inf
         match = self.memory.peek(request.cache_key, request.reusable_run())
