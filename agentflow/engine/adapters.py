@@ -1,4 +1,4 @@
-"""The adapters (LoRA) of an engine, by their identities: read while its steps go on, and kept until no
+"""The adapters (LoRA) of an engine, by their identities: read while its steps continue, and kept until no
 request uses them.
 
 The client knows which name stands for which identity. It unloads an adapter after the last request that uses

@@ -1,9 +1,9 @@
 """The input of one forward pass and its output: the interface between scheduler and model.
 
 A batch is a set of numpy arrays over *scheduled tokens*: the tokens whose keys and values this step computes.
-The tokens of one request are adjacent. Requests that decode (one token each) come before those that prefill;
-the nodes of token trees come last. Read ``Batch`` first, then ``SampledRows``: the rows of logits that the
-pass computes, and how a token is chosen from each.
+The tokens of one request are adjacent. Requests that decode (one token each) come before requests that
+prefill; the nodes of token trees come last. Read ``Batch`` first, then ``SampledRows``: the rows of logits
+that the pass computes, and how a token is chosen from each.
 """
 
 from __future__ import annotations

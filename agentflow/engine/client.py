@@ -236,7 +236,7 @@ class EngineClient:
         head_of: Sequence[int] = (),
         origin: Origin = _NOWHERE,
     ) -> Finished:
-        """Computes the log-probabilities of each choice's tokens, all together. Shared prefixes are computed
+        """Computes the log-probabilities of the tokens of all choices together. Shared prefixes are computed
         once.
 
         Args:

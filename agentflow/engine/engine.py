@@ -334,7 +334,8 @@ class Engine:
         )
 
     def _drain(self) -> None:
-        """Collects the batches behind one that failed. Their outputs follow from it and do not count."""
+        """Collects the batches launched after one that failed. Their outputs depend on it and do not
+        count."""
         while self._in_flight:
             launched = self._in_flight.popleft()
             try:
@@ -343,7 +344,7 @@ class Engine:
             except AcceleratorFault:
                 self._break(_logged("the accelerator failed"))
             except Exception:
-                logger.debug("a batch failed behind one that had failed", exc_info=True)
+                logger.debug("a batch failed after one that had failed", exc_info=True)
 
     def take_messages(self) -> None:
         """Handles the queued messages, for as long as the last step took or for ``READ_S``. If there is

@@ -33,8 +33,8 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class CloseState(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The program state is closed; its KV becomes ordinary cache. ``is_dropped``: it was cancelled, and
-    its KV goes first."""
+    """The program state is closed; its KV becomes ordinary cache. ``is_dropped``: it was cancelled, and its
+    KV is evicted first."""
 
     state: int
     is_dropped: bool = False
@@ -102,8 +102,8 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class MediumPart(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A part of the content of a medium, for an engine process. The parts come in order; other messages may
-    come between them. A medium is sent once, before the first request that has it."""
+    """A part of the content of a medium, for an engine process. The parts arrive in order; other messages may
+    arrive between them. A medium is sent once, before the first request that has it."""
 
     identity: str
     data: bytes
@@ -314,7 +314,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
     steps: list[StepRecord]
     requests: list[RequestRow]
     nodes: list[TreeRow]  # parents before their children
-    tenants: list[str]  # the names to the indices in ``nodes``
+    tenants: list[str]  # the names for the indices in ``nodes``
     num_nodes: int  # of the tenant, including nodes that are not in ``nodes``
     stats: EngineStats
     took_s: float  # processor time of the engine's thread

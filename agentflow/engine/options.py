@@ -34,8 +34,8 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         doc(
-            "data type of weights and KV (auto: bfloat16, but quantised weights of a GGUF file stay as they "
-            "are on a CPU; float16 is for GPUs)"
+            "data type of weights and KV (auto: bfloat16, but quantised weights of a GGUF file stay "
+            "unchanged on a CPU; float16 is for GPUs)"
         ),
     ] = "auto"
     quantize: Annotated[
@@ -48,8 +48,8 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     kv_dtype: Annotated[
         KvDtype,
         doc(
-            "data type of keys and values (auto: that of dtype; fp8: 8-bit floats with half of the memory, "
-            "on GPUs of compute capability 8.9 or higher)"
+            "data type of keys and values (auto: the same as dtype; fp8: 8-bit floats with half of the "
+            "memory, on GPUs of compute capability 8.9 or higher)"
         ),
     ] = "auto"
     chat_template: Annotated[
@@ -63,15 +63,15 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     replicas: Annotated[
         Count,
         doc(
-            "engine processes that serve the model; each has a GPU, from the one of device on, or a part of "
-            "the CPU threads"
+            "engine processes that serve the model; each has a GPU, starting with device, or a part of the "
+            "CPU threads"
         ),
     ] = 1
     tensor_parallel: Annotated[
         Count,
         doc(
-            "processes over which the model is divided: each has a GPU, from device on, or on a CPU a part "
-            "of the threads"
+            "processes over which the model is divided: each has a GPU, starting with device, or a part of "
+            "the CPU threads"
         ),
     ] = 1
     kv_tokens: Annotated[
@@ -88,8 +88,8 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     tpot_target_ms: Annotated[
         Count | None,
         doc(
-            "time per output token that requests somebody waits for keep, in milliseconds: it limits prompts "
-            "and further requests in each forward pass"
+            "target time per output token, in milliseconds, of requests that somebody waits for: it limits "
+            "prompts and further requests in each forward pass"
         ),
     ] = None
     threads: Annotated[Count | None, doc("CPU threads (not set: torch's default, within the CPU quota)")] = (
@@ -102,8 +102,8 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     deterministic: Annotated[
         bool,
         doc(
-            "give a request with a seed the same answer whatever else the engine computes, also where that "
-            "is slower; a model that cannot is rejected"
+            "give a request with a seed the same answer regardless of other requests, even if that is "
+            "slower; models that cannot do so are rejected"
         ),
     ] = False
     loras: Annotated[

@@ -72,7 +72,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     deadline_s: float | None = None  # the time from now until the request should be done
     weight: float = 1.0  # the tenant's weight against other tenants; its latest request sets it
     priority: int = 0  # -10 to 10, higher first, within the tenant
-    # A request that has waited this long goes before others of its tenant and priority; None: never.
+    # A request that has waited this long is scheduled before others of its tenant and priority; None: never.
     patience_s: float | None = None
     trace: str = ""  # the client's ``traceparent``, for observers; the engine does not use it
     label: str = ""  # the program's name, which snapshots show
@@ -228,7 +228,7 @@ class Request:
 
     # In the queue:
     arrival: int = -1  # its position among all requests, set once by the scheduler
-    received_s: float = 0.0  # when it came, on the clock ``perf_counter``
+    received_s: float = 0.0  # when it arrived, on the clock ``perf_counter``
     num_preemptions: int = 0
     status: Status = Status.WAITING
     was_admitted: bool = False
@@ -455,7 +455,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
         raise EngineFailed("a prompt has negative token ids that are not of its images")
     if (last := int(token_ids.max())) >= info.vocab_size:
         raise BadArgument(
-            f"the prompt has the token {last}, which the tokenizer knows and the model does not: its ids are "
+            f"the prompt has the token {last}, which the tokenizer has and the model does not: its ids are "
             f"0 to {info.vocab_size - 1}",
             param="prompt",
         )

@@ -206,7 +206,7 @@ def set_ranges(
 def set_without_case(
     literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
 ) -> Ranges:
-    """Returns the characters of a case-insensitive set. The arguments are those of ``set_ranges``.
+    """Returns the characters of a case-insensitive set. The arguments are as for ``set_ranges``.
 
     Only characters that have a case are looked up in Python, and the pattern contains only these characters
     of a range, because Python takes long to read large case-insensitive ranges. Beyond the first 65,536

@@ -400,7 +400,7 @@ def agent_sessions(
 ) -> list[Arrival]:
     """Sessions of coding agents, generated in the published shape of TraceLab (2606.30560) and AgentX: 43
     turns, 142,000 tokens of context at the end, 444 generated in a session, and tools that take 1 to 10
-    seconds. The tokens are random, not those of a trace.
+    seconds. The tokens are random, not taken from a trace.
 
     Args:
         num_sessions: the sessions, each a program.

@@ -171,8 +171,8 @@ class ProgramOrder(FirstCome):
 
 
 class WholeWorkflows(ProgramOrder):
-    """*SAGA*, admission: a workflow is admitted when its tokens fit next to those of the admitted ones, and
-    then runs to its end."""
+    """*SAGA*, admission: a workflow is admitted when its tokens fit next to the tokens of the admitted ones,
+    and then runs to its end."""
 
     def start_step(self) -> None:
         self._forget_ended()

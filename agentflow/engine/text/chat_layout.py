@@ -556,7 +556,7 @@ class _Budget:
         if self._num_renderings > max(MIN_RENDERINGS, MAX_RENDERED_CHARS // self._cost):
             raise NotSupported(
                 "the model's chat template rewrites too many turns of this conversation to find them in "
-                "time: send fewer turns, or leave out what the template drops (such as reasoning)"
+                "time: send fewer turns, or leave out parts that the template drops (such as reasoning)"
             )
 
 

@@ -187,11 +187,11 @@ class CompileLimits(Declared, frozen=True, kw_only=True):
     """The limits of compiling.
 
     For one constraint: ``cpu_s`` of processor time, ``memory_bytes`` of memory, ``compiled_bytes`` of result;
-    only these fail a constraint for good. ``wall_s``: after this time on the clock, which also runs while the
-    engine has the processors, the request fails with ``Overloaded`` and may be retried. ``contended_s``: the
-    same happens after this much processor time if another tenant waits. For all constraints: ``cpu_share`` of
-    one processor in the long run, ``max_waiting`` in the queues, ``max_waiting_per_tenant`` in one,
-    ``cache_bytes`` of compiled constraints in the cache.
+    only these make a constraint fail permanently. ``wall_s``: after this time on the clock, which also runs
+    while the engine has the processors, the request fails with ``Overloaded`` and may be retried.
+    ``contended_s``: the same happens after this much processor time if another tenant waits. For all
+    constraints: ``cpu_share`` of one processor in the long run, ``max_waiting`` in the queues,
+    ``max_waiting_per_tenant`` in one, ``cache_bytes`` of compiled constraints in the cache.
     """
 
     cpu_s: Annotated[Seconds, doc("processor time to compile one constraint")] = 6.0
