@@ -262,7 +262,7 @@ class InProgressPrefixes:
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
         self.awaited: set[int] = set()
-        self._places: dict[int, _Place] = {}  # of requests that others wait for
+        self._places: dict[int, _Place] = {}  # by id, of requests that others may wait for
         self._at: dict[_Place, list[Request]] = {}
 
     def will_compute(self, request: Request, match: int) -> bool:
@@ -285,7 +285,7 @@ class InProgressPrefixes:
         assert request.committed is not None
         next_index = request.committed.num_tokens
         if request.num_tokens - next_index <= 1 and request.tree is not None:
-            self.requests[request.id] = request  # one token or nodes: not worth waiting for
+            self.requests[request.id] = request  # only one token or nodes are left: not worth waiting for
             return
         place = (request.cache_key, next_index, request.cached_id(next_index))
         self.requests[request.id], self._places[request.id] = request, place

@@ -18,7 +18,7 @@ ProgramKey = tuple[str, int]
 NewLiveness = Callable[[RadixCache, int, Callable[[], float]], "Liveness"]
 
 EXPIRES_AFTER_POOLS = 4
-"""A state without requests while this many times the pool is computed counts as finished."""
+"""A state without requests while tokens for this many pools are computed counts as finished."""
 
 EXPECTED_STEPS = 2
 """The next request of a state is expected for this many steps. Programs continue immediately; people do
@@ -28,7 +28,7 @@ MEAN_OF = 4
 OVERDUE_AFTER = 4
 """A state that continues sooner than requests take is overdue after this many times their mean time."""
 LATE_AFTER = 3
-"""Another state is overdue after this many times the mean time between its requests."""
+"""Other states are overdue after this many times the mean time between their requests."""
 LEAST_WAIT_S = 0.1
 """An overdue state is expected no sooner than this."""
 
@@ -42,7 +42,7 @@ class _End(NamedTuple):
     ended: float
     returns: float = 0.0  # when the state is expected to continue; 0: soon, or its next request has arrived
     due: float = math.inf  # when it is expected later than that
-    is_ahead: bool = False  # no request of the state has ended: its tokens were computed ahead
+    is_ahead: bool = False  # no request of the state has ended yet: its tokens were computed ahead
     program: ProgramKey | None = None
     is_kept: bool = True  # its program is not paused
 

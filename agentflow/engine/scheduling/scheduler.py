@@ -86,7 +86,7 @@ class SchedulerConfig:
     max_running: int = MAX_RUNNING  # requests in one batch
     token_budget: int = CPU_TOKEN_BUDGET  # scheduled tokens of one forward pass
     policy: str = DEFAULT_POLICY  # its name
-    use_cache: bool = True  # False: every prompt is computed as a whole
+    use_cache: bool = True  # False: prompts are computed without cached tokens
     whole_prompts: bool = False  # a prompt is computed in one pass, even if it is longer than the budget
     # The target for the time per output token of requests with the objective ``latency``, as in ``Pace``.
     tpot_target_ms: int | None = None
@@ -728,9 +728,9 @@ class Scheduler:
                 self.pauses.charge(request.tenant, end - start)
 
     def _is_blocked(self, request: Request, match: int | None) -> bool:
-        """Whether the request does not fit into memory in this step, or a running prefill will compute the
-        tokens that it needs next. It then waits for them, as they enter the cache chunk by chunk, instead of
-        computing them a second time."""
+        """Whether the request does not fit into memory or time in this step, or a running prefill will
+        compute the tokens that it needs next. It then waits for them, as they enter the cache chunk by chunk,
+        instead of computing them a second time."""
         if request.is_held_back:
             return True
         if self._pace is not None and self._pace.is_closed(request):

@@ -153,15 +153,15 @@ class Draft:
     """A step being planned."""
 
     limit: int  # the most tokens of all requests together
-    tokens: dict[Request, int] = field(default_factory=dict)  # scheduled of each request, then its nodes
-    num_tokens: int = 0  # scheduled of all requests
-    num_decode: int = 0  # scheduled by ``_decode``
+    tokens: dict[Request, int] = field(default_factory=dict)  # scheduled tokens and nodes, by request
+    num_tokens: int = 0  # scheduled tokens of all requests
+    num_decode: int = 0  # the part of them that ``_decode`` scheduled
     spare_s: float = math.inf  # seconds that prompts may still add
     bound_s: float = math.inf  # the longest time of the step that requests allow
 
     @classmethod
     def of(cls, work: Sequence[Work]) -> Draft:
-        """A step of the work alone."""
+        """A step with this work only."""
         draft = cls(limit=0)
         for request, num_tokens in work:
             draft.add(request, num_tokens)
@@ -212,8 +212,8 @@ class Draft:
 
     def _whole_runs(self, request: Request, start: int, num_tokens: int, media: MediaWork | None) -> int:
         """A number of tokens near ``num_tokens`` with which no run that attends both ways is divided, and no
-        run begins that has no features. The step's first chunk may be a whole run that is longer; others
-        wait for a step in which there is room."""
+        run without features begins. The step's first chunk may be a whole run that is longer; others wait for
+        a step in which there is room."""
         if not num_tokens or start >= request.num_prompt:
             return num_tokens
         run = None if media is None else media.first_missing(request, start)
