@@ -64,7 +64,7 @@ class SlotChanges:
 
 @dataclass(slots=True, frozen=True)
 class PendingTokens:
-    """Tokens of a batch that the batch launched before it samples."""
+    """Tokens of a batch that are sampled by the previous batch."""
 
     places: IntArray  # their indices in ``Batch.token_ids``, whose values there are placeholders
     outputs: IntArray  # their rows in the earlier batch's ``BatchOutput``

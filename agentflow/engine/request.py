@@ -335,7 +335,7 @@ class Request:
 
     def num_left_after(self, num_tokens: int, num_nodes: int) -> int:
         """Tokens and nodes to compute after the first ``num_tokens`` and ``num_nodes``. The last token of a
-        scoring is only a target."""
+        scoring, or of a request that only needs scores, is only a target."""
         left = self.num_tokens - num_tokens
         if self.tree is not None:
             return left + self.tree.num_nodes - num_nodes
