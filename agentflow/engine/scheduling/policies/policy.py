@@ -235,7 +235,7 @@ class RandomOrder(FirstCome):
 
 
 class LongestPrefix(SimplePolicy):
-    """Longest cached prefix first; of equals roughly the oldest."""
+    """Longest cached prefix first; among equals roughly the oldest."""
 
     def __init__(self, peek: PeekCache, token_budget: int, clock: Clock) -> None:
         super().__init__()

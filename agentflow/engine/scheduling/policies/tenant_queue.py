@@ -156,7 +156,7 @@ class TenantQueue:
         self._aside_of: dict[int, dict[int, Request]] = {}  # the same, by program and id
         self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
         self.trees: tuple[()] | tuple[WaitingTree, WaitingTree] = ()
-        self.few: list[_Few] = []  # in the order in which they came
+        self.few: list[_Few] = []  # in the order of their arrival
         self._num_at: dict[int, int] = {}  # requests in line, by priority
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
         self._continuing: list[_Place] = []  # requests that continue their programs, in order
@@ -514,7 +514,7 @@ class TenantQueue:
         return None if found is None else found[0]
 
     def _first_of_few(self, is_blocked: IsBlocked) -> Request | None:
-        """The same without trees, which they would be asked in the same order."""
+        """The same without trees: checks the few requests in the order in which trees would be searched."""
         if len(self.few) == 1:
             [one] = self.few
             return None if is_blocked(one.request, one.match) else one.request
@@ -599,8 +599,8 @@ def _order_of_few(one: _Few) -> tuple[_Rank, int]:
 
 
 class _Found(NamedTuple):
-    """The first request that waits, and the requests that were asked to find it, with their matches. None of
-    them was blocked, nor preferred."""
+    """The first request that waits, and the requests that were checked to find it, with their matches. None
+    of them was blocked or preferred."""
 
     first: Request
     asked: Sequence[tuple[Request, int | None]]
@@ -668,8 +668,8 @@ def _find_group(request: Request) -> Hashable:
 
 
 class Siblings:
-    """Waiting requests of one task group. Sorted by their tokens, siblings that need the same tokens next
-    are neighbours, and one of them is asked for all."""
+    """Waiting requests of one task group. Sorted by their tokens, siblings that need the same tokens next are
+    neighbours, and one of them decides for all."""
 
     def __init__(self) -> None:
         self._by_arrival: OrderedDict[int, Request] = OrderedDict()
