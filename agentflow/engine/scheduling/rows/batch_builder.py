@@ -48,7 +48,7 @@ def build_batch(
     """Builds the batch of ``rows``, which are in the order of ``make_rows``.
 
     Args:
-        rows: The records of the batch.
+        rows: The rows of the batch.
         slots: [T] for all tokens, then for all nodes, in the order of the rows. They are written to
             ``table``, or for nodes to their requests.
         table: The table of slots.
