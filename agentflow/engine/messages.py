@@ -147,7 +147,7 @@ class Charges(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 Query = StatsRequest | SnapshotRequest | PeekRequest | LoadAdapter
-"""Messages that one message with the same ticket, or ``Failed``, answers."""
+"""Messages with a ticket. A message with the same ticket, or ``Failed``, answers each of them."""
 ToEngine = (
     Submit | Abort | CloseState | Placed | Query | UnloadAdapter | DropMedium | BlocksRequest | Charges | Stop
 )

@@ -234,7 +234,7 @@ class Request:
     was_admitted: bool = False
     is_held_back: bool = False  # in this step it does not fit into memory or into the step's time
     # While it waits for memory, others may start before it only in steps before this number. None: it was
-    # never the first request that did not fit.
+    # neither preempted nor the first request that did not fit.
     passed_until: int | None = None
     # How many tokens the engine had computed when it was held back for the time of steps. None: never.
     held_back_from: int | None = None
