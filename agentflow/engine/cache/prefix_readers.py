@@ -74,7 +74,7 @@ class PrefixReaders:
                 self._shared[upper] = None
 
     def prefixes(self) -> Sequence[SharedPrefix]:
-        """The prefixes that several rows read, in any order: the longest of each set of rows."""
+        """The prefixes that several rows read, in any order: for each set of rows the longest."""
         if self._prefixes is None:
             rows_of = self._rows
             # Nodes all of whose readers continue in the same child.

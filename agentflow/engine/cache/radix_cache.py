@@ -159,8 +159,8 @@ class RadixCache:
             num_prompt: Tokens from this index on count as generated; None: no token does.
 
         Returns:
-            The match of all of ``run``, and how many of its tokens were cached already. The caller keeps the
-            ``slots`` of that many leading tokens; ``write_slots`` has the tree's slots.
+            The match of all of ``run``, and how many of its tokens were cached already. The caller still owns
+            the ``slots`` of these tokens; ``write_slots`` has the tree's slots for them.
         """
         self.clock += 1
         if match.node.parent is None:
