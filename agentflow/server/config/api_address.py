@@ -21,7 +21,8 @@ VENDORS: Final = ("openai", "anthropic")
 
 @dataclass(frozen=True, slots=True)
 class ApiAddress:
-    """A model behind an API. ``url``: of a compatible server. ``model``: None for its only one."""
+    """A model behind an API. ``url``: the address of a compatible server. ``model``: None for a server's only
+    model."""
 
     vendor: Literal["openai", "anthropic", "compatible"]
     model: str | None
@@ -29,13 +30,13 @@ class ApiAddress:
 
     @property
     def served_name(self) -> str | None:
-        """The name under which it is served by default: the model's, without the part before a slash."""
+        """The name under which the model is served by default: its own, without the part before a slash."""
         return None if self.model is None else self.model.rpartition("/")[2] or self.model
 
     @classmethod
     def of(cls, path: str, where: str) -> ApiAddress | None:
-        """The address that a model's path is, or None if it is a name, a folder or a file. ``BadArgument``
-        names ``where`` if an address is invalid. It never shows the address, which may have a password.
+        """Parses a model's path. None if it is a name, a folder or a file. ``BadArgument`` for an invalid
+        address; the message contains ``where``, but never the address, which may have a password.
 
         >>> ApiAddress.of("http://127.0.0.1:8000/v1#Qwen/Qwen3-8B", "--model")
         ApiAddress(vendor='compatible', model='Qwen/Qwen3-8B', url='http://127.0.0.1:8000/v1')
@@ -44,7 +45,7 @@ class ApiAddress:
         for name in VENDORS:
             if vendor == name:
                 if not model:
-                    raise BadArgument(f"{where} names no model: write {name}:MODEL")
+                    raise BadArgument(f"{where} has no model: write {name}:MODEL")
                 return cls(name, model)
         if "://" not in path:
             return None
@@ -61,7 +62,7 @@ class ApiAddress:
             )
         if parts.username or parts.password:
             raise BadArgument(
-                f"{where}: an address with a password would be shown: set api_key_variable in the model's "
-                "table to the environment variable that has the key"
+                f"{where}: an address must not have a password, because addresses are shown: set "
+                "api_key_variable in the model's table to the environment variable with the key"
             )
         return cls("compatible", model or None, url)

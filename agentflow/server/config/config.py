@@ -1,9 +1,9 @@
 """Loads the configuration of a server from flags, environment variables and a TOML file, and prints it.
 
-A setting is taken from the first of these that has it, or else from its default. A model's own table in the
-file takes precedence over all three. ``add_config_flags`` and ``read_flags`` serve the commands,
-``load_config`` combines the sources, and ``config_text`` writes a configuration as TOML with the source of
-each value; the text can be used as a file again.
+The first of these sources that has a setting takes precedence, then its default. A model's own table in the
+file takes precedence over all three. Commands use ``add_config_flags`` and ``read_flags``, ``load_config``
+combines the sources, and ``config_text`` writes a configuration as TOML with the source of each value; the
+text is again a valid file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class FileValues:
 
 
 def read_config_file(path: Path) -> FileValues:
-    """Reads and checks the file. ``BadArgument``, in one line, for an unreadable file or an invalid key."""
+    """Reads and checks the file. ``BadArgument``, with a message of one line, for an unreadable file or an
+    invalid key."""
     found = FileValues()
     for table, values in _tables(path).items():
         if table == MODELS:
@@ -111,7 +112,7 @@ def _unknown_table(name: str) -> str:
 
 
 def near_match(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar, if any is."""
+    """The known name that is most similar; None if no name is similar."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
@@ -135,12 +136,12 @@ class Effective:
     config: ServeConfig
     sources: dict[str, str]  # of each setting, such as ``flag --port`` or ``default``
     own: dict[str, dict[str, Any]]  # each model's own table
-    models_source: str  # where the models are named
+    models_source: str  # the source of the list of models
 
 
 def load_config(flags: Flags, environment: Mapping[str, str]) -> Effective:
-    """The effective configuration. ``BadArgument``, in one line, names the invalid flag, variable, or key
-    of the file.
+    """Returns the effective configuration. ``BadArgument`` for an invalid flag, variable, or key of the file,
+    with a message of one line.
 
     >>> load_config(Flags({"port": "9000"}), os.environ).config.network.port
     9000
@@ -204,8 +205,10 @@ def _from_variable(given: Mapping[str, str], name: str) -> tuple[Any, str] | Non
 def _models(
     flags: Flags, given: Mapping[str, str], file: FileValues, path: str | None, engine: EngineConfig
 ) -> tuple[tuple[ModelConfig, ...], dict[str, dict[str, Any]], str]:
-    """The models, each one's own settings, and where they were named. The first source that names models
-    decides which there are; the tables of the file decide how they are run."""
+    """Returns the models, the settings of each model's own table, and the source of the list of models.
+
+    The list comes from the first source that has one, and the settings from the tables of the file.
+    """
     texts: tuple[str, ...]
     if flags.models:
         texts, where, source = flags.models, MODEL_FLAG, f"flag {MODEL_FLAG}"
@@ -220,10 +223,10 @@ def _models(
     for text in texts:
         name, model_path = _named(text, where)
         if name in own:
-            raise BadArgument(f"{where} names the model {name!r} twice: write NAME=PATH to rename one")
+            raise BadArgument(f"{where} has the model {name!r} twice: write NAME=PATH to rename one")
         own[name] = {**file.models.get(name, {}), **({"path": model_path} if model_path else {})}
     if not own:
-        raise BadArgument(f"{where} names no model")
+        raise BadArgument(f"{where} has no model")
     shared = {name: getattr(engine, name) for name in shared_names()}
     if engine.served_model_names:
         own = _renamed(own, engine.served_model_names)
@@ -233,15 +236,16 @@ def _models(
     names = Counter(name for model in models for name in (model.name, *model.aliases))
     for name, count in names.items():
         if count > 1:
-            raise BadArgument(f"two models, or names of one, are called {name!r}", param=name)
+            raise BadArgument(f"the model name {name!r} is used more than once", param=name)
     return models, own, source
 
 
 def _renamed(own: Mapping[str, dict[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The table of the only model under the first of these names, with the others as aliases."""
+    """Renames the only model to the first of the names, and adds the others as aliases."""
     if len(own) > 1:
         raise BadArgument(
-            "served_model_names are names of one model, and there are several: write --model NAME=PATH",
+            "served_model_names replaces the name of a single model, and there are several: write "
+            "--model NAME=PATH",
             param="served_model_names",
         )
     [(name, table)] = own.items()
@@ -250,7 +254,7 @@ def _renamed(own: Mapping[str, dict[str, Any]], names: Sequence[str]) -> dict[st
 
 
 def _named(text: str, where: str) -> tuple[str, str | None]:
-    """Name and path of ``NAME`` or ``NAME=PATH``. A path alone is named after its last part."""
+    """Splits ``NAME`` or ``NAME=PATH`` into name and path. The name of a path alone is its last part."""
     name, equals, path = text.partition("=")
     if equals and name and path and "/" not in name:
         return name, path
@@ -258,13 +262,13 @@ def _named(text: str, where: str) -> tuple[str, str | None]:
         raise BadArgument(f"{where} must be NAME or NAME=PATH, not {text!r}")
     address = ApiAddress.of(text, where)
     if address is not None and address.served_name is None:
-        raise BadArgument(f"{where} names no model: write NAME=http://HOST:PORT/v1, or add #MODEL to it")
+        raise BadArgument(f"{where} has no model name: write NAME=http://HOST:PORT/v1, or append #MODEL")
     own = served_name(text) if address is None else str(address.served_name)
     return own, None if own == text else text
 
 
 def _check_model(model: ModelConfig, own: Mapping[str, Any]) -> None:
-    """Checks that the settings of a model's own table are for models of its kind."""
+    """Checks that the settings of a model's own table apply to its kind of model, and fit together."""
     is_api = model.api is not None
     for name in own:
         if is_api and name in shared_names():
@@ -276,7 +280,7 @@ def _check_model(model: ModelConfig, own: Mapping[str, Any]) -> None:
         raise BadArgument(f"models.{model.name}: {name} is for {kind}, and this one {other}", param=name)
     if model.flavour is not None and model.api is not None and model.api.vendor != "compatible":
         raise BadArgument(
-            f"models.{model.name}: flavour is for http://… addresses, and {model.path} has one",
+            f"models.{model.name}: flavour is for http://… addresses, and is known for {model.path}",
             param="flavour",
         )
     if (model.input_price is None) != (model.output_price is None):
@@ -306,15 +310,15 @@ def _check(config: ServeConfig) -> None:
     has_keys = bool(access.api_keys) or access.keys_file is not None
     if not (has_keys or network.allow_anonymous or is_loopback(network.host)):
         raise BadArgument(
-            f"host {network.host} is reachable from other machines, and there are no API keys: give "
-            "--keys-file (`agentflow key` creates keys), or --allow-anonymous to let every client in"
+            f"host {network.host} is reachable from other machines, and there are no API keys: set "
+            "--keys-file (`agentflow key` creates keys), or --allow-anonymous to accept every client"
         )
 
 
 _TITLES = {
     "engine": "engine (for all models; a model's own table in the file takes precedence)",
     "access": "access (without API keys, every client can use the server)",
-    "stores": "stores (data that several servers share, and that survives each of them)",
+    "stores": "stores (data that several servers share, and that survives the loss of one)",
 }
 
 
@@ -328,8 +332,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=PATH]",
         help="a model's name (short, or OWNER/NAME on the hub), its folder or GGUF file, the address of a "
         "model behind an API (openai:MODEL, anthropic:MODEL, http://HOST/v1#MODEL), or one of these under a "
-        "name of your choice; may be "
-        f"repeated; sessions that name no model get the first (default: {DEFAULT_MODEL})",
+        f"name of your choice; can be repeated; the first is the default model (default: {DEFAULT_MODEL})",
     )
     first.add_argument(
         "--config",
@@ -376,8 +379,8 @@ def _default(setting: Setting) -> str:
 
 
 def read_flags(options: argparse.Namespace) -> Effective:
-    """The effective configuration of this process. An invalid one prints one line and exits with status 2, as
-    argparse does."""
+    """Returns the effective configuration of this process. If it is invalid, prints one line and exits with
+    status 2, as argparse does."""
     values = {name: value for name, value in vars(options).items() if name in all_settings()}
     try:
         return load_config(Flags(values, tuple(options.model), options.config), os.environ)
@@ -386,14 +389,14 @@ def read_flags(options: argparse.Namespace) -> Effective:
         raise SystemExit(2) from None
 
 
-# The column of the comments, after shorter lines.
+# The column where comments begin, after shorter lines.
 COMMENT_COLUMN = 34
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def config_text(effective: Effective) -> str:
-    """The whole configuration as TOML. The line of a secret is a comment without its value.
+    """Writes the whole configuration as TOML. A secret becomes a comment without its value.
 
     >>> print(config_text(effective))
     [models.smollm2-135m]             # default
@@ -405,7 +408,7 @@ def config_text(effective: Effective) -> str:
 
 def _model_lines(effective: Effective) -> Iterator[str]:
     for number, model in enumerate(effective.config.models):
-        first = ", for sessions that name no model" if number == 0 and len(effective.own) > 1 else ""
+        first = ", the default model" if number == 0 and len(effective.own) > 1 else ""
         yield _commented(f"[{MODELS}.{_key(model.name)}]", effective.models_source + first)
         own = effective.own[model.name]
         yield f"path = {_value(model.path)}"

@@ -57,10 +57,10 @@ class HttpLimits(Declared, frozen=True, kw_only=True):
 class ServerLimits(Declared, frozen=True, kw_only=True):
     """Limits of connections and sessions.
 
-    One address is an IPv4 address or an IPv6 network of 64 bits; this machine is exempt. A client that has
-    not answered a ping after another ``ping_interval_s`` is disconnected. Memory is an estimate for the
-    ops, states and values of a session. Half of ``sessions_bytes`` is divided equally between the
-    ``max_sessions`` sessions, and a session can always have its part.
+    For limits by address, an address is an IPv4 address or an IPv6 network of 64 bits; this machine is
+    exempt. A client that has not answered a ping within another ``ping_interval_s`` is disconnected. The
+    memory of a session is an estimate for its ops, states and values. Half of ``sessions_bytes`` is divided
+    equally between the ``max_sessions`` sessions, and this part is always available to a session.
     """
 
     frame_bytes: Annotated[
@@ -79,6 +79,6 @@ class ServerLimits(Declared, frozen=True, kw_only=True):
     hello_timeout_s: Annotated[Seconds, doc("time for a new websocket to send its first frame")] = 10.0
     ping_interval_s: Annotated[Seconds, doc("interval of pings on silent websockets")] = 20.0
     idle_timeout_s: Annotated[
-        Seconds, doc("time for an open connection to begin its next request; above a proxy's own")
+        Seconds, doc("time for an open connection to begin its next request; more than a proxy's")
     ] = 75.0
     header_timeout_s: Annotated[Seconds, doc("time for a request's headers to arrive")] = 20.0

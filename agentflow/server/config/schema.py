@@ -1,10 +1,9 @@
 """The settings of a server: one schema, from which flags, environment variables and file keys are derived.
 
 Each section of ``ServeConfig`` is a struct, and each field with a help text is a setting. Limits and engine
-settings are declared on the structs that the server and the engine use. From a field ``Setting`` derives a
+settings are declared on the structs that the server and the engine use. ``Setting`` derives from a field a
 flag (``--kv-tokens``), a variable (``AGENTFLOW_SERVE_KV_TOKENS``) and a key of the file (``kv_tokens`` in
-``[engine]``).
-The module imports neither torch nor a web framework, so the commands work in a bare install.
+``[engine]``). The module imports neither torch nor a web framework, so the commands work in a bare install.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ API_SETTINGS = (
     "output_price",
     "cached_price",
 )
-"""The keys of a model's own table that are for models behind an API."""
+"""The keys of a model's own table that apply only to models behind an API."""
 LogLevel = Literal["debug", "info", "warning", "error"]
 SECRET = {"secret": True}
 FILE = {"metavar": "FILE"}
@@ -61,7 +60,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     ] = 0.8
     served_model_names: Annotated[
         tuple[NonEmptyText, ...],
-        doc("names for the only model, which replace its name; the first is its main one"),
+        doc("names that replace the name of the only model; the first is its main name"),
     ] = ()
 
 
@@ -83,26 +82,26 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
     ] = None
     on_unsupported: Annotated[
         Literal["error", "retry"] | None,
-        doc("constraints that the API lacks: refused, or checked and asked for again (not set: error)"),
+        doc("constraints that the API does not support: reject, or check and retry (not set: error)"),
     ] = None
     input_price: Annotated[
         PriceValue | None,
-        doc("US dollars for a million prompt tokens of the model's API (not set: if known)"),
+        doc("US dollars per million prompt tokens of the model's API (not set: the known price)"),
     ] = None
     output_price: Annotated[
-        PriceValue | None, doc("US dollars for a million output tokens, with input_price")
+        PriceValue | None, doc("US dollars per million output tokens, with input_price")
     ] = None
     cached_price: Annotated[
-        PriceValue | None, doc("US dollars for a million cached prompt tokens (not set: input_price)")
+        PriceValue | None, doc("US dollars per million cached prompt tokens (not set: input_price)")
     ] = None
 
     @property
     def api(self) -> ApiAddress | None:
-        """The address of its API; None if an engine of this server runs it."""
+        """The address of the model's API; None if an engine of this server runs the model."""
         return ApiAddress.of(self.path, f"models.{self.name}")
 
     def engine_options(self) -> EngineOptions:
-        """The options of its engine."""
+        """The options of the model's engine."""
         settings = {name: getattr(self, name) for name in EngineSettings.__struct_fields__}
         return EngineOptions(self.path, **settings)
 
@@ -135,7 +134,7 @@ class NetworkConfig(Struct, frozen=True, kw_only=True):
     allow_anonymous: Annotated[
         bool, doc("listen beyond this machine without API keys: every client can use the server")
     ] = False
-    ui: Annotated[bool, doc("serve the page at /ui, and lead browsers there from /")] = True
+    ui: Annotated[bool, doc("serve the page at /ui, and redirect browsers there from /")] = True
 
 
 class AccessConfig(Struct, frozen=True, kw_only=True):
@@ -165,12 +164,12 @@ class StoresConfig(Struct, frozen=True, kw_only=True):
             **SECRET,
         ),
     ] = None
-    redis_prefix: Annotated[NonEmptyText, doc("before all keys in Redis; equal for servers that share")] = (
+    redis_prefix: Annotated[NonEmptyText, doc("prefix of all keys in Redis; the same on all servers")] = (
         "agentflow:"
     )
     front_name: Annotated[
         NonEmptyText | None,
-        doc("this server's name among them, which ids begin with (not set: a random one)"),
+        doc("this server's name among them, which is part of its ids (not set: a random one)"),
     ] = None
 
 
@@ -205,7 +204,7 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
         return [name for name in names if self.cluster == "local" and getattr(self, name) is not None]
 
     def ray_options(self) -> RayOptions | None:
-        """How engines are placed on a Ray cluster; None: they run on this machine."""
+        """The placement of engines on a Ray cluster; None: they run on this machine."""
         if self.cluster == "local":
             return None
         return RayOptions(
@@ -243,8 +242,7 @@ class LogsConfig(Struct, frozen=True, kw_only=True):
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True):
-    """The configuration of a server. ``models`` has at least one; a session that names no model gets the
-    first."""
+    """The configuration of a server. ``models`` has at least one model; the first is the default model."""
 
     models: tuple[ModelConfig, ...]
     engine: EngineConfig = EngineConfig()
@@ -265,7 +263,7 @@ class Section:
 
     table: str  # in the file
     struct: type[Struct]
-    prefix: str = ""  # of the names of its settings
+    prefix: str = ""  # the prefix of its settings' names
 
 
 SECTIONS = {
@@ -306,12 +304,12 @@ class Setting:
 
     @property
     def is_list(self) -> bool:
-        """Whether it has several values. Its flag can be repeated."""
+        """Whether the setting has several values. Its flag can be repeated."""
         return isinstance(self.kind, inspect.VarTupleType)
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is a boolean."""
+        """Whether the setting is a boolean."""
         return isinstance(self.kind, inspect.BoolType)
 
     @property
@@ -329,13 +327,14 @@ class Setting:
         return self.name.removesuffix("s") if self.is_list else self.name
 
     def from_text(self, text: str, where: str) -> Any:
-        """The value of a flag or a variable. ``BadArgument`` names ``where``."""
+        """Parses a flag or a variable. ``BadArgument``, whose message begins with ``where``, if it is
+        invalid."""
         if self.is_list:
             return self.from_value([part.strip() for part in text.split(",") if part.strip()], where)
         return self._convert(text, where, strict=False)
 
     def from_value(self, value: Any, where: str) -> Any:
-        """The value of a key of the file, or of a repeated flag."""
+        """Converts the value of a key of the file, or of a repeated flag. ``BadArgument`` as above."""
         return self._convert(value, where, strict=True)
 
     def _convert(self, value: Any, where: str, *, strict: bool) -> Any:
