@@ -37,8 +37,8 @@ def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
 
 @lru_cache(maxsize=4096)
 def client_network(host: str) -> str | None:
-    """The client for limits by address: an IPv4 address, or an IPv6 network of 64 bits. None for this
-    machine, where a proxy may serve many clients, and for names.
+    """The client to which limits by address apply: an IPv4 address, or an IPv6 network of 64 bits. None for
+    this machine, on which a proxy may serve many clients, and for names.
 
     >>> client_network("192.0.2.7"), client_network("2001:db8::1"), client_network("127.0.0.1")
     ('192.0.2.7', '2001:db8::/64', None)

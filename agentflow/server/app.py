@@ -7,15 +7,16 @@
     /api/…          Ollama's API, routes.py
     /generate       SGLang's API, routes.py
     /ui/            the page, ui/pages.py
-    /               leads browsers to the page, and has the endpoints as JSON, or Ollama's text
+    /               redirects browsers to the page; the endpoints as JSON, or Ollama's text
     /health/live    200 while the process answers
-    /health, /ping  the same status, without a body, as /health_generate; /version
-    /health/ready   200 when requests are taken and all engines answer; 503 otherwise
+    /health/ready   200 when requests are accepted and all engines answer; 503 otherwise
+    /health         the status of /health/ready without a body; also /ping and /health_generate
+    /version        the server's version
     /metrics        for Prometheus, docs/reference/metrics.md
     /openapi.json   the requests and answers of the HTTP APIs
 
-The health checks need no key. With a key that may see the metrics, ``/health/ready`` also names the models,
-and the reason if the server is not ready.
+The health checks need no key. With a key that may see the metrics, ``/health/ready`` also lists the models,
+or gives details if the server is not ready.
 """
 
 from __future__ import annotations
@@ -96,12 +97,12 @@ STATS_TIMEOUT_S = 5.0
 
 
 async def live(request: Request) -> JSONResponse:
-    """The process answers."""
+    """Returns 200 while the process answers."""
     return JSONResponse({"status": "live"})
 
 
 async def ready(request: Request) -> JSONResponse:
-    """Every engine answers, and another session can be opened."""
+    """Returns 200 if every engine answers and another session can be opened."""
     service: Service | None = request.app.state.service
     if service is None or service.is_draining:
         return unready(ENDING)
@@ -128,18 +129,18 @@ async def ready(request: Request) -> JSONResponse:
 
 
 async def healthy(request: Request) -> Response:
-    """Whether requests are served, as vLLM and SGLang answer it: by the status alone."""
+    """Returns the status of ``ready`` without a body, as vLLM and SGLang do."""
     return Response(status_code=(await ready(request)).status_code)
 
 
 async def show_version(request: Request) -> JSONResponse:
-    """The version of the server."""
+    """Returns the version of the server."""
     return JSONResponse({"version": __version__})
 
 
 async def show_root(request: Request) -> Response:
-    """Leads browsers to the page, and lists the endpoints for clients that accept JSON. Others get the text
-    by which clients of Ollama recognise a server, and the address of the description of the APIs."""
+    """Redirects browsers to the page, and lists the endpoints for clients that accept JSON. Other clients get
+    the text by which clients of Ollama recognise a server, and a link to the OpenAPI document."""
     accepted, headers = request.headers.get("accept", ""), {"vary": "accept"}
     if request.app.state.has_page and "text/html" in accepted:
         return RedirectResponse("/ui/", status_code=303, headers=headers)
@@ -151,7 +152,7 @@ async def show_root(request: Request) -> Response:
 
 
 def _may_see_all(request: Request) -> bool:
-    """Whether the request has a key that may see the metrics, or none is needed."""
+    """Whether the request has a key that may see the metrics, or the server needs no key."""
     tenants: Tenants = request.app.state.tenants
     try:
         return tenants.of_request(request.headers, client_address(request.scope)).sees_metrics
@@ -160,7 +161,7 @@ def _may_see_all(request: Request) -> bool:
 
 
 def unready(reason: str) -> JSONResponse:
-    """503 with the reason."""
+    """The response of a server that is not ready: 503 with the reason."""
     error = not_ready()
     return JSONResponse(
         {"status": "unready", "reason": reason}, status_code=error.status, headers=error.headers
@@ -175,8 +176,8 @@ class Access:
     cors_origins: tuple[str, ...] = ()  # other origins whose pages may use the server
     # Accepted host names. None: any; on a server without keys, only names that the public DNS cannot resolve.
     allowed_hosts: tuple[str, ...] | None = None
-    logs_prompts: bool = False  # the log has prompts and answers
-    has_page: bool = True  # the page is at ``/ui``
+    logs_prompts: bool = False  # log prompts and answers
+    has_page: bool = True  # serve the page at ``/ui``
 
 
 def create_app(
@@ -191,10 +192,10 @@ def create_app(
 
     Args:
         open_models: Opens the models.
-        limits: Of sessions and memory.
-        http_limits: Of requests and connections.
-        access: The API keys.
-        shared: The open store of several servers.
+        limits: Limits of connections and sessions.
+        http_limits: Limits of the HTTP APIs.
+        access: The tenants, and the pages and host names that may use the server.
+        shared: The store that several servers share.
     """
     limits, access = limits or ServerLimits(), access or Access()
     metrics = ServerMetrics()
@@ -306,7 +307,7 @@ async def _open_values(shared: SharedStore | None, limits: HttpLimits) -> AsyncI
 async def _swept(
     shared: SharedStore, space: str, max_bytes: int, lifetime_s: float
 ) -> AsyncIterator[SharedEntries]:
-    """Entries of a shared store. Expired ones are removed within the scope."""
+    """Entries of a shared store. Expired entries are removed while the scope is open."""
     entries = SharedEntries(shared, space, max_bytes, lifetime_s)
     async with open_task_group() as group:
         group.start_soon(entries.sweep)
@@ -335,7 +336,7 @@ async def _session(socket: WebSocket) -> None:
 
     front = session_front(socket.query_params.get(SESSION_PARAM, ""))
     if front and await _runs_elsewhere(service, front):
-        text = f"this session is on the server {front[:60]!r}: a proxy has to send it there"
+        text = f"this session is on the server {front[:60]!r}: the proxy must route it there"
         await socket.send_denial_response(unready(text))
         return
 
@@ -356,7 +357,7 @@ async def _session(socket: WebSocket) -> None:
 async def _runs_elsewhere(service: Service, front: str) -> bool:
     try:
         return await service.runs_at(front)
-    except Overloaded:  # the session's frames decide
+    except Overloaded:  # unknown: if the session is not here, its first frame fails
         return False
 
 
@@ -365,7 +366,7 @@ async def _metrics(request: Request) -> Response:
     metrics: ServerMetrics = request.app.state.metrics
     tenants: Tenants = request.app.state.tenants
     try:
-        # From the keys, not from the service, so that they are checked while the server starts, too.
+        # Not the service's tenants: keys are also checked while the server starts, before there is a service.
         may_see = tenants.of_request(request.headers, client_address(request.scope)).sees_metrics
     except (NotAuthorized, RateLimited) as error:
         return _unauthorized(error)
@@ -385,7 +386,7 @@ def _unauthorized(error: NotAuthorized | RateLimited | Overloaded) -> Response:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    """The path does not exist, or does not support the method."""
+    """Answers if the path does not exist, or does not support the method."""
     assert isinstance(error, HTTPException)
     path, headers = request.scope["path"], dict(error.headers or {})
     shown = f"{request.method} {path[:200]}"
@@ -405,16 +406,16 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 def _list_methods(request: Request) -> list[str]:
-    """The methods of the path. Starlette itself finds only the first route of a path."""
+    """The methods that the path supports. Starlette itself considers only the first route of a path."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     fitting = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in fitting for method in route.methods or ()})
 
 
 async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
-    """Requests without a route."""
+    """Answers requests without a route."""
     if scope["type"] == "websocket":
-        reason = {"reason": f"no sessions at {scope['path'][:200]}: use {SESSION_PATH}"}
+        reason = {"reason": f"there is no websocket at {scope['path'][:200]}: use {SESSION_PATH}"}
         answer = JSONResponse(reason, status_code=404)
         await WebSocket(scope, receive, send).send_denial_response(answer)
         return

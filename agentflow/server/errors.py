@@ -21,7 +21,7 @@ from agentflow.errors import (
 )
 from agentflow.runtime.task_group import first_error
 
-# When the server does not know how long a limit stays reached.
+# If the server does not know how long a limit stays reached.
 RETRY_AFTER_S = 1.0
 # Messages quote the request, up to these lengths.
 MAX_MESSAGE_CHARS = 2_000
@@ -74,7 +74,7 @@ class ApiError(Exception):
 
 
 def truncated(text: str, most: int) -> str:
-    """The first ``most`` characters of a text.
+    """The text, truncated to ``most`` characters, of which the last is then an ellipsis.
 
     >>> truncated("abcdef", 4), truncated("abcd", 4)
     ('abc…', 'abcd')
@@ -93,7 +93,8 @@ def unsupported(param: str, why: str) -> ApiError:
 
 
 def param_of_tool(param: str, member: str) -> str:
-    """The field of a request for a place in the schema of a tool, which is in the field ``member``.
+    """Converts the path of a place in a tool's schema to the field of a request whose tools have their
+    schemas in the field ``member``.
 
     >>> param_of_tool("tools[1].properties.a", "input_schema")
     'tools[1].input_schema.properties.a'
@@ -108,13 +109,13 @@ def not_ready() -> ApiError:
 
 
 def cut_off() -> ApiError:
-    """The error of a request that a server ends because it stops."""
+    """The error of a request that is cancelled because the server stops."""
     text = "the server stopped before the answer was complete: try again in a moment"
     return ApiError(503, "unready", text, retry_after_s=RETRY_AFTER_S)
 
 
 def make_api_error(error: Exception) -> ApiError:
-    """The error that a client receives. It has no details of a fault of the server itself."""
+    """The error that a client receives. It has no details of internal errors."""
     error = first_error(error)
     if isinstance(error, ApiError):
         return error
@@ -126,4 +127,4 @@ def make_api_error(error: Exception) -> ApiError:
                 retry_after_s = retry_after_s or RETRY_AFTER_S
             param = error.param if isinstance(error, AgentflowError) else None
             return ApiError(status, code, str(error).removeprefix("conversation: "), param, retry_after_s)
-    return ApiError(500, "internal_error", "the server failed to answer this request; its log says why")
+    return ApiError(500, "internal_error", "the server failed to answer this request; its log has the reason")

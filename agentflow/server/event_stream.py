@@ -1,8 +1,8 @@
 """Streams of events: how the APIs write them, keep them alive and end them.
 
 ``event`` formats a server-sent event. Where thousands are written per second, their constant parts are
-prepared with ``event_head`` and ``EVENT_END``. A handler sends its events, in whatever format its API has,
-through an ``ServerSentEvents``.
+prepared with ``event_head`` and ``EVENT_END``. A handler sends its events, in the format of its API, through
+a ``ServerSentEvents``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def event(data: bytes, name: bytes = b"") -> bytes:
 
 
 def comment(text: bytes) -> bytes:
-    """A line that every client skips."""
+    """A comment, which every client ignores."""
     return b": " + text + EVENT_END
 
 
@@ -41,8 +41,8 @@ class ServerSentEvents:
     """The events of one answer.
 
     Args:
-        write: sends bytes, with whether more follow. It waits for a slow client.
-        keepalive: an event that clients skip.
+        write: sends bytes; the flag is whether more follow. It waits for a slow client.
+        keepalive: an event that clients ignore.
     """
 
     def __init__(self, write: Callable[[bytes, bool], Awaitable[None]], keepalive: bytes) -> None:
@@ -63,7 +63,7 @@ class ServerSentEvents:
         await self._send(events)
 
     async def keep_alive(self, interval_s: float) -> None:
-        """Sends the keep-alive event after each ``interval_s`` without another, until the stream ends."""
+        """Sends the keep-alive event whenever ``interval_s`` pass without an event, until the stream ends."""
         while not self._is_over:
             # A write that waits for a slow client does not count as silence.
             silent_s = 0.0 if self._is_writing else time.monotonic() - self._written_s

@@ -1,9 +1,9 @@
 """Fetches images and videos from hosts that the operator allows, for models of this server.
 
 A client chooses the URL, so it must not reach this machine's private network (server-side request forgery).
-The host is resolved, all of its addresses must be public, and the connection goes to such an address, not to
-the name, which could have another one by then. A redirect is checked in the same way. Models behind an API
-get the URL itself.
+The host is resolved, all of its addresses must be public, and the connection goes to one of these addresses,
+not to the name, which could resolve to another address by then. A redirect is checked in the same way. Models
+behind an API get the URL itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from agentflow.server.addresses import parse_address
 from agentflow.version import __version__
 
 FETCH_S: Final = 20.0
-"""The time for one file, with all redirects, when it is its turn."""
+"""The time limit for one file, including redirects, once its fetch begins."""
 MAX_REDIRECTS: Final = 3
 MAX_FETCHES: Final = 16
 """The most files that are fetched at the same time."""
@@ -45,10 +45,10 @@ MAX_WAITING: Final = 256
 HTTPS_PORT: Final = 443
 _MAX_HEAD_BYTES: Final = 65_536
 _MAX_OTHER_BYTES: Final = 4_000_000
-"""The most bytes of an answer that are not the image: headers, trailers and the sizes of chunks."""
+"""The limit of the bytes of an answer outside of the file: headers, trailers and the sizes of chunks."""
 _CHUNK_BYTES: Final = 65_536
 _FIRST_BYTES: Final[dict[MediumKind, int]] = {"image": 12, "video": 64}
-"""The bytes that show of which type a file is."""
+"""The number of first bytes by which the type of a file is detected."""
 _KINDS: Final[dict[MediumKind, str]] = {
     "image": "PNG, JPEG, GIF and WebP",
     "video": "MP4, MOV, WebM, Matroska, AVI and MPEG",
@@ -56,14 +56,14 @@ _KINDS: Final[dict[MediumKind, str]] = {
 _NOT_IN_A_REQUEST: Final = re.compile(r"[^\x21-\x7e]")
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
 _UNICAST: Final = ipaddress.ip_network("2000::/3")
-"""All public addresses of IPv6. ``is_global`` is also true of obsolete networks outside, such as fec0::/10,
-and of other ways to write an address of IPv4."""
+"""All public addresses of IPv6. ``is_global`` is also true for obsolete networks outside of it, such as
+fec0::/10, and for IPv4 addresses that are embedded in IPv6."""
 _SPECIAL: Final = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
-"""Networks of protocols and documentation of which ``is_global`` is true."""
+"""Networks of protocols and documentation for which ``is_global`` is true."""
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is one of the public internet, also if it contains an address of IPv4.
+    """Whether an address is public. An IPv6 address that embeds an IPv4 address is public if that is, too.
 
     >>> is_public("93.184.216.34"), is_public("127.0.0.1"), is_public("169.254.169.254")
     (True, False, False)
@@ -108,16 +108,16 @@ class ImageFetcher:
         """Returns the image, or the file of a video, at an ``https:`` URL.
 
         Raises:
-            BadArgument: of ``image`` or ``video``: its host is not allowed or not reachable, or there is no
-                such file.
-            Overloaded: too many files are fetched.
+            BadArgument: the host is not allowed or not reachable, or there is no such file. Its ``param`` is
+                ``image`` or ``video``.
+            Overloaded: too many files are being fetched.
         """
         if self._num_waiting >= MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} files are fetched, which is the limit: try again later")
+            raise Overloaded(f"{MAX_WAITING} files are being fetched, which is the limit: try again later")
         try:
             return await self._fetch(url, kind)
         except BadArgument as error:
-            if error.param is not None:  # of the file that was fetched
+            if error.param is not None:  # from reading the fetched file
                 raise
             raise BadArgument(f"{kind}: {error}", param=kind) from error
 
@@ -140,11 +140,10 @@ class ImageFetcher:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").removesuffix("."), parts.port
         except ValueError:
-            raise _wrong(f"{url[:80]!r} is no URL") from None
+            raise _wrong(f"{url[:80]!r} is not a URL") from None
         if parts.scheme != "https" or not host or port not in (None, HTTPS_PORT) or "@" in parts.netloc:
             raise _wrong(
-                "the server fetches only https: URLs, of port 443 and without a user, unlike "
-                f"{_shown(parts)!r}"
+                f"{_shown(parts)!r} cannot be fetched: only https: URLs are, on port 443 and without a user"
             )
         if not self._allows(host):
             raise _wrong(
@@ -187,12 +186,12 @@ class ImageFetcher:
             finally:
                 await anyio.aclose_forcefully(stream)
         except (OSError, anyio.BrokenResourceError, httptools.HttpParserError) as error:
-            raise _wrong(f"{target.host} cannot be reached, or does not answer as a web server") from error
+            raise _wrong(f"{target.host} cannot be reached, or its answer is not HTTP") from error
         return answer
 
 
 class _Answer:
-    """Reads an answer of HTTP. The errors have nothing of its content, which the client may not see."""
+    """Parses an HTTP response. The errors have none of its content, which the client may not see."""
 
     def __init__(self, host: str, kind: MediumKind) -> None:
         self.is_whole = False
@@ -206,14 +205,14 @@ class _Answer:
         self._has_length = False
 
     def push(self, piece: bytes) -> None:
-        """More bytes from the host."""
+        """Parses more bytes from the host."""
         self._num_bytes += len(piece)
         if not self._status and self._num_bytes > _MAX_HEAD_BYTES:
             raise _wrong(f"the headers of {self._host} are too large")
         try:
             self._parser.feed_data(piece)
         except httptools.HttpParserError:
-            if not self.is_whole:  # else it is more than was announced
+            if not self.is_whole:  # bytes after the announced length are ignored
                 raise
         if 300 <= self._status < 400 and self.location:
             self.is_whole = True
@@ -235,7 +234,7 @@ class _Answer:
 
     @property
     def redirect(self) -> str:
-        """The address to which the answer redirects; empty if it does not."""
+        """The address to which the response redirects; empty if it does not."""
         return self.location if self._status != 200 else ""
 
     def data(self) -> bytes:
@@ -247,7 +246,7 @@ class _Answer:
         try:
             (detect_video_type if kind == "video" else detect_media_type)(self._body[: _FIRST_BYTES[kind]])
         except BadArgument:
-            raise _wrong(f"{self._host} gave no {kind}: {_KINDS[kind]} are supported") from None
+            raise _wrong(f"{self._host} sent no {kind}: {_KINDS[kind]} are supported") from None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by the parser."""
@@ -260,7 +259,7 @@ class _Answer:
                 pass
 
     def on_headers_complete(self) -> None:
-        """Called by the parser, also for the answers before the last one."""
+        """Called by the parser, also for informational responses (1xx)."""
         status = self._parser.get_status_code()
         if status >= 200:
             self._status = status
@@ -271,15 +270,15 @@ class _Answer:
             self._body += piece
 
     def on_message_complete(self) -> None:
-        """Called by the parser, also for the answers before the last one."""
+        """Called by the parser, also for informational responses (1xx)."""
         self.is_whole = self._status > 0
 
 
 async def _connect(host: str) -> ByteStream:
-    """Connects to the first public address of a host that answers."""
+    """Connects to the first address of a host that answers. All of its addresses must be public."""
     addresses = await _addresses(host)
     if not addresses:
-        raise _wrong(f"{host} is not known")
+        raise _wrong(f"the host {host} cannot be resolved")
     if not all(map(is_public, addresses)):
         raise _wrong(f"{host} has an address that is not public")
     for number, address in enumerate(addresses):
@@ -299,13 +298,13 @@ async def _connect(host: str) -> ByteStream:
 
 
 async def _addresses(host: str) -> list[str]:
-    # Not in the threads of the event loop, which resolve for all of the server: a name server may be slow.
+    # Not in the shared worker threads, which serve the whole server: a name server may be slow.
     resolve = partial(socket.getaddrinfo, host, HTTPS_PORT, type=socket.SOCK_STREAM)
     try:
         found = await anyio.to_thread.run_sync(
             resolve, limiter=anyio.CapacityLimiter(1), abandon_on_cancel=True
         )
-    except (OSError, UnicodeError):  # the latter for labels that no name can have
+    except (OSError, UnicodeError):  # UnicodeError: a label that is invalid in a host name
         return []
     return list(dict.fromkeys([str(address[0]) for *_, address in found]))
 
@@ -316,7 +315,7 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def _shown(parts: SplitResult) -> str:
-    """The URL without a user and a password."""
+    """The URL without its path, user and password."""
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"[:80]
 
 

@@ -17,7 +17,7 @@ from agentflow.protocol.events import Usage
 
 logger = logging.getLogger("agentflow.requests")
 
-# Limit of a logged body: long lines are unreadable, and cost the event loop time.
+# The limit of a logged body: long lines are unreadable, and delay the event loop.
 MAX_LOGGED_BYTES = 20_000
 MAX_PATH_CHARS = 200
 
@@ -75,7 +75,7 @@ class RequestRecord:
     cost: float | None = None  # in US dollars, of a call to an API whose price is known
     error: str | None = None  # the code of the error, or ``client_gone``
     param: str | None = None  # the field that the error is about
-    message: str | None = None  # of the error
+    message: str | None = None  # the error's message
     relaxed: str | None = None  # places in the request's schemas that the grammar does not enforce
     violated: str | None = None  # the places among them that the answer violates
     asked: LoggedBody | None = None  # the request's body, if bodies are logged
@@ -92,11 +92,11 @@ _OPTIONAL = ("cost", "error", "param", "relaxed", "violated", "message", "asked"
 
 
 def log_request(record: RequestRecord) -> None:
-    """Logs one line, with all fields as ``extra`` for structured formats."""
+    """Logs a request as one line, with all fields as ``extra`` for structured formats."""
     if logger.isEnabledFor(logging.INFO):
         values = {field.name: getattr(record, field.name) for field in fields(record)}
         shown = {name: _text(value) for name, value in values.items() if value is not None}
-        # These quote the client.
+        # These contain text of the client.
         quoted = {name: json.dumps(shown[name], ensure_ascii=False) for name in _QUOTED if name in shown}
         optional = [f" {name}={value}" for name in _OPTIONAL if (value := quoted.get(name, shown.get(name)))]
         logger.info(
@@ -128,7 +128,8 @@ _KNOWN = {*vars(logging.makeLogRecord({})), "message", "asctime"}
 
 class JsonFormatter(logging.Formatter):
     """A JSON object on one line, with ``time`` (UTC), ``level``, ``logger``, ``message``, ``exception`` if
-    there is one, and the fields of ``extra``. Names with an underscore are of packages, such as Ray's."""
+    there is one, and the fields of ``extra``. Attributes that begin with an underscore are left out: they
+    come from other packages, such as Ray."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """``GET /openapi.json``: the HTTP APIs as an OpenAPI 3.1 document.
 
 It is derived from the table of routes and from the types of the bodies, so that it matches the server. Tests
-send requests that it allows, and check the answers against it.
+send requests that the document allows, and check the answers against it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _REASON = {"type": "object", "properties": {"reason": _NAME}, "required": ["reas
 
 
 async def openapi(request: Request) -> Response:
-    """The document."""
+    """Returns the document."""
     return Response(_encoded(), media_type=JSON)
 
 
@@ -189,7 +189,7 @@ def _operations_paths(schemas: dict[type[Any], Schema]) -> dict[str, dict[str, S
         return {"get": operation if 401 in found else operation | {"security": []}}
 
     by_status: tuple[str, list[tuple[int, Schema]]] = (
-        "The same, by the status alone.",
+        "The status of /health/ready, without a body.",
         [(200, {}), (503, _TEXT)],
     )
     return {

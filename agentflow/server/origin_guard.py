@@ -33,7 +33,7 @@ def any_host(name: str) -> bool:
 
 
 def accept_hosts(names: Sequence[str]) -> KnowsHost:
-    """Accepts these names. A loopback name includes all others."""
+    """Accepts these names. One loopback name allows all loopback names."""
     known = frozenset(name.lower() for name in names)
     has_loopback = any(map(is_loopback, known))
     return lambda name: name in known or (has_loopback and is_loopback(name))
@@ -79,7 +79,7 @@ class BrowserGuard:
         host = headers.get("host", "")
         origin = headers.get("origin")
         if origin is not None and ("*" in self._origins or origin in self._origins):
-            return None  # not a page that took over the server's name
+            return None  # an allowed page; its host name is not checked
         if origin is not None and _netloc(origin) != host:
             text = (
                 "pages of other origins may not use this server; its operator can allow an origin "

@@ -1,4 +1,4 @@
-"""The replicas of models over HTTP: their states, and their drains for updates."""
+"""Endpoints for the replicas of models: their states, and draining them for updates."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class ReplicaCard(msgspec.Struct):
     state: ReplicaState
     device: str
     pid: int | None
-    requests: int  # that it has not ended
-    # Of these, in the batch. This and the next two are None without a process. Those of an engine that does
-    # not answer within half a second are older.
-    running: int | None
+    requests: int  # unfinished requests
+    # The next three are None without a process. If an engine does not answer within half a second, they are
+    # the last known values.
+    running: int | None  # the requests in the batch
     cached_tokens: int | None
-    total_tokens: int | None  # of its KV pool
+    total_tokens: int | None  # the size of the KV pool
     restarts: int  # how often its process was replaced
     problem: str = ""  # why it is down
 
@@ -56,7 +56,7 @@ class ReplicaList(msgspec.Struct):
 
 
 class DrainQuery(msgspec.Struct, forbid_unknown_fields=True):
-    """``model``: default: the first that the key may use. ``patience_s``: how long requests may finish."""
+    """``model``: by default the first that the key may use. ``patience_s``: time for requests to finish."""
 
     model: str | None = None
     patience_s: Annotated[float, Meta(ge=0, le=3600)] = DRAIN_S
@@ -99,8 +99,8 @@ def _may_drain(call: ApiCall) -> bool:
 
 
 async def replica_cards(model: EngineModel) -> list[ReplicaCard]:
-    """Returns the replicas of a model, with present counters if they answer within ``STATS_S``. An engine
-    without a router counts as one."""
+    """Returns the replicas of a model, with current counters if they answer within ``STATS_S``. An engine
+    without a router counts as one replica."""
     engine = model.client.engine
     if isinstance(engine, ReplicaSet):
         return [_card(model.name, replica) for replica in await engine.refreshed()]

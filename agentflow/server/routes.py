@@ -34,13 +34,13 @@ _OLLAMA_PATHS = "/api/"
 
 
 async def create_session_ticket(call: ApiCall) -> None:
-    """Returns a ticket with which a page opens one session."""
+    """Creates a ticket with which a page can open one session."""
     hashed = hashed_key(key_of_headers(call.headers) or "")
     await call.reply(await call.service.tenants.tickets.issue(call.tenant, hashed))
 
 
 def _of_client(openai: Handler, anthropic: Handler) -> Handler:
-    """Both APIs have this route. Anthropic's clients name its version."""
+    """Chooses the handler of a route that both APIs have: Anthropic's clients send a version."""
 
     @wraps(openai)
     async def handle(call: ApiCall) -> None:
@@ -97,8 +97,7 @@ def find_error_format(path: str) -> ErrorFormat:
 def error_response(
     path: str, request_headers: Headers, error: ApiError, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The response for an error that occurs before a handler has the request. ``headers``: more headers of
-    the response."""
+    """The response for an error that occurs before a handler has the request, with additional ``headers``."""
     error_format = find_error_format(path)
     request_id = read_request_id(request_headers)
     own = {error_format.request_id_header.decode(): request_id}

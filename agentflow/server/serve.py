@@ -1,4 +1,4 @@
-"""Runs the application: a socket that is bound before models load, uvicorn on it, and a clean shutdown.
+"""Runs the application: binds a socket before models load, serves on it with uvicorn, and shuts down cleanly.
 
 ``serve`` runs until a signal; ``running_server`` runs within a scope.
 """
@@ -47,7 +47,7 @@ DEFAULT_HOST = "127.0.0.1"
 # Time for open connections to close when the server stops.
 SHUTDOWN_S = 2
 # A frame slightly over the limit is still read, so that it can be answered with an error. The websocket
-# implementation rejects one far over it (close code 1009).
+# implementation rejects a frame far over it (close code 1009).
 READ_LIMIT_FACTOR = 2
 
 
@@ -65,7 +65,7 @@ class RunningServer:
 
     @property
     def models(self) -> list[str]:
-        """The names of its models."""
+        """The names of the server's models."""
         return [model.name for model in self.service.models]
 
     @property
@@ -113,12 +113,12 @@ def serve(
 
     Args:
         open_models: opens the models.
-        host: the address to listen at.
-        port: the port to listen at.
+        host: the address to listen on.
+        port: the port to listen on.
         limits: limits of connections and sessions.
         http_limits: limits of the HTTP APIs.
-        access: the tenants, and the pages that may use the server.
-        shared: the store of several servers.
+        access: the tenants, and the pages and host names that may use the server.
+        shared: the store that several servers share.
         tls: the certificate, for HTTPS.
         shutdown: the time budget of the shutdown.
         on_ready: runs when the server is ready, until it stops; by default the addresses are printed.
@@ -177,17 +177,17 @@ async def running_server(
 ) -> AsyncIterator[RunningServer]:
     """Serves while the scope lasts, without signal handlers. Needs asyncio.
 
-    While models load, the server already answers that it is not ready. The scope is entered when they are
-    loaded.
+    While models load, the server already answers requests, with the error that it is not ready. The scope is
+    entered when they are loaded.
 
     Args:
         open_models: opens the models.
-        host: the address to listen at.
-        port: the port to listen at; 0: any free port.
+        host: the address to listen on.
+        port: the port to listen on; 0: any free port.
         limits: limits of connections and sessions.
         http_limits: limits of the HTTP APIs.
-        access: the tenants, and the pages that may use the server.
-        shared: the store of several servers.
+        access: the tenants, and the pages and host names that may use the server.
+        shared: the store that several servers share.
         tls: the certificate, for HTTPS.
     """
     limits = limits or ServerLimits()
@@ -196,7 +196,8 @@ async def running_server(
         # Before the models, so that a bad certificate fails immediately.
         server = HttpServer(http_config(app, limits, tls), limits, listener)
         async with (
-            contextlib.nullcontext() if shared is None else shared.running(),  # it fails before models load
+            # An unreachable store fails here, before models load.
+            contextlib.nullcontext() if shared is None else shared.running(),
             open_task_group() as group,
         ):
             group.start_soon(server.run_shielded)
@@ -214,8 +215,8 @@ async def running_server(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. ``PortInUse`` or ``ServerError`` in one line."""
-    if not 0 <= port <= 65_535:  # getaddrinfo would take it modulo 65,536
+    """Returns a listening socket. ``PortInUse`` or ``ServerError`` if the address cannot be bound."""
+    if not 0 <= port <= 65_535:  # getaddrinfo would reduce it modulo 65,536
         raise ServerError(f"cannot listen on port {port} of {host}: a port is from 0 to 65535")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -244,11 +245,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def http_config(app: ASGIApp, limits: ServerLimits, tls: Tls | None) -> uvicorn.Config:
-    """How uvicorn serves the application. ``ServerError`` for a certificate that cannot be used."""
+    """Returns uvicorn's configuration. ``ServerError`` for a certificate that cannot be used."""
     config = uvicorn.Config(
         app,
         http=timed_http_protocol(limits.header_timeout_s, limits.idle_timeout_s),
-        limit_concurrency=2 * limits.max_connections,  # as many again as there may be websockets
+        limit_concurrency=2 * limits.max_connections,  # websockets, and as many other connections
         ssl_certfile=None if tls is None else tls.certificate,
         ssl_keyfile=None if tls is None else tls.key,
         ssl_keyfile_password=None if tls is None else tls.key_password,
@@ -313,7 +314,7 @@ class HttpServer:
         return protocol
 
     async def _close_connections(self) -> None:
-        """Lets requests end for ``SHUTDOWN_S``, and then cancels them."""
+        """Waits up to ``SHUTDOWN_S`` for requests to end, and then cancels them."""
         for connection in list(self._state.connections):
             connection.shutdown()
         with anyio.move_on_after(SHUTDOWN_S):
@@ -348,9 +349,11 @@ async def _reload_keys(service: Service, has_hung_up: Callable[[], Coroutine[Any
 
 
 class Signals:
-    """The signal handlers of a server, from before it loads models until its end. SIGHUP is recorded. The
-    second SIGINT or SIGTERM cancels ``scope``, and so does the first before ``until_stop`` is called. A third
-    one has its previous effect."""
+    """The signal handlers of a server, from before it loads models until its end.
+
+    The first SIGINT or SIGTERM ends ``until_stop``, and the second cancels ``scope``; before the call of
+    ``until_stop``, the first cancels it. Then the previous handlers apply. SIGHUP ends ``until_hang_up``.
+    """
 
     def __init__(self, scope: anyio.CancelScope) -> None:
         self._scope = scope
@@ -366,7 +369,7 @@ class Signals:
         await self._stop_requested.wait()
 
     async def until_hang_up(self) -> None:
-        """Waits for a SIGHUP since the last call returned."""
+        """Waits for the first SIGHUP since the last call returned."""
         await self._hang_up.wait()
         self._hang_up = anyio.Event()
 

@@ -39,7 +39,7 @@ class CallsInFlight:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The scope of one request. ``ApiError`` at its end if it was cut."""
+        """The scope of one request. Raises ``ApiError`` at its end if ``cut`` cancelled it."""
         with anyio.CancelScope() as scope:
             self._scopes.add(scope)
             try:
@@ -73,13 +73,13 @@ class Service:
     limits: ServerLimits
     http_limits: HttpLimits
     background: BackgroundRuns  # responses that run without a connection
-    programs: Programs  # programs that live on without a connection
-    responses: Responses  # responses that later requests continue
-    fronts: Fronts | None = None  # this server among those that share its store
+    programs: Programs  # programs that outlive their requests
+    responses: Responses  # stored responses and conversations
+    fronts: Fronts | None = None  # the servers with the same store; None: it is not shared
     calls: CallsInFlight = field(default_factory=CallsInFlight)
     bodies: TenantMemory = field(init=False)  # the memory of the bodies of all requests
     is_draining: bool = False  # running requests may finish, and new ones are rejected
-    logs_prompts: bool = False  # the log has the bodies of requests and answers
+    logs_prompts: bool = False  # log the bodies of requests and answers
     _body_threads: WeakValueDictionary[str, anyio.CapacityLimiter] = field(
         init=False, default_factory=WeakValueDictionary
     )
@@ -92,26 +92,26 @@ class Service:
         )
 
     def new_id(self, kind: str, num_bytes: int = 24) -> str:
-        """An id that no other has, such as ``resp_…``. With fronts that share a store, it has the id of this
-        one, so that a proxy can find it."""
+        """A new random id, such as ``resp_…``. With a shared store it contains the id of this front, so that
+        a proxy can route requests to it."""
         own = "" if self.fronts is None else f"{self.fronts.own}_"
         return f"{kind}_{own}{secrets.token_hex(num_bytes)}"
 
     async def runs_at(self, front: str) -> bool:
-        """Whether another front runs it. ``Overloaded`` if the shared store does not answer."""
+        """Whether ``front`` is another front, and alive. ``Overloaded`` if the store does not answer."""
         return self.fronts is not None and front != self.fronts.own and await self.fronts.is_alive(front)
 
     def body_threads(self, tenant: Tenant) -> anyio.CapacityLimiter:
-        """Limits a tenant to one thread that reads large bodies: several would compete for the interpreter's
-        lock, also with the event loop. Callers must keep a reference while they use it."""
+        """Limits a tenant to one thread that decodes large bodies: several threads would compete with each
+        other and the event loop for the GIL. Callers must keep a reference while they use the limiter."""
         limiter = self._body_threads.get(tenant.name)
         if limiter is None:
             limiter = self._body_threads[tenant.name] = anyio.CapacityLimiter(1)
         return limiter
 
     def context_length(self, generator: Generator[Any]) -> int | None:
-        """The most tokens of a prompt, which the APIs show as the model's context: the smallest of the
-        model's context, the KV pool and ``max_prompt_tokens``. None if the generator has no limit."""
+        """The maximum number of tokens of a prompt, which the APIs show as the model's context: the smaller
+        of the generator's ``max_context`` and ``max_prompt_tokens``. None if neither is set."""
         most, asked = generator.capabilities.max_context, self.http_limits.max_prompt_tokens
         return asked if most is None else min(most, asked or most)
 
@@ -121,8 +121,8 @@ class Service:
             raise not_ready()
 
     async def reload_tenants(self) -> None:
-        """Reads the keys file again, and ends the sessions, background responses and programs of
-        revoked keys. ``BadArgument`` if the file is invalid; then nothing changes."""
+        """Reads the keys file again, and ends the sessions, background responses and programs of revoked
+        keys. ``BadArgument`` if the file is invalid; then nothing changes."""
         await anyio.to_thread.run_sync(self.tenants.reload)
         self.models.keep_tenants(self.tenants)
         self.sessions.end_revoked()
@@ -135,8 +135,8 @@ class Service:
         self.calls.cut()
 
     async def drain(self, drain_s: float) -> bool:
-        """Rejects new requests and waits until all others have ended. False if that takes longer than
-        ``drain_s``."""
+        """Rejects new requests and waits until all running ones have ended. Returns False if that takes
+        longer than ``drain_s``."""
         self.is_draining = True
         with anyio.move_on_after(drain_s) as scope:
             await self.calls.until_none()

@@ -302,5 +302,5 @@ def test_an_address_in_an_address_is_no_more_public(address: object) -> None:
 
 
 @pytest.mark.parametrize("host", ["a" * 64 + ".example", "a..example"])
-async def test_names_that_cannot_exist_are_not_known(host: str) -> None:
-    assert "not known" in await _refused(ImageFetcher(["*"]), f"https://{host}/")
+async def test_names_that_cannot_exist_are_not_resolved(host: str) -> None:
+    assert "cannot be resolved" in await _refused(ImageFetcher(["*"]), f"https://{host}/")
