@@ -1,13 +1,12 @@
-"""Entries of tenants in Redis, bounded together in bytes and each in time.
+"""Entries of tenants in Redis, with a limit on their total size and on the lifetime of each.
 
-The entries of all tenants are bounded together, the oldest of the tenant with the most are dropped first, and
-each is dropped when it has expired. Bytes are those of the values in Redis, with an estimate of its tables.
-Entries may share *turns*: each turn refers to the one before it, counts the entries and turns that refer to
-it, and goes with the last. An index finds entries by the ids of their items.
+When the entries of all tenants exceed the limit of bytes, the oldest entries of the tenant with the most are
+dropped. An entry is also dropped when it has expired. Bytes are the sizes of the values, with an estimate of
+the overhead of Redis. Entries may share *turns*: a turn refers to the turn before it, counts the entries and
+turns that refer to it, and is removed with the last of them. An index finds entries by the ids of items.
 
-A change of several keys is one script, so it happens as a whole. Its work does not grow with the tenants,
-because Redis serves no other client meanwhile. Scripts form the names of keys, so Redis Cluster is not
-supported.
+A change of several keys is one script, so it is atomic. Redis serves no other client while a script runs, so
+one run removes at most 2,000 entries. Scripts form the names of keys, so Redis Cluster is not supported.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from agentflow.errors import Overloaded
 from agentflow.server.stores.shared import SharedStore
 
 ENTRY_BYTES: Final = 600
-"""The tables of Redis for an entry or a turn."""
+"""The estimated overhead of Redis for an entry or a turn."""
 ITEM_BYTES: Final = 250
-"""The tables of Redis for an item in the index."""
+"""The estimated overhead of Redis for an item in the index."""
 _SWEEP_S: Final = 60.0
 
 _COMMON: Final = """
@@ -78,7 +77,7 @@ local function sweep()
 end
 """
 
-# Returns 1; 0 if the version is another one, and -1 if the turn before is gone.
+# Returns 1; 0 if the entry has another version; -1 if the turn before does not exist.
 _ADD: Final = (
     _COMMON
     + """
@@ -119,7 +118,7 @@ end
 return 1
 """
 )
-# Returns nothing, or the data, the version, and the turns of its history, the last one first.
+# Returns nothing, or the data, the version, and the ids and data of the turns, the last turn first.
 _FIND: Final = (
     _COMMON
     + """
@@ -137,12 +136,12 @@ return found
 """
 )
 _DELETE: Final = _COMMON + "return remove(ARGV[1], ARGV[2])"
-# Returns whether more may have expired: Redis serves no other client while a script runs.
+# Returns 1 if more entries may have expired: one run removes a limited number.
 _SWEEP: Final = _COMMON + "return sweep()"
 
 
 class Chain(NamedTuple):
-    """The last turn of an entry. ``before``: the id of the turn before it; empty: it is the first."""
+    """The last turn of an entry. ``before``: the id of the turn before it; empty for the first turn."""
 
     id: str
     data: bytes
@@ -158,17 +157,17 @@ class Found(NamedTuple):
 
 
 class TurnGone(Exception):
-    """The turn before a new one was dropped meanwhile."""
+    """The turn before a new turn is no longer in the store."""
 
 
 class SharedEntries:
-    """Entries in Redis. All operations raise ``Overloaded`` if it does not answer.
+    """Entries in Redis. All operations raise ``Overloaded`` if Redis does not answer.
 
     Args:
         store: Redis.
-        space: The beginning of their keys, after the store's prefix.
-        max_bytes: Of all entries of all fronts, which should have the same limits.
-        lifetime_s: How long an entry is kept.
+        space: The beginning of the entries' keys, after the store's prefix.
+        max_bytes: The limit of the bytes of all entries, which should be the same for all fronts.
+        lifetime_s: The time until an entry expires.
     """
 
     def __init__(self, store: SharedStore, space: str, max_bytes: int, lifetime_s: float) -> None:
@@ -191,21 +190,21 @@ class SharedEntries:
         last: Chain | None = None,
         version: bytes = b"",
     ) -> bool:
-        """Adds an entry, in place of an earlier one with its id.
+        """Adds an entry, or replaces the entry with the same id.
 
         Args:
             tenant: The tenant's name.
             entry_id: The id.
             data: The encoded entry.
             items: The ids of its items.
-            last: The chain of turns that it ends.
+            last: The last turn of the entry.
             version: If not empty, only an entry of this version is replaced.
 
         Returns:
-            False if the entry has another version now.
+            False if the entry has another version.
 
         Raises:
-            TurnGone: a turn of the chain is not in the store.
+            TurnGone: the turn before ``last`` is not in the store.
         """
         turn = Chain("", b"") if last is None else last
         names = [*dict.fromkeys(items or ())]
@@ -231,7 +230,7 @@ class SharedEntries:
         return bool(result)
 
     async def find(self, tenant: str, entry_id: str, *, with_turns: bool = False) -> Found | None:
-        """An entry that has not expired, and has all of its turns if they are asked for."""
+        """Returns an entry; None if it does not exist, has expired, or lacks a turn that is requested."""
         found = await self._run(_FIND, quote(tenant, safe=""), entry_id, "1" if with_turns else "0")
         if not found:
             return None
@@ -245,7 +244,7 @@ class SharedEntries:
         return [member.decode(errors="replace") for member in members]
 
     async def delete(self, tenant: str, entry_id: str) -> bool:
-        """Whether the entry was there."""
+        """Deletes an entry. Returns whether it existed."""
         return bool(await self._run(_DELETE, quote(tenant, safe=""), entry_id))
 
     async def drop_expired(self) -> None:
@@ -254,9 +253,9 @@ class SharedEntries:
             pass
 
     async def sweep(self) -> None:
-        """Drops expired entries from time to time, until it is cancelled."""
+        """Drops expired entries every ``_SWEEP_S``, until it is cancelled."""
         while True:
-            with suppress(Overloaded):  # it is swept when the store answers again
+            with suppress(Overloaded):  # retried at the next sweep
                 await self.drop_expired()
             await anyio.sleep(_SWEEP_S)  # noqa: TID251 - the time is the purpose
 

@@ -1,10 +1,10 @@
 """The fronts that share a store: which ones are alive, and requests from one front to another.
 
 Each front renews a key that expires, so a front that was killed is gone after ``LIFE_MS``. A front that
-receives a request for something that runs elsewhere, such as a background response, asks the front that runs
-it: requests and answers are messages in a list for each front, its inbox, so a large one does not delay the
-others' connections. If the asked front disappears meanwhile, the request fails so that clients retry it. If
-the asking one does, or its client hangs up, the work for its request is cancelled.
+receives a request for something that runs elsewhere, such as a background response, forwards it to the front
+that runs it. Requests and answers are messages in a list for each front, its inbox, so a large message does
+not delay other fronts' connections. If the front that runs it disappears, the request fails so that clients
+retry it. If the front that forwards it disappears, or its client disconnects, the work is cancelled.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ LIFE_MS = 6_000
 BEAT_S = 1.5
 _INBOX_LIFE_MS = 60_000
 _WAIT_S = 2
-"""The longest wait of one command for a message; less than the time limit of answers."""
+"""The longest time that one command waits for a message; less than Redis's time limit for answers."""
 MAX_ASKED = 256
-"""The requests of other fronts that run concurrently."""
+"""The limit of requests of other fronts that run concurrently."""
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForwardedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to it."""
+    """The answer to a ``ForwardedRequest``."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
@@ -102,18 +102,18 @@ class Fronts:
         return self._store.front
 
     async def is_alive(self, front: str) -> bool:
-        """Whether the front with this id runs. ``Overloaded`` if the store does not answer."""
+        """Whether the front with this id is running. ``Overloaded`` if the store does not answer."""
         return front == self.own or await self._life(front) is not None
 
     async def _life(self, front: str) -> bytes | None:
-        """The value of a front's key, another one after the store has lost it. None: the front is gone."""
+        """The value of a front's key, which changes if the store loses the key. None: the front is gone."""
         key = self._store.key("front", front)
         found: bytes | None = await self._store.call(lambda client: client.get(key))
         return found
 
     async def ask(self, front: str, request: ForwardedRequest) -> ForwardedAnswer:
-        """The answer of another front. ``EngineDown`` if it has gone, ``Overloaded`` if the store does not
-        answer or the other front is too busy."""
+        """Forwards a request to another front and returns its answer. ``EngineDown`` if that front is gone,
+        ``Overloaded`` if the store does not answer or the front is too busy."""
         number = secrets.token_hex(8)
         pending = self._pending[number] = _Pending()
         try:
@@ -129,7 +129,7 @@ class Fronts:
                 now = await self._life(front)
                 if now is None:
                     raise gone(front)
-                if now != life:  # the question, or its answer, may have been lost
+                if now != life:  # the store lost data, perhaps the request or its answer
                     raise Overloaded("the server's shared store lost a request: try again in a moment")
         except BaseException:
             with anyio.move_on_after(1, shield=True), suppress(Overloaded):
@@ -162,7 +162,7 @@ class Fronts:
             await anyio.sleep(BEAT_S)  # noqa: TID251 - the time is the purpose
 
     async def renew(self) -> None:
-        """Renews this front's key. A key that the store has lost gets another value."""
+        """Renews this front's key. If the store has lost the key, it gets a new value."""
         key, life = self._store.key("front", self.own), secrets.token_hex(8)
         if not await self._store.call(lambda client: client.pexpire(key, LIFE_MS)):
             await self._store.call(lambda client: client.set(key, life, px=LIFE_MS))
@@ -230,7 +230,7 @@ def gone(front: str) -> EngineDown:
 
 @asynccontextmanager
 async def open_fronts(store: SharedStore, answer: AnswerRequest) -> AsyncIterator[Fronts]:
-    """The scope in which this front is known to others and answers them with ``answer``."""
+    """The scope in which this front is registered and answers requests of other fronts with ``answer``."""
     async with open_task_group() as group:
         fronts = Fronts(store, group, answer)
         key = store.key("front", store.front)

@@ -1,11 +1,12 @@
 """The connection to the Redis server that several fronts share.
 
-A front without one keeps everything in the process. Keys are ``PREFIX KIND:TENANT:ID``, with the tenant's
-name quoted. Redis is trusted like the servers themselves: who can write to it can act for any tenant, so it
-needs a password and a network that clients cannot reach. Keys of clients are in it only as hashes.
+A front without it keeps everything in its own memory. Keys are ``<prefix><kind>:<tenant>:<id>``, with the
+tenant's name percent-encoded. Redis is trusted like the servers themselves: anyone who can write to it can
+act for any tenant, so it needs a password and a network that clients cannot reach. It contains API keys only
+as hashes.
 
-While Redis does not answer, the requests that need it fail with ``Overloaded``, so clients retry them; others
-go on. The loss and the return are one line each in the log.
+While Redis does not answer, the requests that need it fail with ``Overloaded``, so clients retry them; other
+requests continue. The log has one line when Redis stops answering, and one when it answers again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Client: TypeAlias = Any
-"""``redis.asyncio.Redis``, whose types are too wide to be of use."""
+"""``redis.asyncio.Redis``, whose types are too wide to be useful."""
 
 FRONT_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 MAX_FRONT_CHARS = 63
@@ -39,11 +40,11 @@ _DOWN = "the server's shared store does not answer: try again in a moment"
 
 
 class SharedStore:
-    """The Redis server of several fronts, and this front's name in it.
+    """The Redis server that several fronts share, and the name of this front.
 
     Args:
         url: ``redis://HOST:PORT/DB``, ``rediss://…`` for TLS, or ``unix://PATH``.
-        prefix: Before all keys, so that other applications can use the same database.
+        prefix: The prefix of all keys, so that other applications can use the same database.
         front: The name of this front, which ids contain; None: a random one.
 
     Raises:
@@ -58,7 +59,7 @@ class SharedStore:
                 param="front_name",
             )
         self.prefix = prefix
-        start = secrets.token_hex(4)  # changes with a restart, which ends all runs of the front
+        start = secrets.token_hex(4)  # changes with a restart, which ends everything that the front runs
         self.front = start if front is None else f"{front}-{start}"
         """The id of this process."""
         self.address = _shown_address(url)
@@ -69,7 +70,7 @@ class SharedStore:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The scope in which it is used. ``ServerError`` in one sentence if Redis cannot be used."""
+        """The scope in which the store is used. ``ServerError`` if Redis cannot be used."""
         from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
         try:
@@ -92,16 +93,16 @@ class SharedStore:
                 await self._client.aclose()
 
     def key(self, kind: str, *parts: str) -> str:
-        """A key. All parts but the last one are quoted, so that no two lists of parts have the same key."""
+        """Forms a key. All parts but the last are percent-encoded, so different lists have different keys."""
         return self.prefix + ":".join([kind, *[quote(part, safe="") for part in parts[:-1]], *parts[-1:]])
 
     async def call(self, operation: Callable[[Client], Awaitable[T]]) -> T:
-        """The result of an operation. ``Overloaded`` if Redis does not answer or rejects it."""
+        """Runs an operation. ``Overloaded`` if Redis does not answer or rejects it."""
         from redis.exceptions import RedisError, ResponseError
 
         try:
             result = await operation(self._client)
-        except ResponseError as error:  # it answers, but the value of a key is another application's
+        except ResponseError as error:  # such as a key that another application uses
             logger.warning("the shared store %s rejected an operation: %s", self.address, error)
             raise _overloaded("the server's shared store rejected an operation: try again later") from error
         except (RedisError, OSError) as error:
@@ -115,7 +116,7 @@ class SharedStore:
         return result
 
     async def run(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
-        """Runs a Lua script, which is atomic. ``Overloaded``."""
+        """Runs a Lua script, which is atomic. ``Overloaded`` as for ``call``."""
         found = self._scripts.get(script)
         if found is None:
             found = self._scripts[script] = self._client.register_script(script)
@@ -127,7 +128,7 @@ class SharedStore:
             raise _overloaded(_DOWN)
 
     def decoded(self, key: str, data: bytes, kind: type[T]) -> T | None:
-        """A value as msgpack. None, with a line in the log, for one that this version did not write."""
+        """Decodes a value from msgpack. If it does not have this type, returns None and logs a warning."""
         try:
             return msgspec.msgpack.decode(data, type=kind)
         except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError) as error:
@@ -166,7 +167,7 @@ def _client(url: str) -> Client:
             retry=Retry(NoBackoff(), 0),
         )
         pool.make_connection()  # not connected: checks the parameters of the URL
-    except (ValueError, TypeError):  # its text may have the password
+    except (ValueError, TypeError):  # the error's text may have the password
         raise _invalid_url() from None
     return Redis.from_pool(pool)
 
