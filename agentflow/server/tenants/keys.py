@@ -4,27 +4,27 @@ Without keys, all requests belong to one anonymous tenant (``Tenants()``). Keys 
 a tenant named ``default``, which may see the metrics. A keys file has several tenants and can be read again
 while the server runs.
 
-Keys are stored as SHA-256 without salt and in one round. That is safe for keys of 256 random bits, which
-``new_key`` creates. A key that a person made up can be guessed from its hash.
+Keys are stored as one round of SHA-256 without salt. That is safe for keys of 256 random bits, which
+``new_key`` creates. A key that a person chose can be guessed from its hash.
 
 The keys file has the hashes of each tenant's keys, and its limits::
 
     [tenants.alice]
     keys = ["sha256:9f86d0…"]        # printed by `agentflow key`; never the key itself
     weight = 2.0                     # relative weight of the tenant's work (default: 1)
-    requests_per_minute = 600        # no limit if this or one of the next three is left out
+    requests_per_minute = 600        # without this or one of the next three, there is no such limit
     tokens_per_minute = 100_000
     max_cost_per_day = 5.0           # US dollars, for models behind an API
     max_unfinished = 64
     models = ["smollm2-135m"]        # default: all
     sees_metrics = false
 
-An error in the file is one line that names the file and the field, and never shows a key.
+The message of an error in the file is one line with the file and the field, and never contains a key.
 
 ``FailedKeys`` limits wrong keys from each address, so that keys cannot be guessed. Each address has a bucket
 of failures that refills within a minute. While it is empty, only keys that were valid from this address
-before are accepted: clients that share an address with an attacker can continue. Both tables are bounded and
-evict the least recently used entries. This machine is exempt, because a proxy on it may serve all clients
+before are accepted, so clients that share an address with an attacker can continue. Both tables are bounded
+and evict the least recently used entries. This machine is exempt, because a proxy on it may serve all clients
 (``addresses.client_network``).
 """
 
@@ -75,8 +75,8 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def read_keys_file(file: Path) -> dict[str, Tenant]:
-    """The tenant of each hashed key, in the order of the file. ``BadArgument`` for an invalid file. A tenant
-    with an empty list of keys is disabled."""
+    """Returns the tenant of each hashed key, in the order of the file. ``BadArgument`` for an invalid file. A
+    tenant with an empty list of keys is disabled."""
     tenant_of: dict[str, Tenant] = {}
     place_of: dict[str, str] = {}
     for name, table in _tables(file).items():
@@ -147,8 +147,8 @@ MAX_ENTRIES = 10_000
 
 
 class FailedKeys:
-    """The limit of wrong keys from each address. ``address``: an IP address as the server sees it, None if it
-    is unknown. ``clock_ns``: nanoseconds. For one event loop."""
+    """The limit of wrong keys from each address. ``address``: the IP address that the server sees; None if it
+    is unknown. ``clock_ns``: nanoseconds. Not thread-safe."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
@@ -160,7 +160,7 @@ class FailedKeys:
         return max(len(self._failures), len(self._valid))
 
     def check(self, address: str | None, hashed: str) -> None:
-        """``RateLimited`` if this address has sent too many wrong keys to try this one."""
+        """``RateLimited`` if this address has sent too many wrong keys to try this key."""
         client = _client(address)
         bucket = self._failures.get(client) if client is not None else None
         if client is None or bucket is None or (client, hashed) in self._valid:
@@ -244,7 +244,7 @@ def key_of_headers(headers: Mapping[str, str]) -> str | None:
 class Tenants:
     """The tenants of a server, identified by the API keys of requests.
 
-    ``keys``: the keys of the tenant ``default``. ``file``: a keys file. With neither, all requests belong to
+    ``keys``: the keys of the tenant ``default``. ``file``: a keys file. Without both, all requests belong to
     one anonymous tenant. ``BadArgument`` for invalid keys or an invalid file.
 
     >>> tenants = Tenants(file=Path("keys.toml"))
@@ -274,8 +274,8 @@ class Tenants:
         yield from {tenant.name: tenant for tenant in self._tenant_of.values()}.values()
 
     def of_request(self, headers: Mapping[str, str], address: str | None) -> Tenant:
-        """The tenant of a request with these headers from this IP address. ``NotAuthorized``; ``RateLimited``
-        after too many wrong keys from the address."""
+        """The tenant of a request with these headers from this IP address. ``NotAuthorized`` for a missing or
+        unknown key; ``RateLimited`` after too many wrong keys from the address."""
         key = key_of_headers(headers)
         if not self.need_keys or key is None:
             return self.of(key)
@@ -291,8 +291,13 @@ class Tenants:
 
     async def of_ticket(self, ticket: str, address: str | None) -> tuple[Tenant, str]:
         """The tenant of a session ticket from this IP address, and the hash of the key that it was issued
-        for. Uses the ticket up. ``NotAuthorized`` for a wrong, used or expired one, or a revoked key;
-        ``RateLimited`` after too many wrong keys and tickets from the address; ``Overloaded``."""
+        for. The ticket is invalid afterwards.
+
+        Raises:
+            NotAuthorized: The ticket is wrong, used or expired, or the key was revoked.
+            RateLimited: The address has sent too many wrong keys and tickets.
+            Overloaded: The shared store does not answer.
+        """
         if not self.need_keys:
             return ANONYMOUS, ""
         found = await self.tickets.redeem(ticket)
@@ -318,7 +323,7 @@ class Tenants:
         return found is not None and found.name == tenant.name
 
     def _find(self, hashed: str) -> Tenant | None:
-        """The tenant of the key with this hash. The time that this takes depends on no key."""
+        """The tenant of the key with this hash. Takes the same time for all hashes."""
         given = hashed.encode()
         found: Tenant | None = None
         for one, tenant in self._tenant_of.items():
@@ -327,8 +332,8 @@ class Tenants:
         return found
 
     def of(self, key: str | None) -> Tenant:
-        """The tenant of the key. ``NotAuthorized`` if it is unknown, or required and missing. The time that
-        this takes does not depend on how similar a wrong key is."""
+        """The tenant of the key. ``NotAuthorized`` if the key is unknown, or required and missing. The time
+        does not depend on how similar a wrong key is."""
         if not self.need_keys:
             return ANONYMOUS
         if key is None:
@@ -354,8 +359,8 @@ class Tenants:
         return self.current(Tenant(name))
 
     def reload(self) -> None:
-        """Reads the file again. ``BadArgument`` for an invalid file; then nothing changes. Opens a file, so
-        call it outside of the event loop."""
+        """Reads the file again. ``BadArgument`` for an invalid file; then nothing changes. Blocks, so call it
+        outside of the event loop."""
         self._tenant_of = self._read()
 
     def _read(self) -> dict[bytes, Tenant]:

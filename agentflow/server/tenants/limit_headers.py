@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from agentflow.server.tenants.rate_limit import NANODOLLARS, BucketState, LimitState
 
 ANY_LIMITS = LimitState(BucketState(0, 0, 0), BucketState(0, 0, 0), BucketState(0, 0, 0))
-"""All limits, from which the names of all headers follow."""
+"""All limits: a source of the names of all headers."""
 _MS_NS = 1_000_000
 _MINUTE_MS = 60_000
 _HOUR_MS = 3_600_000

@@ -2,17 +2,17 @@
 
 Each limit per minute is a token bucket that has the capacity of one minute, begins full, and refills at a
 constant rate. A request takes one from the bucket of requests. It needs a positive level in the bucket of
-tokens, from which its prompt is taken at its start. At its end, its output is taken and the cached part of
-its prompt is given back: which part is cached is not known before. Nothing is reserved for output, so the
-level can become negative; then the tenant's requests are rejected until it is positive again. In any t
-minutes a tenant starts at most (1 + t) times its requests per minute.
+tokens, from which its prompt is taken at its start. At its end, its output is taken, and the cached part of
+its prompt, which is not known before, is given back. Nothing is reserved for output, so the level can become
+negative; then the tenant's requests are rejected until it is positive again. In any t minutes a tenant starts
+at most (1 + t) times its requests per minute.
 
-A large body is charged before it is read, with one token for each ``BYTES_PER_TOKEN``. Of these, as
-many are given back as its prompt is charged.
+A large body is charged while it is received, with one token for each ``BYTES_PER_TOKEN``. At the end of the
+request, the tokens that its prompt is charged are given back.
 
-The limit of costs is a bucket with the capacity of one day, for models behind an API. The highest cost that
-a call can have is taken before the call is sent, and the difference is given back at its end. So a
-tenant never spends more than it has.
+The limit of costs, for models behind an API, is a bucket with the capacity of one day. The highest possible
+cost of a call is taken before the call is sent, and the difference to the actual cost is given back at its
+end. So a tenant never exceeds its limit.
 
 ``shared_limit`` has the same limits for several fronts.
 
@@ -36,11 +36,11 @@ DAY_NS = 24 * 60 * MINUTE_NS
 NANODOLLARS = 1_000_000_000
 """The unit of costs in a dollar."""
 COST_PARAM = "max_cost_per_day"
-"""The ``param`` of the error of a tenant that has spent its money."""
+"""The ``param`` of errors about the limit of costs."""
 BYTES_PER_TOKEN = 64
 """The bytes of a body that cost about as much to read and encode as one token costs to compute."""
 MIN_SWEPT = 64
-"""The number of accounts at which idle ones are first removed."""
+"""The number of accounts at which idle accounts are first removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BucketState:
 
     limit: int
     remaining: int  # can be used immediately
-    reset_ns: int  # the time until the whole limit remains, if nothing else is used
+    reset_ns: int  # the time until the whole limit is available, if nothing else is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class LimitState:
 
 class Bucket:
     """A token bucket with the capacity of one period, by default a minute. One token (or request, or
-    nanodollar) counts ``period_ns`` in its level, so that it gains ``capacity`` each nanosecond."""
+    nanodollar) counts ``period_ns`` in its level, so that the level grows by ``capacity`` each nanosecond."""
 
     def __init__(self, capacity: int, now_ns: int, period_ns: int = MINUTE_NS) -> None:
         self.capacity = capacity
@@ -73,13 +73,13 @@ class Bucket:
 
     @classmethod
     def restored(cls, capacity: int, level: int, filled_ns: int, period_ns: int) -> Bucket:
-        """A bucket from the numbers of ``kept``."""
+        """A bucket from the numbers that ``kept`` writes."""
         bucket = cls(capacity, filled_ns, period_ns)
         bucket._level = min(level, capacity * period_ns)
         return bucket
 
     def kept(self) -> bytes:
-        """The capacity, the level and its time, as decimal numbers."""
+        """The capacity, the level and the time of the level, as decimal numbers."""
         return b"%d %d %d" % (self.capacity, self._level, self._filled_ns)
 
     def level(self, now_ns: int) -> int:
@@ -88,7 +88,7 @@ class Bucket:
         return self._level
 
     def shift(self, change: int, now_ns: int) -> None:
-        """Changes the level, up to the capacity."""
+        """Adds ``change`` to the level, up to the capacity."""
         self._fill(now_ns)
         self._level = min(self._level + change, self.capacity * self.period_ns)
 
@@ -97,23 +97,23 @@ class Bucket:
         self._level, self._filled_ns = level, now_ns
 
     def set_limit(self, capacity: int, now_ns: int) -> None:
-        """Changes the rate and the capacity. The level stays, up to the capacity."""
+        """Changes the rate and the capacity. The level is kept, up to the capacity."""
         self._fill(now_ns)
         self.capacity = capacity
         self._level = min(self._level, capacity * self.period_ns)
 
     def wait_ns(self, now_ns: int, amount: int = 1) -> int:
-        """The time until the bucket has ``amount`` if nothing else is taken; 0 if it has."""
+        """The time until the bucket has ``amount`` if nothing else is taken; 0 if it has that already."""
         self._fill(now_ns)
         return max(0, -((self._level - amount * self.period_ns) // self.capacity))
 
     def take(self, amount: int, now_ns: int) -> None:
-        """Takes ``amount``, also more than the level. A negative amount is given back."""
+        """Takes ``amount``, which may exceed the level. A negative amount is given back."""
         self._fill(now_ns)
         self._level = min(self._level - amount * self.period_ns, self.capacity * self.period_ns)
 
     def state(self, now_ns: int) -> BucketState:
-        """The current state. An empty bucket has nothing remaining, also if its level is negative."""
+        """The current state. ``remaining`` is 0 if the level is negative."""
         reset_ns = self.wait_ns(now_ns, self.capacity)
         return BucketState(self.capacity, max(0, self._level // self.period_ns), reset_ns)
 
@@ -137,11 +137,11 @@ class TenantBuckets:
         self.cost: Bucket | None = None
         self.num_unfinished = 0
         self.must_read = False
-        """Called when a check fails. Shared buckets then read the store again."""
+        """Set when a check fails: shared buckets then read the store again."""
 
     def set_limits(self, tenant: Tenant, now_ns: int) -> None:
-        """Applies the tenant's limits. A bucket without a limit is kept, so that earlier use counts when
-        there is a limit again."""
+        """Applies the tenant's limits. If a limit is removed, its bucket is kept, so that earlier use counts
+        when the limit is set again."""
         self.requests = self._limited(self.requests, tenant.requests_per_minute, now_ns)
         self.tokens = self._limited(self.tokens, tenant.tokens_per_minute, now_ns)
         dollars = tenant.max_cost_per_day
@@ -163,13 +163,13 @@ class TenantBuckets:
         return bucket
 
     def is_idle(self, now_ns: int) -> bool:
-        """Whether it equals a new account."""
+        """Whether the account equals a new one."""
         buckets = (self.requests, self.tokens, self.cost)
         return not self.num_unfinished and all(b is None or b.is_full(now_ns) for b in buckets)
 
 
 class TenantGate:
-    """Admits requests within the limits of their tenants. For one event loop.
+    """Admits requests within the limits of their tenants. Not thread-safe.
 
     Args:
         clock_ns: the time in nanoseconds.
@@ -206,11 +206,11 @@ class TenantGate:
         yield
 
     def ready(self, tenant: Tenant) -> Awaitable[None] | None:
-        """See ``RequestGate``. All is in this process."""
+        """See ``RequestGate``. None, since all limits are in this process."""
         return None
 
     def ready_to_pay(self, tenant: Tenant, highest: float) -> Awaitable[None] | None:
-        """Returns an awaitable to be awaited immediately before ``reserve_cost``; None: nothing."""
+        """Returns an awaitable to be awaited immediately before ``reserve_cost``, if one is needed."""
         return None
 
     def num_unfinished(self, tenant: Tenant) -> int:
@@ -231,8 +231,8 @@ class TenantGate:
         return now.tokens_per_minute is None and now.requests_per_minute is None
 
     def state(self, tenant: Tenant) -> LimitState:
-        """The state of the tenant's limits. A request within those per minute is admitted, unless too many
-        are unfinished."""
+        """The state of the tenant's limits. A request within the limits per minute is admitted, unless the
+        tenant has too many unfinished requests."""
         now_ns = self._clock_ns()
         _, requests, tokens = self._buckets(tenant, now_ns)
         cost = self._cost_bucket(tenant, now_ns)
@@ -251,14 +251,15 @@ class TenantGate:
 
         Args:
             tenant: The tenant.
-            highest: In US dollars.
+            highest: The highest cost, in US dollars.
 
         Returns:
-            A function that takes the call's cost at its end, None if it is unknown, and gives back the rest.
+            A function to be called with the actual cost when the call ends; it gives back the difference. If
+            the cost is unknown (None), nothing is given back.
 
         Raises:
-            RateLimited: The tenant has not as much left. ``retry_after_s`` is exact if it spends nothing
-                until then, and None if it never has as much.
+            RateLimited: The tenant has less left. ``retry_after_s`` is exact if the tenant spends nothing
+                until then, and None if the limit itself is lower.
         """
         now_ns = self._clock_ns()
         bucket = self._cost_bucket(tenant, now_ns)
@@ -289,9 +290,9 @@ class TenantGate:
 
     @contextmanager
     def request(self, tenant: Tenant, prompt_tokens: int) -> Iterator[AdmittedRequest]:
-        """The scope of one request. ``RateLimited`` if it is not admitted, which costs nothing. Its
-        ``retry_after_s`` is exact if the tenant uses nothing until then, and None if it depends on the end of
-        another request."""
+        """The scope of one request. ``RateLimited`` if it is not admitted; then nothing is charged. The
+        error's ``retry_after_s`` is exact if the tenant uses nothing until then, and None if it depends on
+        the end of another request."""
         now_ns = self._clock_ns()
         account, requests, tokens = self._admit(tenant, now_ns)
         if requests is not None:
@@ -311,7 +312,7 @@ class TenantGate:
     def _admit(
         self, tenant: Tenant, now_ns: int, num_requests: int = 1
     ) -> tuple[TenantBuckets, Bucket | None, Bucket | None]:
-        """The result of ``_buckets``, if ``num_requests`` requests may start."""
+        """Returns the result of ``_buckets``. ``RateLimited`` unless ``num_requests`` requests may start."""
         if self._current is not None:
             tenant = self._current(tenant)
         account, requests, tokens = self._buckets(tenant, now_ns)

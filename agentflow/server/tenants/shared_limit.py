@@ -1,18 +1,18 @@
 """Rate limits of tenants over several fronts: the buckets are in Redis, and each front leases from them.
 
 Admission stays synchronous. Before a request, ``ready`` makes sure that this front holds a *lease*: at least
-one request and one token of the tenant's, which it took from the shared buckets. A lease is a 32nd of a
-bucket, so most requests need no round trip; below a capacity of 64 a lease is the need of one request. Used
-tokens beyond the lease are a debt, which is taken from the shared bucket within ``SETTLE_S``. A lease that is
-not used for ``IDLE_NS`` is given back. For costs, exactly the highest cost of each call is leased.
+one request and one token of the tenant, taken from the shared buckets. A lease is a 32nd of a bucket, so most
+requests need no round trip; below a capacity of 64 a lease covers one request. Used tokens beyond the lease
+are a debt, which is taken from the shared bucket within ``SETTLE_S``. A lease that is unused for ``IDLE_NS``
+is given back. For costs, exactly the highest cost of each call is leased.
 
 So, with F fronts, a tenant starts within a minute at most (1 + F/32) times the requests that one front would
-start, and each front may have one more prompt that takes the bucket of tokens below zero. Costs are never
-exceeded. A front that is lost takes its lease with it, and the highest costs of its calls. The number of
-unfinished requests is each front's own.
+start, and each front may admit one more prompt that takes the bucket of tokens below zero. The limit of costs
+is never exceeded. If a front is lost, so are its lease and the highest costs of its calls. The limit of
+unfinished requests applies to each front separately.
 
-The value of a tenant is the text of its buckets. Python changes it, whose integers are exact, and Redis
-accepts the change if the value is still the one that was read. Redis gives the time.
+The value of a tenant in Redis is the text of its buckets. It is computed in Python, whose integers are exact,
+and Redis replaces it only if it is still the value that was read. The time is Redis's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from agentflow.server.tenants.rate_limit import (
 logger = logging.getLogger(__name__)
 
 PARTS: Final = 32
-"""A lease is this part of a bucket."""
+"""A lease is a bucket's capacity divided by this number."""
 SETTLE_S: Final = 0.25
 IDLE_NS: Final = 1_000_000_000
 _MAX_TRIES: Final = 100
@@ -63,13 +63,13 @@ return 1
 
 
 class Lease(Bucket):
-    """The part of a shared bucket that this front holds. As a ``Bucket``, it is all that the front may use:
-    its credit, and the rest of the shared bucket when it was last read, which refills."""
+    """The part of a shared bucket that this front holds. As a ``Bucket``, it is everything that the front may
+    use: its credit, and the level of the shared bucket when it was last read, which refills."""
 
     def __init__(self, capacity: int, now_ns: int, period_ns: int) -> None:
         super().__init__(capacity, now_ns, period_ns)
         self.credit = 0
-        """In levels of the bucket. Negative: a debt."""
+        """In the unit of the level. Negative: a debt."""
         self.used_ns = now_ns
 
     def wait_ns(self, now_ns: int, amount: int = 1) -> int:
@@ -94,12 +94,12 @@ class Lease(Bucket):
         return self.credit >= amount * self.period_ns
 
     def is_idle(self, now_ns: int) -> bool:
-        """Whether credit should be given back. Credit of costs is the unused part of a call's reservation."""
+        """Whether credit should be given back. For costs, credit is the unused part of a reservation."""
         return self.period_ns == DAY_NS or now_ns - self.used_ns > IDLE_NS
 
     def exchange(self, shared: Bucket, shared_ns: int, wanted: int, gives_back: bool) -> int:
         """Changes the shared bucket: pays a debt, or gives back the credit, and takes at least ``wanted`` if
-        that is there. Returns the change of the credit, and leaves the credit itself."""
+        the bucket has that. Returns the change of the credit, which the caller applies."""
         change = 0
         if self.credit < 0 or gives_back:
             change = -self.credit
@@ -142,7 +142,7 @@ class SharedAccount(TenantBuckets):
 
 @dataclass
 class _Shared:
-    """The buckets of a tenant as they are in Redis."""
+    """The buckets of a tenant in Redis."""
 
     value: bytes
     now_ns: int
@@ -167,7 +167,7 @@ class SharedGate(TenantGate):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The scope in which debts are paid and leases given back; its end gives all back."""
+        """The scope in which debts are paid and unused leases given back. At its end, all leases are."""
         async with open_task_group() as group:
             group.start_soon(self._settle_all)
             try:
@@ -214,9 +214,8 @@ class SharedGate(TenantGate):
         has_waited = account.exchanging.locked()
         async with account.exchanging:
             if _lacks(account, wanted):
-                if (
-                    has_waited
-                ):  # otherwise each of many requests would wait for the timeouts of those before it
+                # Otherwise each of many requests would wait for the timeouts of all earlier ones.
+                if has_waited:
                     self._store.check_answers()
                 with anyio.CancelScope(shield=True):
                     await self._exchange(name, account, wanted)
@@ -234,9 +233,9 @@ class SharedGate(TenantGate):
     async def _exchange(
         self, name: str, account: SharedAccount, wanted: dict[str, int], *, is_last: bool = False
     ) -> None:
-        """Pays debts, returns idle credit, and takes new leases, in one step. Not to be cancelled before the
-        server ends: what Redis has granted would be lost, and what it got would be paid twice. It takes a few
-        times ``ANSWER_TIMEOUT_S`` at most."""
+        """Pays debts, returns idle credit, and takes new leases, in one step. Must not be cancelled before
+        the server ends: granted tokens would be lost, and paid debts would be paid again. Takes at most a few
+        times ``ANSWER_TIMEOUT_S``."""
         key = self._store.key("limits", name)
         reply = await self._store.run(_READ, [key], [])
         for _ in range(_MAX_TRIES):
@@ -251,7 +250,7 @@ class SharedGate(TenantGate):
                 is_idle = is_last or (kind not in wanted and lease.is_idle(now_ns))
                 change = lease.exchange(bucket, shared.now_ns, wanted.get(kind, 0), is_idle)
                 changes.append((lease, change, bucket))
-            # Longer than an empty bucket needs to fill.
+            # The lifetime is longer than an empty bucket needs to fill.
             arguments = [shared.value, _text(shared.buckets), 2 * DAY_NS // 1_000_000]
             reply = await self._store.run(_REPLACE, [key], arguments)
             if reply == 1:
@@ -271,12 +270,12 @@ class SharedGate(TenantGate):
             kind, _, rest = part.partition(b" ")
             found = _BUCKET.fullmatch(rest)
             if found is None or kind.decode(errors="replace") not in _NAMES:
-                self._store.ignore(key, "it is no rate limit")
+                self._store.ignore(key, "it is not a rate limit")
                 return _Shared(value, shared.now_ns)
             capacity, level, filled_ns = map(int, found.groups())
             period_ns = DAY_NS if kind == b"cost" else MINUTE_NS
             if not capacity or filled_ns > shared.now_ns + DAY_NS:
-                self._store.ignore(key, "it is no rate limit")
+                self._store.ignore(key, "it is not a rate limit")
                 return _Shared(value, shared.now_ns)
             shared.buckets[kind.decode()] = Bucket.restored(capacity, level, filled_ns, period_ns)
         return shared

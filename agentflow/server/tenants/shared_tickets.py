@@ -1,5 +1,4 @@
-"""Session tickets that several fronts share: a page gets one from any front, and opens its websocket at any
-other."""
+"""Session tickets that several fronts share: a page can get a ticket at one front and use it at another."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class _Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedTickets:
-    """The unused tickets of several fronts, as ``SessionTickets``."""
+    """The unused tickets of several fronts, in Redis."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store

@@ -1,9 +1,8 @@
-"""Session tickets, with which a page opens a websocket: browsers let no page set the headers of one.
+"""Session tickets, with which a page opens a websocket: browsers do not let pages set its headers.
 
 The page sends its key to ``POST /v1/session-ticket`` and offers the ticket as a subprotocol of the websocket.
-A ticket stands for the key once and for a short time, so one that a proxy's log has is worthless. The store
-has the hashes of tickets and keys, in the order of their expiry. ``shared_tickets`` has a store for several
-fronts."""
+A ticket replaces the key once and for a short time, so a ticket in a proxy's log is worthless. The store has
+the hashes of tickets and keys. ``shared_tickets`` has a store for several fronts."""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ class TicketStore(Protocol):
     """The unused tickets of one front, or of several."""
 
     async def issue(self, tenant: Tenant, hashed_key: str) -> SessionTicket:
-        """A ticket in place of the key with this hash, which identifies ``tenant``. ``RateLimited`` if the
-        tenant has ``MAX_UNUSED_TICKETS``."""
+        """Creates a ticket that replaces the key with this hash, which identifies ``tenant``. ``RateLimited``
+        if the tenant has ``MAX_UNUSED_TICKETS``."""
 
     async def redeem(self, ticket: str) -> tuple[str, str] | None:
-        """The name of the tenant and the hash of the key that the ticket stands for, once; None for one that
-        is unknown, used or expired."""
+        """Uses a ticket. Returns the name of the tenant and the hash of the key that the ticket replaces.
+        None if the ticket is unknown, used or expired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class _Unused:
 
 
 class SessionTickets:
-    """The unused tickets of one front, in its memory. ``clock_ns``: nanoseconds. For one event loop."""
+    """The unused tickets of one front, in its memory. ``clock_ns``: nanoseconds. Not thread-safe."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
@@ -82,7 +81,7 @@ class SessionTickets:
     async def redeem(self, ticket: str) -> tuple[str, str] | None:
         """See ``TicketStore``."""
         self._drop_expired(self._clock_ns())
-        # By its hash, so that the time of the search says nothing about the tickets that there are.
+        # By its hash, so that the time of the search reveals nothing about existing tickets.
         found = self._unused.pop(hashed_ticket(ticket), None)
         if found is None:
             return None
@@ -100,7 +99,7 @@ class SessionTickets:
 
 
 def too_many_tickets(retry_after_s: float) -> RateLimited:
-    """The error of a tenant whose oldest unused ticket expires then."""
+    """The error of a tenant with too many unused tickets, the oldest of which expires after this time."""
     error = RateLimited(f"{MAX_UNUSED_TICKETS} session tickets are unused: try again when one has expired")
     error.retry_after_s = retry_after_s
     return error
@@ -115,5 +114,5 @@ def find_ticket(subprotocols: Sequence[str]) -> str | None:
 
 
 def hashed_ticket(ticket: str) -> bytes:
-    """The form in which stores keep a ticket."""
+    """The hash of a ticket, as in a store."""
     return hashlib.sha256(ticket.encode("utf-8", "surrogatepass")).digest()
