@@ -1,11 +1,11 @@
 """Accepts connections on the listening socket, within limits for the server and for each address.
 
 asyncio accepts connections without a limit. When the process runs out of file descriptors, it retries in a
-busy loop and logs a traceback each time. Nor does it count a connection before the TLS handshake. Here a
+busy loop and logs a traceback each time. It also does not count a connection before the TLS handshake. Here a
 connection counts from its acceptance until it closes. At the limit, or without descriptors, accepting pauses:
 clients wait in the kernel's backlog, and a warning is logged at most once a minute.
 
-``with_descriptors`` fits the limit of open files and the limit of connections to each other.
+``with_descriptors`` adapts the limit of open files and the limit of connections to each other.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def max_open_connections(limits: ServerLimits) -> int:
 
 
 def with_descriptors(limits: ServerLimits) -> ServerLimits:
-    """Raises the process's soft limit of open files as far as ``limits`` need, and the hard limit allows. If
-    it is too low, returns limits with fewer connections, and logs a warning."""
+    """Raises the process's soft limit of open files as far as ``limits`` require and the hard limit allows.
+    If it is still too low, returns limits with fewer connections, and logs a warning."""
     if sys.platform == "win32":
         return limits
     import resource
@@ -73,7 +73,7 @@ def with_descriptors(limits: ServerLimits) -> ServerLimits:
         limits.max_connections,
     )
     per_address = limits.max_connections_per_address
-    if per_address < 2 * limits.max_connections:  # otherwise one address may have all
+    if per_address < 2 * limits.max_connections:  # otherwise one address may have all connections
         per_address = min(per_address, most)
     return msgspec.structs.replace(limits, max_connections=most, max_connections_per_address=per_address)
 
@@ -131,7 +131,7 @@ class Acceptor:
         """The open connections, including those in a TLS handshake."""
 
     async def run(self) -> None:
-        """Accepts connections until ``close``. Those that are open stay open."""
+        """Accepts connections until ``close``. Open connections stay open."""
         try:
             with self._scope:
                 async with open_task_group() as handshakes:
@@ -142,7 +142,7 @@ class Acceptor:
                         else:
                             handshakes.start_soon(self._open, connection, self._counted(client))
                         if number % ACCEPTS_PER_TURN == 0:
-                            await anyio.lowlevel.checkpoint()  # others run, however fast clients connect
+                            await anyio.lowlevel.checkpoint()  # other tasks run, however fast clients connect
         finally:
             self._listener.close()
 
@@ -156,7 +156,7 @@ class Acceptor:
             await self._one_closed.wait()
 
     async def _next(self) -> tuple[socket.socket, str | None]:
-        """The next connection, and the client for which it counts."""
+        """Accepts the next connection. Returns it, and the client for which it counts."""
         while True:
             while self.num_connections >= self._max_connections:
                 self._log(
@@ -167,7 +167,7 @@ class Acceptor:
                 await self._one_closed.wait()
             one_closed = self._one_closed
             try:
-                # Not ``loop.sock_accept``: if it is cancelled while a connection arrives, it drops that.
+                # Not ``loop.sock_accept``: if cancelled while a connection arrives, it drops the connection.
                 connection, address = self._listener.accept()
             except BlockingIOError:
                 await anyio.wait_readable(self._listener)
@@ -214,7 +214,7 @@ class Acceptor:
         if self._tls is not None:
             tls_options = {"ssl": self._tls, "ssl_handshake_timeout": self._handshake_timeout_s}
         try:
-            # Without a handshake it takes one iteration of the loop. The connection is then closed as usual.
+            # Without a handshake, this takes one iteration of the loop; the connection is closed as usual.
             with anyio.CancelScope(shield=self._tls is None):
                 await asyncio.get_running_loop().connect_accepted_socket(
                     lambda: self._make_protocol(release), connection, **tls_options

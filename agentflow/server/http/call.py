@@ -56,10 +56,10 @@ T = TypeVar("T")
 ArgTs = TypeVarTuple("ArgTs")
 JSON = b"application/json"
 FORWARDED = "agentflow.forwarded"
-"""The key of a scope with the name of the tenant for which another server with the same store asks."""
+"""The key of an ASGI scope for the tenant's name, if another server with the same store sent the request."""
 CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"cookie"))
 """The headers that are not sent to other servers."""
-# A client's request id of this form is used.
+# A client's request id is used if it has this form.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -69,7 +69,7 @@ class ErrorFormat(Protocol):
     request_id_header: bytes
     processing_header: bytes  # for the milliseconds until the answer began; empty: the API has none
     stream_type: str  # the Content-Type of streams
-    keepalive: bytes  # the bytes of a stream that clients skip
+    keepalive: bytes  # bytes in a stream that clients ignore
     body_type: type[msgspec.Struct]  # the type that ``body`` encodes
 
     def status(self, error: ApiError) -> int:
@@ -82,13 +82,13 @@ class ErrorFormat(Protocol):
         """The last event of a stream that fails. ``body``: the body of the error."""
 
     def limit_headers(self, limits: LimitState) -> dict[bytes, bytes]:
-        """The headers with the rest of the tenant's limits."""
+        """The headers with the remaining limits of the tenant."""
 
 
 class ApiCall:
-    """The request and its answer, for a handler. ``record``: the entry for the log. ``reply_headers``: more
-    headers of the answer. ``is_over``: the answer is complete. ``is_gone``: the client has closed the
-    connection."""
+    """The request and its answer, for a handler. ``record``: the entry for the log. ``reply_headers``:
+    additional headers of the answer. ``is_over``: the answer is complete. ``is_gone``: the client has closed
+    the connection."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, error_format: ErrorFormat) -> None:
         self.headers = Headers(scope=scope)
@@ -120,7 +120,7 @@ class ApiCall:
 
     @property
     def caller(self) -> Caller:
-        """Where the request comes from. ``ApiError`` for an unknown objective."""
+        """The program that the request belongs to. ``ApiError`` for an unknown objective."""
         return Caller.of(self.headers, self.trace)
 
     def has_valid_key(self) -> bool:
@@ -129,7 +129,7 @@ class ApiCall:
 
     @property
     def query(self) -> QueryParams:
-        """The parameters of the address."""
+        """The query parameters."""
         return QueryParams(self._scope.get("query_string", b""))
 
     @property
@@ -151,8 +151,8 @@ class ApiCall:
         return decoded(self._body, kind)
 
     def read_query(self, kind: type[T]) -> T:
-        """Decodes the parameters of the address; unknown ones are ignored. ``ApiError`` if one does not have
-        its type."""
+        """Decodes the query parameters. ``ApiError`` if a parameter does not have its type, or is unknown and
+        ``kind`` forbids unknown ones."""
         try:
             return msgspec.convert(dict(self.query), kind, strict=False)
         except msgspec.ValidationError as error:
@@ -223,8 +223,9 @@ class ApiCall:
         return generator
 
     async def asked_elsewhere(self, front: str, query: bytes | None = None) -> ForwardedAnswer:
-        """The answer of another server with the same store. ``query``: replaces the call's. ``EngineDown`` if
-        that server is gone, ``Overloaded``."""
+        """Sends the request to another server with the same store, and returns the answer. ``query``:
+        replaces the query string. ``EngineDown`` if that server is gone; ``Overloaded`` if it is too busy, or
+        the store does not answer."""
         fronts = self.service.fronts
         assert fronts is not None
         return await fronts.ask(
@@ -240,13 +241,13 @@ class ApiCall:
         )
 
     def make_failure(self, answered: ForwardedAnswer) -> ApiError:
-        """The error that another server has answered with."""
+        """The error in another server's answer."""
         fault = msgspec.json.decode(answered.body, type=_Fault).error
         param, code = fault.param, fault.code or "invalid_value"
         return ApiError(answered.status, code, fault.message, None if param is None else str(param))
 
     async def forward(self, front: str) -> None:
-        """Lets another server with the same store answer."""
+        """Answers with the answer of another server with the same store."""
         answered = await self.asked_elsewhere(front)
         headers = {b"content-length": b"%d" % len(answered.body)}
         headers |= {name: value for name, value in answered.headers if name == b"retry-after"}
@@ -254,7 +255,7 @@ class ApiCall:
         await self._write(answered.body, False)
 
     async def reply(self, payload: Any, *, status: int = 200) -> None:
-        """Answers with JSON, from a struct or encoded already."""
+        """Answers with JSON. ``payload``: a struct, or encoded JSON."""
         body = payload if isinstance(payload, bytes) else msgspec.json.encode(payload)
         await self._start(status, JSON, {b"content-length": b"%d" % len(body)})
         await self._write(body, False)
@@ -300,7 +301,7 @@ class ApiCall:
         )
 
     def _limit_headers(self) -> dict[bytes, bytes]:
-        """The rest of the limits when the answer begins: after its request was admitted, or after its end."""
+        """The remaining limits when the answer begins: after the request was admitted, or after its end."""
         try:
             return self._error_format.limit_headers(self.service.models.gate.state(self.tenant))
         except (AgentflowError, ApiError):  # the key is unknown or revoked, or the server has stopped
@@ -375,8 +376,8 @@ class ApiCall:
         self._num_charged_tokens += more
 
     def release_body(self) -> None:
-        """Releases the memory of the body. Of the tokens charged for the body, the tenant gets back as many
-        as the prompt is charged, or all if the server could not serve the request."""
+        """Releases the memory of the body. Of the tokens charged for the body, the tenant gets back the
+        number that its prompt is charged, or all if the server could not serve the request."""
         self._body = bytearray()  # a decoded body may still refer to the old one
         if self._held is not None:
             self._held.close()
@@ -408,7 +409,7 @@ _ENGINE_FIELDS: dict[str, object] = {
     "top_logprobs": 0,
     "truncation": "disabled",
 }
-"""The fields that need an engine, with the values that ask for nothing."""
+"""The fields that need an engine, with their neutral values."""
 
 
 def _check_engine_fields(body: object, model: str) -> None:

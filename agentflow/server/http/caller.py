@@ -1,12 +1,11 @@
 """Where a request comes from: its trace, and its place in a program that runs at the client.
 
-A client names the program of a request in a header. The names of Dynamo (``ai-dynamo`` 1.6) are understood as
-well: ``x-dynamo-session-id`` is a program whose requests follow one another, up to one with
-``x-dynamo-session-final``, a session with ``x-dynamo-parent-session-id`` belongs to that program, and
-``nvext.agent_hints`` has advice. Advice changes no answer, so values that make no sense are ignored, as they
-are there. Without these, OpenAI's ``prompt_cache_key`` names a program: agents send the id of their
-conversation. The ``kv_hints`` of vLLM 0.32 are no part of its HTTP APIs; SGLang's ``/generate`` has them
-(``server.sglang``).
+A client names the program of a request in a header. Dynamo's names (``ai-dynamo`` 1.6) are also supported:
+``x-dynamo-session-id`` is a program whose requests follow one another until a request with
+``x-dynamo-session-final``; a session with ``x-dynamo-parent-session-id`` belongs to the parent's program; and
+``nvext.agent_hints`` has advice. Advice does not change answers, so invalid values are ignored, as in Dynamo.
+Without these, OpenAI's ``prompt_cache_key`` names the program: agents send the id of their conversation. The
+``kv_hints`` of vLLM 0.32 are not part of its HTTP APIs; SGLang's ``/generate`` has them (``server.sglang``).
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ MAX_NAME_CHARS = 256
 
 
 class _AgentHints(msgspec.Struct, frozen=True):
-    priority: msgspec.Raw = msgspec.Raw()  # a higher one goes first
-    strict_priority: msgspec.Raw = msgspec.Raw()  # the same, before ``priority``
+    priority: msgspec.Raw = msgspec.Raw()  # requests with a higher one run first
+    strict_priority: msgspec.Raw = msgspec.Raw()  # the same; takes precedence over ``priority``
     latency_sensitivity: msgspec.Raw = msgspec.Raw()  # the former name of ``priority``
-    osl: msgspec.Raw = msgspec.Raw()  # the expected tokens of the output
-    speculative_prefill: msgspec.Raw = msgspec.Raw()  # the next turn is to be computed after the answer
+    osl: msgspec.Raw = msgspec.Raw()  # the expected number of output tokens
+    speculative_prefill: msgspec.Raw = msgspec.Raw()  # prefill the next turn after the answer
 
 
 class _NvExt(msgspec.Struct, frozen=True):
@@ -55,7 +54,7 @@ class _SaltedNvExt(msgspec.Struct, frozen=True):
 
 class _Advice(NamedTuple):
     """``priority``: within the range of this server. ``output_tokens``: the expected length of the answer.
-    ``prefills_next``: the next turn is to be computed after it."""
+    ``prefills_next``: prefill the next turn after the answer."""
 
     priority: int | None = None
     output_tokens: int | None = None
@@ -99,15 +98,15 @@ class Caller(NamedTuple):
     """The place of a request in a program of the client."""
 
     trace: str = ""  # the client's ``traceparent``
-    program: str = ""  # a name that the client chose
-    # a name that the client chose for the requests of one stage, for which one consumer waits
+    program: str = ""  # the client's name for the program
+    # The client's name for the requests of one stage, whose results one consumer waits for.
     group: str = ""
     objective: Objective | None = None
-    output_tokens: int | None = None
-    # the name of a program whose requests follow one another, like those of an agent that calls tools
+    output_tokens: int | None = None  # the expected length of the answer
+    # The name of a program whose requests follow one another, such as an agent's.
     session: str = ""
-    is_last: bool = False  # it is the last request of its session
-    prefills_next: bool = False  # the beginning of the next turn is computed after the answer
+    is_last: bool = False  # the last request of its session
+    prefills_next: bool = False  # prefill the beginning of the next turn after the answer
 
     @classmethod
     def of(cls, headers: Mapping[str, str], trace: str) -> Caller:
@@ -128,7 +127,7 @@ class Caller(NamedTuple):
         )
 
     def advise(self, generator: EngineGenerator, context: EngineContext) -> None:
-        """Tells the scheduler the place of a new context, and which one it continues."""
+        """Tells the scheduler the place of a new context in its program, and the session it continues."""
         if self.session:
             generator.continue_session(context, self.session, is_last=self.is_last)
         if not (self.program or self.group or self.objective or self.output_tokens):
@@ -142,7 +141,7 @@ class Caller(NamedTuple):
 
 
 ANYONE: Final = Caller()
-"""A caller that says nothing about its requests."""
+"""A caller that names no program and gives no advice."""
 
 
 def caller_with(caller: Caller, extension: msgspec.Raw | None = None, cache_key: str | None = None) -> Caller:
@@ -155,13 +154,13 @@ def caller_with(caller: Caller, extension: msgspec.Raw | None = None, cache_key:
 
 
 def read_salt(salt: str | None, extension: msgspec.Raw | None) -> str:
-    """The cache salt of a request: its own field, or the field in its ``nvext``. Raises ``ApiError`` for a
-    value that is no salt: without it, the request would share its cache."""
+    """The cache salt of a request: its own field, or the field in its ``nvext``. ``ApiError`` for an invalid
+    salt: if it were ignored, the request's cache would be shared."""
     if salt or extension is None:
         return salt or ""
     try:
         given = msgspec.json.decode(extension, type=_SaltedNvExt).cache_salt
-    except msgspec.DecodeError:  # no object
+    except msgspec.DecodeError:  # not an object
         return ""
     try:
         return msgspec.json.decode(given or b"null", type=_Salt | None) or ""

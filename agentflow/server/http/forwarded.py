@@ -1,5 +1,4 @@
-"""Answers the requests that other servers with the same store forward to this one, through the application's
-own routes."""
+"""Answers the requests that other servers with the same store forward, through the application's routes."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from agentflow.server.stores.fronts import ForwardedAnswer, ForwardedRequest
 
 
 async def answer_forwarded(routes: ASGIApp, app: ASGIApp, asked: ForwardedRequest) -> ForwardedAnswer:
-    """The answer to a request.
+    """Answers a request.
 
     Args:
-        routes: The routes of the application, behind its checks of browsers and hosts.
-        app: The application, whose state handlers use.
+        routes: The routes of the application, without its checks of origins and host names.
+        app: The application, whose state the handlers use.
         asked: The request, which the other server has authenticated.
     """
     scope: Scope = {

@@ -24,8 +24,8 @@ from agentflow.server.http.whole_numbers import (
 )
 
 T = TypeVar("T")
-# Smaller bodies are not charged to the memory budget, so they are served even when large ones fill it. Nor
-# are they read in a thread.
+# Smaller bodies are not charged to the memory budget, so they are served even when large ones fill it. They
+# are decoded without a thread.
 SMALL_BODY_BYTES = 32_768
 _UNKNOWN = "Object contains unknown field `"
 _MISSING = "Object missing required field `"
@@ -55,17 +55,17 @@ def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], place: str = "
 
 
 def not_json(fault: object, param: str | None = None) -> ApiError:
-    """The error for a body that is no valid JSON. ``param``: the field of the fault."""
+    """The error for a body that is not valid JSON. ``param``: the field of the fault."""
     at = f" in {param}" if param else ""
     return ApiError(400, "invalid_json", f"the body is not valid JSON: {fault}{at}", param=param)
 
 
 def _half_pair_place(data: bytes | bytearray | msgspec.Raw, place: str) -> str | None:
-    """The field of the first text with half a surrogate pair. None in a large body."""
+    """The field of the first string with half a surrogate pair. None for a large body."""
     if len(memoryview(data)) > SMALL_BODY_BYTES:
         return None
     try:
-        left = [(place, json.loads(bytes(data)))]  # takes halves
+        left = [(place, json.loads(bytes(data)))]  # accepts halves
     except (ValueError, RecursionError):
         return None
     while left:
@@ -104,7 +104,7 @@ def count_values(scan: JsonScan, piece: bytes) -> None:
 
 def shown_fault(error: msgspec.ValidationError, kind: Any, within: str) -> tuple[str, str | None]:
     """The message and the field of an error. msgspec appends the place, such as `$.a[0]`, or `key` in `$.a`
-    for a name within a field. ``within``: a prefix of all places. Names and values of the client are
+    for a name within a field. ``within``: the prefix of all places. The client's names and values are
     truncated, since they can be as long as the body."""
     text, has_place, place = str(error).rpartition(" - at `")
     if not has_place:
@@ -128,7 +128,7 @@ def shown_fault(error: msgspec.ValidationError, kind: Any, within: str) -> tuple
 
 
 def _allowed(kind: Any, place: str) -> list[str]:
-    """The names of which msgspec's error at this place requires one."""
+    """The names that are allowed at this place of a msgspec error."""
     found: list[Any] = [type_info(kind)]
     for step in _STEPS.findall(place.removeprefix("$")):
         found = [inner for one in found for inner in _inside(one, step)]
@@ -140,7 +140,7 @@ _STEPS = re.compile(r"\[[^]]*\]|[^.[\]`]+")
 
 
 def _inside(type_: Any, step: str) -> Iterator[Any]:
-    """The types of a member, or of the items of a list. The name of a kind of object is one of its tags."""
+    """The types of a member, or of a list's items. A tag field has its struct's tag as the only value."""
     for one in options(type_):
         if isinstance(one, msgspec.inspect.ListType) and step.startswith("["):
             yield one.item_type

@@ -30,7 +30,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import CloseCode, Frame
 from websockets.http11 import Request
 
-# Of one request: its headers with their names, and the trailers of a chunked body.
+# The limits of a request's headers, including names and the trailers of a chunked body, and of its URL.
 MAX_HEADER_BYTES = 65_536
 MAX_HEADERS = 256
 MAX_URL_BYTES = 16_384
@@ -38,10 +38,11 @@ MAX_URL_BYTES = 16_384
 PIECE_BYTES = 16_384
 # A client that reads nothing is disconnected after this time, or at most twice as long.
 WRITE_WATCH_S = 10.0
-# Of a websocket: 200 frames without data take a millisecond, and larger frames take less.
+# A websocket's data are parsed in pieces of this size: 200 frames without data take a millisecond, and larger
+# frames take less. A websocket parses for this time before it is another one's turn.
 WEBSOCKET_PIECE_BYTES = 1_024
 TURN_S = 0.003
-# The frames of one message. Clients divide a message into few frames, or send it as it is generated.
+# The limit of frames in a message. Clients divide a message into few frames, or send it as they generate it.
 MAX_FRAGMENTS = 16_384
 # After a rejection, data are read and dropped for this time: closing with unread data resets the connection,
 # and the client may then not receive the answer.
@@ -58,8 +59,8 @@ class _Unreadable(Exception):
 
 
 class _WriteWatch:
-    """Checks regularly that the client reads, while ``is_waiting()`` (there is data to read, and no more is
-    being added), and aborts the transport if it does not."""
+    """Checks regularly whether the client reads, while ``is_waiting()`` (there is data to read, and no more
+    is being added), and aborts the transport if it does not."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, is_waiting: Callable[[], bool]
@@ -178,7 +179,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
         if self._num_header_bytes > MAX_HEADER_BYTES:
             raise _Unreadable(431, f"The headers have more than {MAX_HEADER_BYTES} bytes.")
         self._num_hosts += self._is_in_headers and name.lower() == b"host"
-        if self._num_hosts > 1:  # a proxy and the server could each read another one (RFC 9112, section 3.2)
+        if self._num_hosts > 1:  # a proxy and the server could use different ones (RFC 9112, section 3.2)
             raise _Unreadable(400, "There is more than one Host header.")
         if self._is_in_headers:  # trailers come while the application has the request, and are dropped
             super().on_header(name, value)
@@ -222,7 +223,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self._stop_timer()
         if any(name in BODY_HEADERS and value != b"0" for name, value in self.headers):
-            # The websocket protocol would wait for the body without end.
+            # The websocket protocol would wait for the body forever.
             self._reject(400, "The request for a websocket must not have a body.")
             return
         self._stop_watch()
@@ -268,14 +269,14 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
 
 class _Turns:
-    """Divides the event loop among the websockets that have data to parse: one of them in each iteration."""
+    """Divides the event loop among the websockets with data to parse: one websocket in each iteration."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: dict[TimedWebSocketProtocol, None] = {}  # a dict: an ordered set
 
     def add(self, protocol: TimedWebSocketProtocol) -> None:
-        """Gives the websocket a turn, after those that wait already."""
+        """Gives the websocket a turn, after all that wait already."""
         if not self._waiting:
             self._loop.call_soon(self._run)
         self._waiting[protocol] = None
@@ -296,8 +297,8 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
     128 headers, a line of more than 8 KB, an invalid request). Closes the connection if the application does
     not answer the handshake within ``handshake_timeout_s``.
 
-    Parses a client's data in turns, and not while the client does not read, or the application has
-    messages: pings are answered immediately, and frames without data take long.
+    Parses a client's data in turns, and pauses while the client does not read or the application has unread
+    messages: pings are answered while parsing, and frames without data take long.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
         self._wait_for_turn()
 
     def parse_turn(self) -> None:
-        """Parses data that wait for about ``TURN_S``, while the client and the application read."""
+        """Parses waiting data for about ``TURN_S``, while the client and the application read."""
         end = self.loop.time() + TURN_S
         while self._unparsed and not self.read_paused and self.writable.is_set():
             piece = bytes(self._unparsed[:WEBSOCKET_PIECE_BYTES])
@@ -342,7 +343,7 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
             if self._unparsed and self.loop.time() > end:
                 self._turns.add(self)
                 return
-        # Otherwise ``receive`` or ``resume_writing`` goes on.
+        # Otherwise ``receive`` or ``resume_writing`` continues.
         if not self._unparsed and not self.read_paused:
             self.transport.resume_reading()
 
@@ -359,7 +360,7 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
-        event.headers.clear()  # the scope has them, and the parser would keep these 2 KB as well
+        event.headers.clear()  # the scope has the headers, and the parser would keep another 2 KB
 
     def handle_cont(self, event: Frame) -> None:
         if len(self.frames) < MAX_FRAGMENTS:

@@ -20,6 +20,6 @@ class ApiRoute:
     error_format: ErrorFormat
     response: type[Any] | tuple[type[Any], ...]  # the type, or types, of the answer with status 200
     request: type[msgspec.Struct] | None = None  # the type of the body
-    query: type[msgspec.Struct] | None = None  # the type of the address's parameters
-    statuses: tuple[int, ...] = ()  # of errors that other routes do not have
-    streams: bool = False  # with ``"stream": true``, server-sent events are the answer
+    query: type[msgspec.Struct] | None = None  # the type of the query parameters
+    statuses: tuple[int, ...] = ()  # of errors that not every route has
+    streams: bool = False  # the answer can be a stream, in the format's ``stream_type``

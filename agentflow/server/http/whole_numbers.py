@@ -1,6 +1,6 @@
-"""Whole numbers that a client writes as floats, such as ``8192.0``, where a request has integers.
+"""Accepts whole numbers that are written as floats, such as ``8192.0``, in integer fields of a request.
 
-Some languages have one type of number, and write it with a point. JSON makes no difference between ``8`` and
+Some languages have one type of number, and write it with a decimal point. JSON does not distinguish ``8`` and
 ``8.0``, but the decoder does, so the text of integer fields is rewritten before it is decoded again.
 """
 
@@ -18,7 +18,7 @@ from msgspec.inspect import DictType, FloatType, IntType, ListType, LiteralType,
 
 MAX_REWRITTEN_BYTES = 1_000_000
 """Rewriting a longer text would block the event loop for too long."""
-_MAX_INTEGER = 2.0**64  # of the decoder
+_MAX_INTEGER = 2.0**64  # the decoder's limit
 _NUMBER = re.compile(rb"[-+.0-9eE]+")
 
 type_info = cache(msgspec.inspect.type_info)
@@ -38,10 +38,10 @@ def with_whole_numbers(data: bytes, kind: Any) -> bytes:
 
     Args:
         data: the JSON.
-        kind: the type that it is to have.
+        kind: the type that it should have.
 
     Returns:
-        JSON of the same meaning.
+        Equivalent JSON.
 
     Raises:
         msgspec.DecodeError: it is not valid JSON.
@@ -125,7 +125,7 @@ def _object(data: bytes, places: _Places) -> bytes:
 
 
 def _list(data: bytes, places: _Places, only_numbers: bool) -> bytes:
-    if only_numbers and b'"' not in data:  # which may be long
+    if only_numbers and b'"' not in data:  # faster, since such a list may be long
         return _NUMBER.sub(_whole, data)
     items = msgspec.json.decode(data, type=list[msgspec.Raw])
     return msgspec.json.encode([msgspec.Raw(_rewritten(bytes(item), places)) for item in items])
