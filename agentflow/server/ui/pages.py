@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 STATIC = Path(__file__).parent / "static"
 INDEX = "index.html"
-# Not from the machine's own table of types, which may say something else.
+# Not from the operating system's table of types, which may differ.
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -110,7 +110,7 @@ def policy(host: str) -> str:
     >>> policy("127.0.0.1:8410")
     "default-src 'none'; …; connect-src 'self' ws://127.0.0.1:8410 wss://127.0.0.1:8410; …"
     """
-    # Some browsers' 'self' leaves websockets out.
+    # In some browsers, 'self' does not include websockets.
     sockets = f" ws://{host} wss://{host}" if _HOST.fullmatch(host) else ""
     return (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "

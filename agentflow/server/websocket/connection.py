@@ -1,8 +1,8 @@
-"""One websocket that serves one session: greeting, ops in, events out, and an end that says why.
+"""One websocket that serves one session: greeting, ops in, events out, and a close with the reason.
 
 ::
 
-    expects Hello ──▶ takes Ops, until Bye ──▶ closed
+    expects Hello ──▶ reads Ops, until Bye ──▶ closed
           │                  │
           └── anything else: Refused with the expected and the received frame, and closed
 
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 # client that only sends can drop the ops that it keeps for a resume.
 ACK_OPS = 64
 ACK_BYTES = 64 * 1024
-# Time limit of telling a client why its connection ends.
+# The time limit for sending a client the reason why its connection ends.
 LAST_WORDS_S = 1.0
 
 NORMAL = 1000
@@ -82,8 +82,8 @@ PROTOCOL_VIOLATIONS = {1002, 1007, 1009}
 
 
 FindModels: TypeAlias = Callable[[str | None], SessionModels]
-"""Finds the models of a session, whose default is the model of this name, or the server's default for None.
-``UnknownModel``."""
+"""Finds the models of a session. The argument is the name of its default model, None: the server's default.
+``UnknownModel`` if there is no such model."""
 
 
 class WsSession(Generic[ContextT]):
@@ -95,7 +95,7 @@ class WsSession(Generic[ContextT]):
         find_models: Finds the models of a session.
         tenant: The tenant's name.
         is_valid: Whether the API key still identifies the tenant.
-        subprotocol: The selected one of those that the client offers.
+        subprotocol: The selected subprotocol, among those that the client offers.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class WsSession(Generic[ContextT]):
         self._num_unacked_bytes = 0
 
     async def run(self) -> None:
-        """Returns when the websocket is closed. Errors of the client or the server end only its session and
-        are not raised."""
+        """Serves the websocket until it is closed. Errors of the client or the server end only its session
+        and are not raised."""
         session: ServedSession[ContextT] | None = None
         error: AgentflowError | None = None
         has_hung_up = False
@@ -236,7 +236,7 @@ class WsSession(Generic[ContextT]):
                 if events or session.num_taken > self._num_acked:
                     await self._send_events(session.num_taken, events)
         except WebSocketDisconnect:
-            pass  # the reader raises it too, after the client's last frames
+            pass  # ``_read`` raises it, too, after the client's last frames
         except Exception as fault:
             faults.append(fault)
             scope.cancel()

@@ -1,4 +1,4 @@
-"""Websocket frames: received ones are checked before decoding, and events are split into frames.
+"""Websocket frames: received frames are checked before decoding, and events are split into frames.
 
 ``check_frame`` counts the values of a frame before objects are created from them, in pieces between which the
 event loop runs. ``event_frames`` encodes events within the frame limit.
@@ -86,11 +86,12 @@ def _counting_msgpack(data: bytes) -> Iterator[None]:
 
 MAX_SHOWN_CHARS = 400
 MAX_SENT_CHARS = 500_000
-"""The text in one frame. Encoding and sending so much takes a few milliseconds."""
+"""The limit of the text in one frame, which takes a few milliseconds to encode and send."""
 
 
 def event_frames(ack: int, events: Sequence[Event], *, frame_bytes: int, binary: bool) -> Iterator[bytes]:
-    """One frame if it fits, else several, in order. A long text is split into several deltas."""
+    """Encodes events as one frame if they fit, or as several in order. A long text is split into several
+    deltas."""
     if sum(map(_num_chars, events)) <= MAX_SENT_CHARS:
         frame = encode(Events(ack, tuple(events)), binary=binary)
         if len(frame) <= frame_bytes:

@@ -1,7 +1,7 @@
 """The sessions of a server: each has an interpreter, its tasks and states, and a secret.
 
-A session belongs to one websocket at a time. After that breaks, the client can resume the session within the
-grace period. At its end, or after a Bye, everything that the session runs is cancelled.
+A session belongs to one websocket at a time. If the websocket breaks, the client can resume the session
+within the grace period. After the grace period, or a Bye, everything that the session runs is cancelled.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def always_valid() -> bool:
 
 
 class ServedSession(Generic[ContextT]):
-    """The session of one client. ``num_taken``: the number of the last op that was taken.
+    """The session of one client. ``num_taken``: the number of the last op that was accepted.
 
     Args:
         models: The models that it may use.
         tasks: The task group in which its states run.
-        holder: The scope of its connection, which is cancelled when another one takes over.
+        holder: The scope of its connection, which is cancelled when another connection takes over.
         tenant: The tenant's name.
         memory: The budget of its texts.
         is_valid: Whether the API key of its current or last websocket is valid.
         graphs: The live graphs of the tenant.
-        front: The name of this server among several.
+        front: The id of this server, if several share a store.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class ServedSession(Generic[ContextT]):
         self._changed = anyio.Event()
 
     async def take(self, frame: UnreadOps, read: Callable[[msgspec.Raw], Op | Rejected]) -> None:
-        """Submits the ops of the frame that were not taken before. ``read`` decodes them. ``ProtocolError``
-        if ops are missing or one has no state, ``Overloaded`` if too many were rejected."""
+        """Submits the ops of the frame that were not accepted before. ``read`` decodes them.
+        ``ProtocolError`` if ops are missing or one has no state, ``Overloaded`` if too many were rejected."""
         if not 1 <= frame.first <= self.num_taken + 1:
             raise ProtocolError(
                 f"expected ops from number {self.num_taken + 1} on, received a frame whose first op has "
@@ -108,7 +108,7 @@ class ServedSession(Generic[ContextT]):
                 await turn.pause()
                 for _ in self.interpreter.submitting(op):
                     if turn.is_over:
-                        with anyio.CancelScope(shield=True):  # an op is taken as a whole, or not at all
+                        with anyio.CancelScope(shield=True):  # an op is submitted as a whole, or not at all
                             await turn.pause()
                         if self.has_ended:
                             return
@@ -133,8 +133,8 @@ class ServedSession(Generic[ContextT]):
             self._change()
 
     def end(self, failure: AgentflowError | None = None) -> None:
-        """Ends the session without a grace period. Its work is cancelled, and its holder, which sends the
-        client the ``failure``."""
+        """Ends the session without a grace period. Cancels its work and its holder, which sends the client
+        the ``failure``."""
         self.has_ended = True
         self.failure = self.failure or failure
         self._change()
@@ -162,7 +162,7 @@ class ServedSession(Generic[ContextT]):
 
 
 def session_front(session_id: str) -> str:
-    """The front with which the id of a session begins; empty without one."""
+    """The front in the id of a session; empty if it has none."""
     return session_id.rpartition(".")[0]
 
 
@@ -193,7 +193,7 @@ class Sessions(Generic[ContextT]):
 
     @property
     def num_connections(self) -> int:
-        """The number of websockets that have a place."""
+        """The number of open websockets, without rejected ones."""
         return self._num_connections_of.total()
 
     @contextmanager
@@ -258,7 +258,7 @@ class Sessions(Generic[ContextT]):
         tenant: str = "",
         is_valid: IsValid = always_valid,
     ) -> ServedSession[ContextT]:
-        """Resumes a session, which repeats the events that the client lacks. ``ServerLost`` if it has
+        """Resumes a session, which sends the events that the client lacks again. ``ServerLost`` if it has
         ended, or belongs to another tenant."""
         session = self._sessions.get(resume.session)
         if session is None or session.tenant != tenant:
@@ -277,7 +277,7 @@ class Sessions(Generic[ContextT]):
                 session.end(revoked())
 
     async def wait_until_empty(self) -> None:
-        """Waits until no session is open, and the contexts of all that were are freed."""
+        """Waits until no session is open, and the contexts of all closed sessions are freed."""
         while self._sessions or self._num_closing:
             await self._one_removed.wait()
 
@@ -302,7 +302,7 @@ class Sessions(Generic[ContextT]):
                     models, group, holder, tenant, memory, is_valid, self.graphs.of(tenant), self._front
                 )
                 self._sessions[session.id] = session
-                self._opening.pop(holder, None)  # not counted twice until ``open`` goes on
+                self._opening.pop(holder, None)  # not counted twice until ``open`` continues
                 task_status.started(session)
                 await session.until_over(self.limits.resume_grace_s)
                 group.cancel_scope.cancel()
@@ -331,8 +331,8 @@ class Sessions(Generic[ContextT]):
 
 @asynccontextmanager
 async def open_sessions(limits: ServerLimits, front: str = "") -> AsyncIterator[Sessions[Any]]:
-    """The sessions of a server, which are cancelled at the end of the scope. ``front``: its id among several
-    servers."""
+    """The sessions of a server, which are cancelled at the end of the scope. ``front``: the server's id, if
+    several share a store."""
     async with open_task_group() as group:
         yield Sessions(limits, group, front)
         group.cancel_scope.cancel()
