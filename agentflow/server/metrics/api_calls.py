@@ -18,11 +18,11 @@ class ApiCallTimes(RequestTimes):
         self.cost: defaultdict[str, float] = defaultdict(float)
         """US dollars by tenant, of models whose price is known."""
         self.errors: Counter[str] = Counter()
-        """Failed calls by the code of their error; ``cancelled``: those that their client left."""
+        """Failed calls by the code of their error; ``cancelled``: they were cancelled."""
 
     @property
     def num_running(self) -> int:
-        """The calls that run."""
+        """The number of calls in progress."""
         return len(self._pending)
 
     @property
@@ -36,7 +36,7 @@ class ApiCallTimes(RequestTimes):
         return total
 
     def call_begun(self, call_id: int, tenant: str, *, generates: bool = True) -> None:
-        """Starts the time of a call."""
+        """Starts timing a call."""
         self._pending[call_id] = PendingRequest(
             self._clock(), tenant, generates=generates, embeds=not generates
         )

@@ -49,7 +49,7 @@ _ENGINE_COUNTERS = (
     ("preemptions", "Running requests that were preempted because the KV pool was full."),
     ("steps", "Forward passes."),
     ("media_encoded", "Images that were encoded."),
-    ("media_evicted", "Images whose features were dropped for room."),
+    ("media_evicted", "Images whose features were evicted."),
 )
 
 
@@ -129,7 +129,7 @@ class MetricFamilies(Collector):
         yield up
         requests = GaugeMetricFamily(
             "agentflow_replica_requests",
-            "Requests that a replica has not ended.",
+            "Unfinished requests of a replica.",
             labels=["model", "replica"],
         )
         for name, of in self._engines.items():
@@ -195,7 +195,7 @@ class MetricFamilies(Collector):
             answers.add_metric([route, str(status) if status else "gone"], number)
         yield answers
         relaxed = self._metrics.relaxed
-        text = "Requests with a schema that the grammar does not keep wholly."
+        text = "Requests with a schema that the grammar does not fully enforce."
         yield CounterMetricFamily("agentflow_relaxed_requests", text, value=relaxed["requests"])
         outputs = CounterMetricFamily(
             "agentflow_relaxed_outputs",
@@ -299,8 +299,8 @@ def _histogram(
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-# Time limit of the engine's answer to a scrape; it answers between two steps. Prometheus's own limit is ten
-# seconds.
+# The time limit of the engine's answer to a scrape; it answers between two steps. Prometheus's own limit is
+# ten seconds.
 SCRAPE_TIMEOUT_S = 3.0
 
 COUNTERS = (
@@ -348,7 +348,7 @@ class EngineTotals:
         self.restarted(restarts)
 
     def restarted(self, restarts: int) -> None:
-        """The engine's process was replaced ``restarts`` times, whether or not it answers now."""
+        """Records that the engine's process was replaced ``restarts`` times. It need not answer."""
         self.restarts = self._restarts_before + restarts
 
     def next_engine(self) -> None:
@@ -359,7 +359,7 @@ class EngineTotals:
 
     def count(self, name: str) -> int:
         """One of ``COUNTERS``."""
-        now: int = getattr(self.last, name, 0)  # before an answer, there are no counters of images
+        now: int = getattr(self.last, name, 0)  # before the first answer, some counters are missing
         return self._before[name] + now
 
     def phases(self) -> Sequence[BucketCounts]:
@@ -388,7 +388,7 @@ class ReplicaTotals:
         self.last = self._each[0].last if parts is None else stats
 
     def restarted(self, number: int, restarts: int) -> None:
-        """See ``EngineTotals``. ``number``: of the replica; 0: the only engine."""
+        """See ``EngineTotals``. ``number``: the replica's number; 0 for the only engine."""
         self._each.setdefault(number, EngineTotals()).restarted(restarts)
 
     def next_engine(self) -> None:
@@ -419,7 +419,7 @@ class ModelMetrics:
 
     def __init__(self) -> None:
         self.requests = RequestTimes()
-        self.calls: ApiCallTimes | None = None  # to an API, for a model without an engine
+        self.calls: ApiCallTimes | None = None  # calls to the model's API; None: it has an engine
         self.totals = ReplicaTotals()
         self.replicas: Sequence[ReplicaStatus] = ()
         self.is_engine_up = False
@@ -427,14 +427,14 @@ class ModelMetrics:
         self._has_been_watched = False
 
     def watch_calls(self, model: ApiModel) -> None:
-        """Measures the calls to the model's API from now on. They add to earlier ones."""
+        """Measures the calls to the model's API from now on, in addition to earlier ones."""
         self.calls = self.calls or ApiCallTimes()
         self.requests = self.calls
         self.requests.forget_pending()
         model.observe(self.calls)
 
     def watch(self, generator: Generator[Any]) -> None:
-        """Times the requests of this engine from now on. Its counters add to earlier engines'."""
+        """Times the requests of this engine from now on. Its counters add to those of earlier engines."""
         if self._has_been_watched:
             self.totals.next_engine()
             self.requests.forget_pending()
@@ -449,7 +449,7 @@ class ModelMetrics:
         if isinstance(model, EngineModel):
             engine, self.kernels = model.client.engine, model.client.info.kernels
         replicas = engine if isinstance(engine, ReplicaSet) else None
-        if replicas is not None:  # one that does not answer must not hide the others
+        if replicas is not None:  # a replica that does not answer must not hide the others
             self.replicas = await replicas.refreshed()
             parts = {one.number: one.stats for one in self.replicas if one.stats is not None}
             if parts:
@@ -481,10 +481,10 @@ class ServerMetrics:
         self.answers: Counter[tuple[str, int]] = Counter()
         """The number of answers of the HTTP APIs by route and status; 0: the client had disconnected."""
         self.relaxed: Counter[str] = Counter()
-        """The number of ``requests`` with a relaxed schema, and of answers and calls under one by the result
-        of their check: ``valid``, ``violated``, ``unchecked``."""
+        """The number of ``requests`` with a relaxed schema, and of their answers and tool calls by the result
+        of the check: ``valid``, ``violated``, ``unchecked``."""
         self.num_tasks = 0
-        self._compiled_before = CompileCounts()  # by the compilers of earlier models
+        self._compiled_before = CompileCounts()  # the counters of earlier models' compilers
         self._models: Models | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(MetricFamilies(self))

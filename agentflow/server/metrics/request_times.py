@@ -16,7 +16,7 @@ from agentflow.engine.request import Submit
 
 WAIT_BOUNDS_S = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TPOT_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-# Each tenant with its own label takes memory here and in Prometheus. The others share one.
+# The limit of tenants with their own label, which takes memory here and in Prometheus. The others share one.
 MAX_TENANTS = 100
 MAX_TENANT_CHARS = 64
 NO_TENANT = "default"
@@ -25,7 +25,7 @@ OTHER_TENANTS = "other"
 
 @dataclass(slots=True)
 class PendingRequest:
-    """A request that has not ended."""
+    """An unfinished request."""
 
     sent_s: float
     tenant: str
@@ -55,13 +55,13 @@ class RequestTimes:
         self.missed_tokens: Counter[str] = Counter()
         """The tokens of prompts that were not cached, by ``Finished.miss_reason``."""
         self.num_embeddings = 0
-        """Finished requests for the embedding of one text."""
+        """The number of finished embedding requests, one for each text."""
         self.embedding_tokens = 0
         self._clock = clock
         self._pending: dict[int, PendingRequest] = {}
 
     def sent(self, submit: Submit) -> None:
-        """Starts the time of a request."""
+        """Starts timing a request."""
         self._pending[submit.request_id] = PendingRequest(
             self._clock(),
             submit.origin.tenant,
@@ -90,11 +90,11 @@ class RequestTimes:
                     self._pending.pop(message.request_id, None)
 
     def forget_pending(self) -> None:
-        """Forgets requests without an end, because the next engine may use their ids again."""
+        """Forgets unfinished requests, because the next engine may reuse their ids."""
         self._pending.clear()
 
     def _has_started(self, pending: PendingRequest | None, now_s: float) -> None:
-        if pending is None or pending.is_started:  # it runs again after a restart: the first wait counts
+        if pending is None or pending.is_started:  # after a restart it starts again: the first wait counts
             return
         pending.is_started = True
         tenant = self._label(pending.tenant)
@@ -131,6 +131,6 @@ class RequestTimes:
 
 
 def tenant_label(tenant: str, known: Set[str]) -> str:
-    """The label of a tenant, with those that are ``known`` already."""
+    """The label of a tenant. ``known``: the labels in use."""
     label = tenant[:MAX_TENANT_CHARS].encode("utf-8", "replace").decode() or NO_TENANT
     return label if label in known or len(known - {OTHER_TENANTS}) < MAX_TENANTS else OTHER_TENANTS
