@@ -1,8 +1,8 @@
 """Responses that run without a connection.
 
-A background response is a task of the server: it goes on when its client disconnects, and ends with the
+A background response is a task of the server: it continues when its client disconnects, and ends with the
 server. ``BackgroundRuns`` owns the tasks, limits their number for each tenant, and finds them by their ids.
-An ``EventLog`` keeps the events of a response, so that a stream can begin at any of them.
+An ``EventLog`` keeps the events of a response, so that a stream can begin at any event.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from agentflow.server.responses.item import Item
 
 logger = logging.getLogger(__name__)
 
-# The memory of an event, without its bytes.
+# The memory of an event in addition to its bytes.
 _EVENT_BYTES = 64
-# Events that a stream sends in one piece, so that a long stream does not delay others.
+# The limit of events that a stream sends in one piece, so that a long stream does not delay others.
 _EVENTS_AT_ONCE = 256
 
 
@@ -46,7 +46,7 @@ class EventLog:
         self._has_ended = False
         self._changed = anyio.Event()
         self.num_bytes = 0
-        """An estimate of its memory."""
+        """The estimated memory of the log."""
 
     def add(self, events: bytes) -> int:
         """Appends whole events. Returns the bytes of memory that they add."""
@@ -66,17 +66,17 @@ class EventLog:
         return log
 
     def end(self) -> None:
-        """There are no further events."""
+        """Records that no further events follow."""
         self._has_ended = True
         self._notify()
 
     def all(self) -> tuple[bytes, ...]:
-        """All events that there are."""
+        """All events so far."""
         return tuple(self._events)
 
     async def piece(self, number: int, most_s: float) -> tuple[bytes, int, bool]:
-        """Some events from this number on, waiting for one at most ``most_s`` seconds. Returns them, the
-        number after the last, and whether no further ones follow."""
+        """Waits up to ``most_s`` seconds for events from this number on. Returns some of them, the number of
+        the next event, and whether none follow."""
         if number >= len(self._events) and not self._has_ended:
             with anyio.move_on_after(most_s):
                 await self._changed.wait()
@@ -85,8 +85,8 @@ class EventLog:
         return b"".join(some), number, self._has_ended and number >= len(self._events)
 
     async def since(self, number: int) -> AsyncIterator[bytes]:
-        """The events from this number on, until there are no further ones. Events that are already there come
-        in pieces of several. Readers do not affect each other."""
+        """Yields the events from this number on until the end. Existing events come several at a time.
+        Readers do not affect each other."""
         while number < len(self._events) or not self._has_ended:
             if number < len(self._events):
                 some = self._events[number : number + _EVENTS_AT_ONCE]
@@ -101,16 +101,16 @@ class EventLog:
 
 
 Finish: TypeAlias = Callable[[ApiError | None, bool], Awaitable[None]]
-"""Keeps a response that has ended, by the error or because it was cancelled."""
+"""Stores a response that has ended. Arguments: the error if it failed, and whether it was cancelled."""
 
 
 class BackgroundRun:
-    """A response that runs.
+    """A running response.
 
     Args:
         response_id: its id.
         tenant: the name of its tenant.
-        memory: the memory of its parts, which it releases at its end.
+        memory: the memory of its parts, which is released at its end.
         shown: returns the response so far, as JSON.
         input_items: the items of its turn.
         events: its events, if it is streamed.
@@ -144,8 +144,8 @@ class BackgroundRun:
         return self._shown()
 
     def write(self, events: bytes, *, is_last: bool = False) -> None:
-        """Keeps these events, if the response is streamed. ``Overloaded`` if there is no memory for them,
-        unless they are the last ones."""
+        """Keeps these events, if the response is streamed. ``Overloaded`` if there is no memory for them; the
+        last events are always kept."""
         if self.events is not None and events:
             num_bytes = self.events.add(events)
             if is_last:
@@ -169,8 +169,8 @@ class BackgroundRun:
         accepted: Callable[[], None],
     ) -> None:
         """Runs ``generate``, which calls its argument when the request is accepted. An error before that is
-        raised; afterwards ``finish`` gets it, or whether the response was cancelled. Nothing else is raised:
-        the task group of all background responses is the server's."""
+        raised; a later error, or a cancellation, is passed to ``finish``. Nothing else is raised, since that
+        would end the task group of all background responses."""
         is_accepted = False
         failure: ApiError | None = None
 
@@ -190,7 +190,7 @@ class BackgroundRun:
                 if failure.status == 500:
                     logger.error("the background response %s failed", self.id, exc_info=error)
             try:
-                with anyio.CancelScope(shield=True):  # the server's end does not lose the response
+                with anyio.CancelScope(shield=True):  # store it even if the server shuts down
                     await finish(failure, self._scope.cancelled_caught)
             except Exception:
                 logger.exception("the background response %s was not stored", self.id)
@@ -202,7 +202,7 @@ class BackgroundRun:
 
 
 class BackgroundRuns:
-    """The responses that run. ``most``: the limit for each tenant. ``open_background_runs`` creates it."""
+    """The running responses. ``most``: the limit for each tenant. ``open_background_runs`` creates it."""
 
     def __init__(self, group: TaskGroup, most: int) -> None:
         self._group = group
@@ -211,7 +211,7 @@ class BackgroundRuns:
         self._num_of: Counter[str] = Counter()
 
     def find(self, tenant: str, response_id: str) -> BackgroundRun | None:
-        """The tenant's response with this id, while it runs."""
+        """The tenant's running response with this id, or None."""
         return self._runs.get((tenant, response_id))
 
     def end_revoked(self) -> None:
@@ -227,7 +227,7 @@ class BackgroundRuns:
         finish: Finish,
     ) -> None:
         """Starts ``run.run``, and returns when the request is accepted. ``RateLimited`` if the tenant has too
-        many; raises the error of a request that is rejected."""
+        many running responses; raises the error of a rejected request."""
         await self._group.start(self._run, run, generate, finish)
 
     async def _run(

@@ -1,4 +1,4 @@
-"""Items of conversations, as they are kept."""
+"""Items of stored conversations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Reasoning:
 
 
 Step: TypeAlias = Message | CalledTool | Reasoning
-"""An item's part of the conversation. The name in a tool's message is filled in from the call that it
-answers."""
+"""An item's part of the conversation. The name in a tool's message is filled in from the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Item:
 
     @classmethod
     def made(cls, item_id: str, shown: object, step: Step) -> Item:
-        """An item that is listed as ``shown``."""
+        """An item that lists show as ``shown``."""
         data = msgspec.json.encode(shown)
         return cls(item_id, data, step, item_bytes(item_id, data, step))
 

@@ -1,6 +1,6 @@
-"""How responses and conversations are kept: an interface for one front and for several.
+"""The interface of stores of responses and conversations, for one front and for several.
 
-``LocalResponses`` has them in this process (``store``), ``SharedResponses`` in Redis (``shared_store``). A
+``LocalResponses`` stores them in this process (``store``), ``SharedResponses`` in Redis (``shared_store``). A
 change of a conversation is atomic in both.
 """
 
@@ -20,35 +20,36 @@ class TooLargeToKeep(Exception):
 
 
 class Responses(Protocol):
-    """The responses and conversations of all tenants. Each finds only its own. A store in another process
-    raises ``Overloaded`` while that does not answer."""
+    """The responses and conversations of all tenants. A tenant finds only its own. A store in another process
+    raises ``Overloaded`` while that process does not answer."""
 
     def check_answers(self) -> None:
         """``Overloaded`` if the store is known not to answer."""
 
     async def begin(self, tenant: str, stored: StoredResponse) -> None:
-        """Tells other fronts of a response that runs in the background. ``add`` replaces it."""
+        """Registers a response that runs in the background, for other fronts. ``add`` replaces it."""
 
     async def add(self, tenant: str, stored: StoredResponse | StoredConversation) -> bool:
-        """Keeps a response, or a new conversation. False for one that is larger than the store."""
+        """Stores a response, or a new conversation. False if it is larger than the store."""
 
     async def find(
         self, tenant: str, response_id: str, *, to_continue: bool = False
     ) -> StoredResponse | None:
-        """The response with this id. ``to_continue``: its history is needed."""
+        """The response with this id, or None. ``to_continue``: its history is needed."""
 
     async def find_conversation(self, tenant: str, conversation_id: str) -> StoredConversation | None:
-        """The conversation with this id."""
+        """The conversation with this id, or None."""
 
     async def find_items(self, tenant: str, item_ids: Iterable[str]) -> Mapping[str, Item]:
         """Returns the stored items among these ids, by id."""
 
     async def change(self, tenant: str, conversation_id: str, change: Change) -> StoredConversation | None:
-        """Replaces a conversation by ``change`` of it, and returns that; None if there is none. ``change``
-        may run several times, and its error leaves the conversation unchanged. ``TooLargeToKeep``."""
+        """Replaces a conversation by the result of ``change`` and returns it; None if there is no such
+        conversation. ``change`` may run several times, and its error leaves the conversation unchanged.
+        ``TooLargeToKeep`` if the result is larger than the store."""
 
     async def delete(self, tenant: str, stored_id: str) -> bool:
-        """Whether the response or conversation was there."""
+        """Deletes a response or conversation. Returns whether it existed."""
 
 
 class LocalResponses:
@@ -61,7 +62,7 @@ class LocalResponses:
         """Does nothing: memory always answers."""
 
     async def begin(self, tenant: str, stored: StoredResponse) -> None:
-        """There is no other front."""
+        """Does nothing: there is no other front."""
 
     async def add(self, tenant: str, stored: StoredResponse | StoredConversation) -> bool:
         return self.store.add(tenant, stored)

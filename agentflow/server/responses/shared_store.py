@@ -1,7 +1,7 @@
 """Responses and conversations that several fronts share, in Redis (``stores/entries``).
 
-The messages of a turn are a turn of the entries, so the responses of one conversation share its history.
-Conversations have versions: a change that meets another front's is made again.
+The messages of a turn are stored as a turn of the entries, so the responses of one conversation share its
+history. Conversations have versions: a change that conflicts with another front's is retried.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SharedResponses:
         self._entries.store.check_answers()
 
     async def begin(self, tenant: str, stored: StoredResponse) -> None:
-        """See ``Responses``. The front of the store runs it."""
+        """See ``Responses``. The response refers to this front."""
         await self._add(tenant, stored, runs_on=self._entries.store.front)
 
     async def add(self, tenant: str, stored: StoredResponse | StoredConversation) -> bool:
@@ -88,7 +88,7 @@ class SharedResponses:
         version: bytes = b"",
         runs_on: str | None = None,
     ) -> bool | None:
-        """Whether it was stored; None if the version is another one."""
+        """Stores a value. False if it is larger than the store, None if the entry has another version."""
         history = stored.history if isinstance(stored, StoredResponse) else None
         data = await self._beside(stored.num_bytes, lambda _: _encoded(stored, runs_on), stored)
         num_bytes = len(data) + ENTRY_BYTES + ITEM_BYTES * len(stored.items)
@@ -167,7 +167,7 @@ class SharedResponses:
         return items
 
     async def change(self, tenant: str, conversation_id: str, change: Change) -> StoredConversation | None:
-        """See ``Responses``. ``Overloaded`` if other changes always came first."""
+        """See ``Responses``. ``Overloaded`` if conflicting changes always came first."""
         for _ in range(_MAX_CHANGES):
             found = await self._find_conversation(tenant, conversation_id)
             if found is None:
@@ -199,7 +199,7 @@ class SharedResponses:
         return await self._beside(len(data), partial(self._entries.store.decoded, key, kind=kind), data)
 
     async def _beside(self, num_bytes: int, function: Callable[[ArgT], T], argument: ArgT) -> T:
-        """Calls the function, in a thread if it works on this many bytes."""
+        """Calls the function with the argument of ``num_bytes`` bytes; in a thread if it is large."""
         if num_bytes <= _INLINE_BYTES:
             return function(argument)
         return await anyio.to_thread.run_sync(function, argument, limiter=self._threads)

@@ -1,10 +1,10 @@
 """Responses that later turns continue, and conversations, in memory.
 
-Each response has the conversation up to its end, so that a turn which names it sends only new items and finds
-the whole prefix in the cache; so has a conversation. Tenants see only their own. When the memory is full, the
-oldest of the tenant with the most is dropped; a response or conversation is also dropped when it has expired,
-which a conversation does after its last change. Responses of one conversation share its messages, which count
-until the last of these responses is gone.
+A response or conversation has all messages up to its end, so that a turn that refers to it sends only new
+items, and its whole prefix can be in the cache. Tenants see only their own. When the memory is full, the
+oldest records of the tenant with the most are dropped. A record is also dropped when it has expired; the
+lifetime of a conversation begins again with each change. Responses of one conversation share its messages,
+which count until the last of these responses is gone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ENTRY_BYTES = 2_000
 """The memory of a response or conversation, without its JSON, texts and items."""
 _REFERENCE_BYTES = 8
 _DROPPED_AT_ONCE = 5_000
-"""The most entries that one addition drops, so that it takes milliseconds. The next one drops more."""
+"""The limit of entries that one addition drops, so that it takes milliseconds. The next one continues."""
 
 
 class History:
     """A conversation up to the end of a turn: the messages of earlier turns, which several histories may
-    share, and the turn's own. ``num_bytes``: the memory of the turn's messages; ``total_bytes``: of all.
-    ``shared_id``: the turn's id in a store that several fronts share."""
+    share, and the turn's own. ``num_bytes``: the memory of the turn's messages. ``total_bytes``: the memory
+    of all messages. ``shared_id``: the turn's id in a store that several fronts share."""
 
     __slots__ = ("__weakref__", "before", "num_bytes", "own", "shared_id", "total_bytes")
 
@@ -55,11 +55,11 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response that has ended."""
+    """A response that has ended, or that another front runs in the background."""
 
     id: str
     body: bytes  # the response as JSON
-    history: History | None  # up to its end, without instructions; None if it failed or was cancelled
+    history: History | None  # up to its end, without instructions; None unless it was completed
     input_items: tuple[Item, ...]  # of this turn
     output_items: tuple[Item, ...]
     is_background: bool = False
@@ -73,7 +73,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Its memory, without the history."""
+        """The memory of the response, without the history."""
         num_bytes = _ENTRY_BYTES + len(self.body) + sum([item.num_bytes for item in self.items])
         return num_bytes + (0 if self.events is None else self.events.num_bytes)
 
@@ -91,7 +91,7 @@ class StoredConversation:
 
     @property
     def num_bytes(self) -> int:
-        """Its memory. Messages share their texts with the items."""
+        """The memory of the conversation. Messages share their texts with the items."""
         references = _REFERENCE_BYTES * (len(self.items) + len(self.messages))
         return _ENTRY_BYTES + sized(self.metadata) + self.item_bytes + references
 
@@ -100,7 +100,7 @@ StoredRecord: TypeAlias = StoredResponse | StoredConversation
 
 
 class ResponseStore:
-    """``max_bytes``: the memory of all responses and conversations. ``lifetime_s``: how long one is kept.
+    """Responses and conversations. ``max_bytes``: the memory of all. ``lifetime_s``: the lifetime of each.
 
     >>> store = ResponseStore(max_bytes=10_000, lifetime_s=60)
     >>> store.add("tenant", StoredResponse("resp_1", b"{}", None, (), ()))
@@ -115,25 +115,25 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
         self._clock = clock
-        # When each expires, its size when it was stored, and itself.
+        # By tenant and id: the time of expiry, the size when it was stored, and the record.
         self._of_tenant: dict[str, OrderedDict[str, tuple[float, int, StoredRecord]]] = {}
-        # The items by the ids of the responses and conversations that contain them.
+        # By tenant and item id: the item in each response or conversation that contains it, by its id.
         self._items: dict[tuple[str, str], dict[str, Item]] = {}
         self._num_bytes: dict[str, int] = {}
         self._histories: weakref.WeakSet[History] = weakref.WeakSet()
-        # The tenants and sizes of histories that are gone, also in other threads.
+        # The tenants and sizes of freed histories; other threads may free them.
         self._gone: deque[tuple[str, int]] = deque()
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all that has not expired."""
+        """The memory of all records that have not expired."""
         self._drop_expired()
         self._count_gone()
         return sum(self._num_bytes.values())
 
     def add(self, tenant: str, stored: StoredRecord) -> bool:
-        """Stores a response or a conversation, in place of an earlier one with its id. False for one that is
-        larger than the store, which is not stored."""
+        """Stores a response or a conversation, or replaces the one with its id. Returns False, without
+        storing it, if it is larger than the store."""
         num_bytes = stored.num_bytes
         history = stored.history if isinstance(stored, StoredResponse) else None
         if num_bytes + (0 if history is None else history.total_bytes) > self._max_bytes:
@@ -164,7 +164,7 @@ class ResponseStore:
             self._count(tenant, -num_bytes)
 
     def _make_room(self, tenant: str, new_id: str) -> None:
-        """Drops the oldest of the tenant with the most, but not the new one, until the rest fits."""
+        """Drops the oldest records of the tenant with the most, except the new one, until the rest fits."""
         self._count_gone()
         total = sum(self._num_bytes.values())
         if total <= self._max_bytes:
@@ -186,17 +186,17 @@ class ResponseStore:
             heapq.heapreplace(largest, (-left, name))
 
     def find(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """The tenant's response with this id, if it is still there."""
+        """The tenant's response with this id, if it is still stored."""
         found = self._find(tenant, response_id)
         return found if isinstance(found, StoredResponse) else None
 
     def find_conversation(self, tenant: str, conversation_id: str) -> StoredConversation | None:
-        """The tenant's conversation with this id, if it is still there."""
+        """The tenant's conversation with this id, if it is still stored."""
         found = self._find(tenant, conversation_id)
         return found if isinstance(found, StoredConversation) else None
 
     def _find(self, tenant: str, stored_id: str) -> StoredRecord | None:
-        # Changes nothing: large bodies are read in threads.
+        # Must not change the store: this also runs in threads, for large bodies.
         expires_s, _, found = self._of_tenant.get(tenant, OrderedDict()).get(stored_id, (0.0, 0, None))
         return found if expires_s > self._clock() else None
 
@@ -206,7 +206,8 @@ class ResponseStore:
         return next((item for stored_id, item in containers if self._find(tenant, stored_id)), None)
 
     def delete(self, tenant: str, stored_id: str) -> bool:
-        """Whether the response or conversation was there. Responses that continue it are kept."""
+        """Deletes a response or conversation. Returns whether it existed. Responses that continue it are
+        kept."""
         self._drop_expired()
         return self._remove(tenant, stored_id)
 
