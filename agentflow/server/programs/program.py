@@ -1,8 +1,8 @@
-"""One program that lives on in the server: requests that are wired by variables, on one interpreter.
+"""One program in the server: requests that are connected by variables, on one interpreter.
 
-Each request is a state, whose text is a prompt with variables: the values of inputs are filled in, and
-outputs are generated, in their order. A request may only refer to variables of earlier requests, and an
-output is a new variable, so there are no cycles. An input that no request makes is set by a client.
+Each request is a state, whose text is a prompt with variables: in the order of the prompt, the values of
+inputs are filled in, and outputs are generated. An output must be a new variable, so there are no cycles. An
+input that is not the output of an earlier request is set by a client.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from agentflow.runtime.programs.deduction import How
 from agentflow.runtime.programs.live import TenantGraphs
 
 MAX_REQUESTS = 5_000
-"""The most requests of one program."""
+"""The limit of requests of one program."""
 _ENTRY_BYTES = 1_000
-"""A variable or a request in the tables of its program."""
+"""The estimated memory of a variable or a request in the tables of its program."""
 _ROOT = 1
 """The state that declares the variables that clients set."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramInput:
-    """A place of a prompt where a variable's value is filled in."""
+    """A place in a prompt where a variable's value is filled in."""
 
     variable: str
     transforms: tuple[Transform, ...] = ()
@@ -49,7 +49,7 @@ class ProgramInput:
 
 @dataclass(frozen=True, slots=True)
 class ProgramOutput:
-    """A place of a prompt where text is generated. The value of the variable is the text after the
+    """A place in a prompt where text is generated. The value of the variable is the text after the
     transforms."""
 
     variable: str
@@ -66,14 +66,14 @@ class SubmittedPrompt:
 
     state: int
     variables: list[ProgramVariable] = field(default_factory=list)
-    criteria: ops.Objective | None = None  # of a reader of its values
-    failed: ProgramVariable | None = None  # the first one without a value, once somebody has asked for it
+    criteria: ops.Objective | None = None  # the objective of a reader of its values
+    failed: ProgramVariable | None = None  # the first variable without a value, once it was looked up
 
 
 @dataclass(eq=False, slots=True)
 class ProgramVariable:
-    """A variable of a program. ``gen``: the number of the variable of its gen, without the transforms.
-    ``request``: the request that makes it; None: a client sets it."""
+    """A variable of a program. ``gen``: the number of the generated variable, before the transforms.
+    ``request``: the request whose output it is; None: a client sets it."""
 
     id: str
     record: VariableRecord
@@ -88,7 +88,7 @@ class ServedProgram:
     Args:
         program_id: Its id.
         tenant: The name of its tenant.
-        memory: Counts its memory.
+        memory: The budget of its memory.
         cache_salt: Its states share cached KV only with states of the same salt.
         is_valid: Whether the API key that created it still identifies the tenant.
         graphs: The graphs of the tenant's sessions.
@@ -120,10 +120,10 @@ class ServedProgram:
         self._readers: set[EventCursor] = set()
         self._submitting = anyio.Lock()
         self._follower: EventCursor | None = None
-        self._added: list[ProgramVariable] = []  # since the follower has taken them
+        self._added: list[ProgramVariable] = []  # the variables that the follower has not taken
 
     def begin(self, models: SessionModels, tasks: TaskGroup) -> None:
-        """Starts the interpreter, whose tasks ``tasks`` owns. ``Overloaded``."""
+        """Starts the interpreter, whose tasks ``tasks`` owns. ``Overloaded`` if there is no memory."""
         _check_room(self._memory, STATE_BYTES)
         self._interpreter = Interpreter(
             models.default,
@@ -150,7 +150,7 @@ class ServedProgram:
         """Frees everything that the program holds. Its tasks must have ended."""
         self.end()
         with anyio.CancelScope(shield=True):
-            async with self._submitting:  # a submission that is being accepted sees the end
+            async with self._submitting:  # a submission in progress finishes first, with ``ProgramEnded``
                 self._variables.clear()
                 if self._interpreter is None:
                     self._memory.close()
@@ -159,17 +159,17 @@ class ServedProgram:
 
     @property
     def variable_ids(self) -> tuple[str, ...]:
-        """The ids of its variables."""
+        """The ids of the program's variables."""
         return tuple(self._variables)
 
     def followed(self) -> EventCursor:
-        """The cursor of the one reader of all variables, which new ones wake (``take_added``)."""
+        """The cursor of the one reader of all variables. New variables (``take_added``) wake it."""
         self._follower = EventCursor()
         self._added = [*self._variables.values()]
         return self._follower
 
     def take_added(self) -> list[ProgramVariable]:
-        """The variables that are new since the last call."""
+        """Returns the variables that were added since the last call."""
         added, self._added = self._added, []
         return added
 
@@ -184,7 +184,7 @@ class ServedProgram:
         return self._interpreter
 
     def _check_open(self) -> None:
-        """``ProgramEnded`` after the end, when nothing may take memory any more."""
+        """``ProgramEnded`` after the end, when nothing may use memory any more."""
         if self.has_ended or self._interpreter is None:
             raise ProgramEnded
 
@@ -209,7 +209,7 @@ class ServedProgram:
                 if isinstance(piece, ProgramOutput):
                     if piece.variable in self._variables:
                         raise VariableTaken(
-                            piece.variable, "this variable exists, and an output is a new one"
+                            piece.variable, "this variable exists, and an output must be a new one"
                         )
                     features = self._models[model or next(iter(self._models))]
                     require(ops.Gen(_ROOT, 0, piece.variable, piece.params), features)
@@ -217,7 +217,7 @@ class ServedProgram:
                 raise RateLimited(f"this program has {MAX_REQUESTS} requests, which is the limit")
             num_bytes = STATE_BYTES + _ENTRY_BYTES + sum(map(_piece_bytes, pieces))
             _check_room(self._memory, num_bytes)
-            with anyio.CancelScope(shield=True):  # a request is taken as a whole, or not at all
+            with anyio.CancelScope(shield=True):  # a request is submitted as a whole, or not at all
                 await self._take(pieces, model, trace)
 
     async def _take(self, pieces: Sequence[PromptPiece], model: str, trace: str) -> None:
@@ -242,7 +242,7 @@ class ServedProgram:
                         await self._send(ops.Text(request.state, tuple(texts)))
                         texts = []
                     await self._generate(request, piece, trace)
-        # The end of the prompt after its last output changes no value.
+        # The text after the last output is left out: it changes no value.
         await self._send(ops.Seal(request.state))
 
     async def _generate(self, request: SubmittedPrompt, output: ProgramOutput, trace: str) -> None:
@@ -285,27 +285,32 @@ class ServedProgram:
         await turn.pause()
 
     async def set(self, variable_id: str, value: str) -> None:
-        """Sets a variable that does not exist, or that only inputs name. ``VariableTaken`` if it is set, or
-        if a request makes it; ``Overloaded``; ``ProgramEnded``."""
+        """Sets a variable that does not exist, or that is only an input.
+
+        Raises:
+            VariableTaken: The variable has a value, or is the output of a request.
+            Overloaded: There is no memory for the value.
+            ProgramEnded: The program was closed meanwhile.
+        """
         async with self._submitting:
             self._check_open()
             _check_room(self._memory, _ENTRY_BYTES + variable_bytes(variable_id) + sys.getsizeof(value))
             with anyio.CancelScope(shield=True):
                 variable = self.find(variable_id) or await self._declare(variable_id)
                 if variable.request is not None:
-                    raise VariableTaken(variable_id, "a request makes this variable")
+                    raise VariableTaken(variable_id, "this variable is the output of a request")
                 if variable.record.has_ended:
                     raise VariableTaken(variable_id, "this variable has a value")
                 await self._send(ops.Provide(variable.record.id, value))
 
     async def prefer(self, variable: ProgramVariable, criteria: ops.Objective, how: How = "value") -> None:
-        """A reader waits for the variable, or reads it ``how``: advises the scheduler about the requests that
-        its value depends on. Latency prevails. ``ProgramEnded``."""
+        """Tells the scheduler that a reader wants the variable (as ``how``), and what for (``criteria``), for
+        all requests that its value depends on. Latency takes precedence over throughput. ``ProgramEnded``."""
         if variable.request is None or variable.record.has_ended:
             return
         async with self._submitting:  # an op is submitted after the last step of the previous one
             self._check_open()
-            with anyio.CancelScope(shield=True):  # marked states are advised
+            with anyio.CancelScope(shield=True):  # a request whose ``criteria`` is set must be announced
                 await self._want(variable, criteria, how)
 
     async def _want(self, variable: ProgramVariable, criteria: ops.Objective, how: How) -> None:
@@ -331,7 +336,7 @@ class ServedProgram:
 
     @contextmanager
     def reading(self, variable: ProgramVariable, reports: Reports = "all") -> Iterator[EventCursor]:
-        """The scope of one reader of a variable. ``Overloaded``; ``ProgramEnded``."""
+        """The scope of one reader of a variable. ``Overloaded`` if there is no memory; ``ProgramEnded``."""
         self._check_open()
         cursor = EventCursor()
         with variable.record.reading(cursor, reports):
@@ -342,8 +347,8 @@ class ServedProgram:
                 self._readers.remove(cursor)
 
     async def wait(self, variable: ProgramVariable, most_s: float | None = None) -> bool:
-        """Waits for the end of a variable, at most ``most_s`` seconds. Whether it has ended. ``Overloaded``;
-        ``ProgramEnded``."""
+        """Waits at most ``most_s`` seconds for the end of a variable. Returns whether it has ended.
+        ``Overloaded`` if there is no memory; ``ProgramEnded``."""
         self._check_open()
         if variable.record.has_ended:
             return True
@@ -355,8 +360,8 @@ class ServedProgram:
         return variable.record.has_ended
 
     async def path_of_failure(self, variable: ProgramVariable) -> list[ProgramVariable]:
-        """The chain of variables from the one whose failure is the cause to ``variable``. Searches in turns
-        of the event loop."""
+        """The chain of variables from the cause of a failure to ``variable``. Yields to the event loop
+        meanwhile."""
         path, turn = [variable], LoopTurn()
         while (failed := _failed_before(path[-1])) is not None:
             path.append(failed)
@@ -369,7 +374,7 @@ class ProgramEnded(Exception):
 
 
 class VariableTaken(Exception):
-    """The variable has a value, or a request makes it. ``variable``: its id."""
+    """The variable has a value, or is the output of a request. ``variable``: its id."""
 
     def __init__(self, variable: str, message: str) -> None:
         super().__init__(message)
@@ -377,7 +382,8 @@ class VariableTaken(Exception):
 
 
 def _failed_before(variable: ProgramVariable) -> ProgramVariable | None:
-    """The first variable without a value that the request of ``variable``, which failed, needs before it."""
+    """The first failed variable of the request of ``variable``; None if that is ``variable`` itself, or if it
+    has no request."""
     request = variable.request
     if request is None:
         return None

@@ -1,7 +1,7 @@
-"""The programs of a server: their tasks, and their ends.
+"""The programs of a server: their tasks, and when they end.
 
-A program ends when its client closes it, when nobody has used it for a while, when its API key is revoked,
-and with the server. Then all that it runs is cancelled.
+A program ends when its client closes it, when it has been idle for too long, when its API key is revoked, and
+with the server. Then everything that it runs is cancelled.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Programs:
         Args:
             models: The models that its requests may use.
             tenant: The tenant's name.
-            program_id: Its id; None: a new one.
-            cache_salt: Programs with different ones share no cached prompts.
+            program_id: Its id; None: a random one.
+            cache_salt: Programs with different salts share no cached prompts.
             is_valid: Whether the tenant's API key is still valid.
             graphs: The live graphs of the tenant.
 
@@ -122,8 +122,8 @@ class Programs:
 async def open_programs(
     limits: ProgramLimits, clock: Callable[[], float] = time.monotonic, values: SharedValues | None = None
 ) -> AsyncIterator[Programs]:
-    """The programs of a server, which are cancelled at the end of the scope. ``values``: the
-    variables that other servers can read."""
+    """The programs of a server, which are cancelled at the end of the scope. ``values``: the variables that
+    other servers can read."""
     async with open_task_group() as group:
         programs = Programs(group, ProgramStore(limits, clock), values)
         group.start_soon(programs.expire)

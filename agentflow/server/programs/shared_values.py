@@ -1,7 +1,7 @@
 """The values of programs, which survive the front that ran them.
 
-A program runs on the front that opened it. That front writes each value when it is finished, so that others
-can show it when the front is gone. A value is kept for as long as a program may be idle.
+A program runs on the front that opened it. That front stores each finished value, so that other fronts can
+show it when the front is gone. A value is kept for as long as a program may be idle.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 FORGET_S = 2.0
-"""The longest time for which a program that was closed waits for the store, and the server's end with it."""
+"""The time limit for deleting a closed program's values. The server's shutdown waits for it, too."""
 
 
 class KeptUsage(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of a value."""
+    """The token counts of a value."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -34,7 +34,7 @@ class KeptUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptValue(msgspec.Struct, frozen=True):
-    """A variable that has ended: a value, or the error of the last one of ``path``."""
+    """A variable that has ended: its value, or the error of the first variable of ``path``, the cause."""
 
     text: str = ""
     finish_reason: str = ""
@@ -104,7 +104,7 @@ class SharedValues:
         return None if found is None else found.front
 
     async def find(self, tenant: str, program_id: str, variable_id: str) -> KeptValue | None:
-        """A variable that has ended; None if it had not, or does not exist."""
+        """The stored variable; None if it has not ended, or does not exist."""
         return await self._find(tenant, program_id, variable_id, KeptValue)
 
     async def _find(self, tenant: str, program_id: str, variable_id: str, kind: type[T]) -> T | None:
