@@ -1,4 +1,4 @@
-"""Programs over HTTP: requests that are wired by variables, in the shape of Parrot's API.
+"""Programs over HTTP: requests that are connected by variables, in the form of Parrot's API.
 
 Parrot: Lin et al., OSDI 2024.
 

@@ -18,9 +18,9 @@ from agentflow.server.programs_api.types import (
 )
 
 FAILED = 424
-"""The status of a variable without a value: not this request has failed, but one that it depends on."""
+"""The status of a variable without a value: a request that the value depends on has failed."""
 MAX_PATH = 64
-"""The variables of a path that an error has: the first ones and the last ones."""
+"""The limit of variables in an error's path; a longer path has only its first and last variables."""
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ async def failure(program: ServedProgram, variable: ProgramVariable) -> FailedVa
 
 
 def failed_variable(variable_id: str, path: Sequence[str], info: ErrorInfo) -> FailedVariable:
-    """The error of a variable that has failed. ``path``: from the one whose error it is."""
+    """The error of a variable that has failed. ``path``: the variables from the cause to this one."""
     if len(path) > MAX_PATH:
         path = [*path[: MAX_PATH // 2], *path[-MAX_PATH // 2 :]]
     text = f"{variable_id!r} has no value"

@@ -1,5 +1,6 @@
-"""Programs of other servers with the same store: requests go to the server that runs the program. When it is
-gone, its finished values are still there, and everything else fails so that the client runs it again."""
+"""Programs of other servers with the same store: requests go to the server that runs the program. When that
+server is gone, finished values are read from the store, and all other requests fail, so that the client runs
+the program again."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ async def answer_elsewhere(call: ApiCall) -> None:
     if values is None or call.forwarded_for is not None:
         raise not_found(program_id)
     kept = await values.find_front(call.tenant.name, program_id)
-    front = kept or front_in(program_id)  # a new program is in the store a moment after its first answer
+    front = kept or front_in(program_id)  # a new program is stored shortly after its first answer
     if front is None or (call.service.fronts is not None and front == call.service.fronts.own):
         raise not_found(program_id)
     runs = await call.service.runs_at(front)
@@ -47,7 +48,7 @@ async def answer_elsewhere(call: ApiCall) -> None:
 
 
 def front_in(program_id: str) -> str | None:
-    """The server that the id of a program names, if it does.
+    """The server in the id of a program, or None.
 
     >>> front_in("prog_a-3f9c01d2_5f"), front_in("prog_5f")
     ('a-3f9c01d2', None)
@@ -57,8 +58,8 @@ def front_in(program_id: str) -> str | None:
 
 
 async def _show(call: ApiCall, values: SharedValues, front: str | None) -> None:
-    """Answers with a variable, as the server that runs its program does, or from the store if it is gone. Its
-    stream has the whole text at its end."""
+    """Answers with a variable, from the server that runs its program, or from the store if that server is
+    gone. A stream has the whole text at its end."""
     query = call.read_query(VariableQuery)
     if not query.stream:
         if front is not None:
@@ -67,7 +68,7 @@ async def _show(call: ApiCall, values: SharedValues, front: str | None) -> None:
             await call.reply(await _kept(call, values))
         return
     if query.wait_s is not None:
-        raise invalid_field("wait_s", "a stream has none")
+        raise invalid_field("wait_s", "it excludes 'stream'")
     async with call.streaming() as stream:
         if front is None:
             answer = await _kept(call, values)
@@ -84,7 +85,7 @@ async def _show(call: ApiCall, values: SharedValues, front: str | None) -> None:
 
 
 async def _kept(call: ApiCall, values: SharedValues) -> VariableAnswer:
-    """A value of a server that is gone. ``ApiError`` of one that has failed; ``EngineDown`` if it was not
+    """A value of a server that is gone. ``ApiError`` if the variable has failed; ``EngineDown`` if it was not
     finished."""
     variable_id = call.path_params["var"]
     found = await values.find(call.tenant.name, call.path_params["id"], variable_id)
@@ -115,6 +116,6 @@ def _gone() -> EngineDown:
 
 
 def not_found(program_id: str) -> ApiError:
-    """The error for a program that is not there."""
+    """The error for a program that does not exist."""
     text = f"there is no program {program_id[:100]!r}: it was closed, or has expired"
     return ApiError(404, "program_not_found", text)

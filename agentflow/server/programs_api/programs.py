@@ -1,4 +1,4 @@
-"""The endpoints of programs: register and close one, submit a request, read and set a variable."""
+"""The endpoints of programs: create and close a program, submit a request, read and set a variable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMIT = "program_limit_exceeded"
 
 
 async def create_program(call: ApiCall) -> None:
-    """Registers a program."""
+    """Creates a program."""
     body = call.read(ProgramRequest)
     service, tenant, key = call.service, call.tenant, key_of_headers(call.headers)
     models = service.models.of_session(body.model, tenant)
@@ -58,8 +58,8 @@ async def create_program(call: ApiCall) -> None:
 
 
 def _of_program(handler: Callable[[ApiCall, ServedProgram], Awaitable[None]]) -> Handler:
-    """A handler of the program that the path names. ``ApiError`` if the tenant has none with this id, or if
-    it ends meanwhile."""
+    """Makes a handler find the program by the id in the path. ``ApiError`` if the tenant has no such program,
+    or if it ends meanwhile."""
 
     @wraps(handler)
     async def handle(call: ApiCall) -> None:
@@ -78,7 +78,7 @@ def _of_program(handler: Callable[[ApiCall, ServedProgram], Awaitable[None]]) ->
 
 @_of_program
 async def close_program(call: ApiCall, program: ServedProgram) -> None:
-    """Closes a program. All that it runs is cancelled."""
+    """Closes a program. Everything that it runs is cancelled."""
     call.service.programs.close(program)
     await call.reply(ClosedProgram(id=program.id))
 
@@ -99,7 +99,7 @@ async def submit_request(call: ApiCall, program: ServedProgram) -> None:
 
 @_of_program
 async def get_variable(call: ApiCall, program: ServedProgram) -> None:
-    """Returns the value of a variable, once there is one, or streams it."""
+    """Waits for the value of a variable and returns it, or streams it."""
     query = call.read_query(VariableQuery)
     with _within_limits():
         variable = program.find(call.path_params["var"])
@@ -110,7 +110,7 @@ async def get_variable(call: ApiCall, program: ServedProgram) -> None:
             await program.prefer(variable, query.criteria, "stream" if query.stream else "value")
         if query.stream:
             if query.wait_s is not None:
-                raise invalid_field("wait_s", "a stream has none")
+                raise invalid_field("wait_s", "it excludes 'stream'")
             await _stream(call, program, variable)
             return
         await program.wait(variable, query.wait_s)
@@ -135,7 +135,7 @@ async def _stream(call: ApiCall, program: ServedProgram, variable: ProgramVariab
                 if program.has_ended:
                     raise ProgramEnded
                 if not any(isinstance(one, Value | VarFailed) for one in events):
-                    continue  # an end that came during the send has text that is not sent yet
+                    continue  # if it ended during the send, text is not sent yet
                 if variable.record.error is not None:
                     raise await failure(program, variable)
                 await stream.end(event(msgspec.json.encode(make_variable_answer(variable))))
@@ -144,7 +144,7 @@ async def _stream(call: ApiCall, program: ServedProgram, variable: ProgramVariab
 
 @_of_program
 async def set_variable(call: ApiCall, program: ServedProgram) -> None:
-    """Sets a variable that no request makes."""
+    """Sets a variable that is not the output of a request."""
     body = await call.process(call.read, ValueRequest)
     try:
         variable_id = msgspec.convert(call.path_params["var"], VariableId)
@@ -162,7 +162,7 @@ async def set_variable(call: ApiCall, program: ServedProgram) -> None:
 
 @contextmanager
 def _within_limits() -> Iterator[None]:
-    """Makes errors of a program's limits 429."""
+    """Converts errors about a program's limits to status 429."""
     try:
         yield
     except (Overloaded, RateLimited) as error:

@@ -27,7 +27,8 @@ _PLACE = re.compile(r"\{\{\s*(" + NAME + r")\s*\}\}")
 
 
 def read_prompt(body: SubmitRequest) -> tuple[list[PromptPiece], list[PlacedVariable]]:
-    """The pieces of the prompt, and the variables of the placeholders in their order. ``ApiError``."""
+    """Returns the pieces of the prompt, and the variables of the placeholders in their order. ``ApiError`` if
+    they do not fit together."""
     placed = _variables(body.placeholders)
     by_name = {one.name: (number, one) for number, one in enumerate(body.placeholders)}
     shown = _PLACE.split(body.prompt)
@@ -43,7 +44,7 @@ def read_prompt(body: SubmitRequest) -> tuple[list[PromptPiece], list[PlacedVari
         counts[text] += 1
         number, placeholder = by_name[text]
         if counts[text] > 1 and placeholder.in_out == "out":
-            raise invalid_field("prompt", f"the output {{{{{text}}}}} is in it twice")
+            raise invalid_field("prompt", f"it has the output {{{{{text}}}}} twice")
         pieces.append(_piece(placeholder, placed[number].semantic_var_id, f"placeholders[{number}]"))
     for number, placeholder in enumerate(body.placeholders):
         if not counts[placeholder.name]:
@@ -61,7 +62,7 @@ def _variables(placeholders: Sequence[Placeholder]) -> list[PlacedVariable]:
             raise invalid_field(f"placeholders[{number}].name", "two placeholders have this name")
         is_known = variable_id in [other.semantic_var_id for other in placed]
         if is_known and (one.in_out == "out" or variable_id in outputs):
-            text = "an output of the request has this variable, which no other placeholder may have"
+            text = "this variable is an output of the request, so no other placeholder may have it"
             raise invalid_field(f"placeholders[{number}].semantic_var_id", text)
         if one.in_out == "out":
             outputs.add(variable_id)

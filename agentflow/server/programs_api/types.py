@@ -31,7 +31,7 @@ Transforms: TypeAlias = Annotated[list[Transform], Meta(max_length=MAX_TRANSFORM
 
 
 class ProgramRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A new program. ``model``: of requests that name none."""
+    """A new program. ``model``: the default model of its requests."""
 
     model: str | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
@@ -45,7 +45,7 @@ class ProgramAnswer(msgspec.Struct, kw_only=True):
 
 
 class ClosedProgram(msgspec.Struct, kw_only=True):
-    """A program was closed."""
+    """A closed program."""
 
     id: str
     object: Literal["program.deleted"] = "program.deleted"
@@ -70,7 +70,7 @@ class ProgramSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class Placeholder(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A placeholder of a prompt. ``semantic_var_id``: the variable; by default a new one.
-    ``sampling_params``: of an output."""
+    ``sampling_params``: only for outputs."""
 
     name: Name
     in_out: Literal["in", "out"]
@@ -95,7 +95,7 @@ class PlacedVariable(msgspec.Struct, kw_only=True):
 
 
 class SubmitAnswer(msgspec.Struct, kw_only=True):
-    """The request was accepted."""
+    """An accepted request."""
 
     placeholders: list[PlacedVariable]
     object: Literal["program.request"] = "program.request"
@@ -109,7 +109,7 @@ class ValueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class VariableQuery(msgspec.Struct, kw_only=True):
     """How a variable is read. ``criteria``: the reader's objective. ``wait_s``: the longest wait for the
-    value; by default until it is there. ``stream``: the text is sent while it is generated."""
+    value; by default without limit. ``stream``: the text is sent while it is generated."""
 
     criteria: Objective | None = None
     wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] | None = None
@@ -145,8 +145,8 @@ class VariableDelta(msgspec.Struct, kw_only=True):
 
 
 class ProgramsApiError(msgspec.Struct, kw_only=True):
-    """``param``: the field of the request that is wrong, if any. ``code``: the cause. ``path``: of a variable
-    without a value, the variables from the one whose failure is the cause to the variable itself."""
+    """``param``: the field of the request that is wrong, if any. ``code``: the cause. ``path``: if a variable
+    has no value, the variables from the cause of the failure to this variable."""
 
     message: str
     type: str
