@@ -1,7 +1,7 @@
 """Runs completion requests on a model behind an API, with the deltas that an engine's answers have.
 
-A request becomes a context of the model's generator, and each of its answers a call. Parameters that
-the model does not support are refused by name before anything is sent.
+A request becomes a context of the model's generator, and each of its answers a call. Parameters that the
+model does not support are rejected before anything is sent.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ from agentflow.server.http.caller import Caller
 from agentflow.server.models.api_model import CHARS_PER_TOKEN, TenantGenerator
 
 EFFORT: Final = "effort"
-"""The ``param`` of errors about how much the model is to reason."""
-# Until then, an error of the API has its status. After that a stream begins, which keeps connections open.
+"""The ``param`` of errors about the reasoning effort."""
+# An error of the API within this time sets the answer's status. Then a stream begins, which keeps its
+# connection open.
 ACCEPTED_AFTER_S = 10.0
 _SENT_IF_GIVEN = ("max_tokens", "temperature", "top_p")
 _OF_CONSTRAINTS = ("schema", "regex", "choices", "grammar", "tags")
@@ -54,7 +55,7 @@ _NEUTRAL = SamplingParams()
 
 
 def find_params(request: CompletionRequest) -> GenParams:
-    """The parameters that the client gave: an API has other defaults, and refuses many parameters."""
+    """The parameters that the client gave: an API has other defaults, and rejects many parameters."""
     found: dict[str, Any] = {}
     for name in GenParams.__struct_fields__:
         value = getattr(request.params, name)
@@ -65,7 +66,8 @@ def find_params(request: CompletionRequest) -> GenParams:
 
 
 def checked_params(generator: TenantGenerator, request: CompletionRequest) -> GenParams:
-    """The parameters, with those of reasoning. ``NotSupported`` contains the name of an unsupported one."""
+    """Returns the parameters, including the parameters of reasoning. ``NotSupported``, whose ``param`` is the
+    name, for a parameter that the model does not support."""
     model, features = generator.capabilities.model, generator.capabilities
 
     def refuse(param: str, why: str) -> NotSupported:
@@ -73,11 +75,11 @@ def checked_params(generator: TenantGenerator, request: CompletionRequest) -> Ge
 
     match request.prompt:
         case TokenIds():
-            raise refuse("prompt", "it takes text, and no token ids")
+            raise refuse("prompt", "it accepts text, not token ids")
         case Continuation():
-            raise refuse("context", "it takes messages, and no token ids")
+            raise refuse("context", "it accepts messages, not token ids")
         case str() if not features.plain_text:
-            raise refuse("prompt", "it takes conversations only")
+            raise refuse("prompt", "it accepts only conversations")
         case _:
             pass
     if request.params.wants_logprobs:
@@ -89,13 +91,13 @@ def checked_params(generator: TenantGenerator, request: CompletionRequest) -> Ge
     params = find_params(request)
     can_limit = features.accepts("max_reasoning_tokens")
     if request.effort is not None and not (request.thinks is False and can_limit):
-        raise refuse(EFFORT, "its effort of reasoning cannot be set")
+        raise refuse(EFFORT, "its reasoning effort cannot be set")
     if request.thinks is False and can_limit:
         params = msgspec.structs.replace(params, max_reasoning_tokens=0)
     elif request.reasoning_budget is not None:
         params = msgspec.structs.replace(params, max_reasoning_tokens=request.reasoning_budget)
     elif request.thinks and not can_limit:
-        raise refuse(EFFORT, "whether it reasons cannot be set")
+        raise refuse(EFFORT, "reasoning cannot be turned on or off")
     features.require_params(params)
     return params
 
@@ -212,13 +214,13 @@ class ApiRun:
         try:
             with _naming_constraint(constraint):
                 return await generate(context, params, on_text, constraint, answer.add_reasoning)
-        except InvalidValue as error:  # the model did not keep the constraint
+        except InvalidValue as error:  # the answer violates the constraint
             raise EngineFailed(str(error)) from error
 
 
 @contextmanager
 def _naming_constraint(constraint: Constraint | None) -> Iterator[None]:
-    """Makes the errors of a constraint name it."""
+    """Sets ``param`` of errors about the constraint."""
     try:
         yield
     except RequestRefused as error:
@@ -236,7 +238,7 @@ def _plain(constraint: Constraint | None) -> Constraint | None:
 
 
 class _Answer:
-    """Turns the text of one answer into deltas. ``on_begin`` is called before the first."""
+    """Turns the text of one answer into deltas. ``on_begin`` is called before each."""
 
     def __init__(self, index: int, on_delta: Callable[[CompletionDelta], None]) -> None:
         self.index = index
@@ -254,7 +256,7 @@ class _Answer:
         self._emit(ReasoningDelta(self.index, text), text)
 
     def add_notation(self, text: str) -> None:
-        """More of the notation of a reply."""
+        """Reads more of a reply, in which tool calls are notation."""
         for piece in self._notation.push(text):
             match piece:
                 case TextPiece():

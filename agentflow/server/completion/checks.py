@@ -1,4 +1,4 @@
-"""Checks finished calls and answers against the schemas of the client that the grammar does not enforce."""
+"""Checks finished tool calls and answers against client schemas that the grammar does not fully enforce."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MOST_HEADER_CHARS: Final = 900
 
 
 def violations(schema: dict[str, Any], text: str) -> list[SchemaPath] | None:
-    """The places in the schema of the keywords that the JSON text violates. None if it cannot be checked
-    within the limits.
+    """Returns the places in the schema of the keywords that the JSON text violates. None if the text cannot
+    be checked within the limits.
 
     >>> violations({"type": "object", "properties": {"a": {"uniqueItems": True}}}, '{"a": [1, 1]}')
     [('properties', 'a', 'uniqueItems')]
@@ -52,7 +52,7 @@ async def check_answer(
         source = request.constraint.source
         schemas[""] = await generator.requests.encode_beside(len(source), json.loads, source)
     checks: list[CheckedOutput] = []
-    # The last one of a truncated answer is not complete.
+    # The last output of a truncated answer is incomplete.
     for name, text in outputs[:-1] if end.finish_reason == "length" else outputs:
         if name in unkept:
             limiter = generator.requests.threads
@@ -62,8 +62,8 @@ async def check_answer(
 
 
 def write_places(places: Sequence[tuple[str, SchemaPath]]) -> str:
-    """Places in the schemas of tools as the value of a header: JSON pointers as fragments of URIs, after the
-    name of the tool. Places in the form of an answer have no name.
+    """Writes places in schemas as the value of a header: JSON pointers as URI fragments, after the name of
+    the tool. Places in the schema of an answer have no name.
 
     >>> write_places([("find", ("properties", "a/b", "uniqueItems"))])
     'find#/properties/a~1b/uniqueItems'

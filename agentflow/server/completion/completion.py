@@ -7,8 +7,8 @@
             …
 
 Several requests run as one: their answers are numbered consecutively, and an error of one is an error of all.
-Leaving the block aborts the answers that still run. Deltas that are not fetched in time are merged, so a slow
-consumer gets fewer and larger ones.
+Leaving the block aborts running answers. Deltas that are not fetched in time are merged, so a slow consumer
+gets fewer and larger deltas.
 
 ``Completion`` collects the deltas of all requests, each of which runs on an engine (``engine_run``) or on a
 model behind an API (``api_run``).
@@ -53,7 +53,7 @@ async def completing(
     """Runs the requests while the scope lasts.
 
     Args:
-        caller: where the requests come from.
+        caller: the program that the requests belong to.
         on_cut: receives the usage so far if the scope ends before the answers are complete.
 
     Raises:
@@ -80,7 +80,7 @@ async def completing(
 
 
 class Completion:
-    """Requests that run, and the deltas of their answers. ``completing`` creates it."""
+    """Running requests, and the deltas of their answers. ``completing`` creates it."""
 
     def __init__(
         self, generator: TextGenerator, requests: Sequence[CompletionRequest], caller: Caller
@@ -118,12 +118,13 @@ class Completion:
 
     @property
     def relaxed(self) -> tuple[Relaxed, ...]:
-        """The parts of the client's schemas that no grammar enforces, once all requests are accepted."""
+        """The parts of the client's schemas that the grammar does not enforce, once all requests are
+        accepted."""
         return tuple(dict.fromkeys([one for run in self.runs for one in run.relaxed]))
 
     @property
     def checks(self) -> list[CheckedOutput]:
-        """The checks of calls and answers under relaxed schemas, at the end."""
+        """The checks of tool calls and answers under relaxed schemas, at the end."""
         return self._checks
 
     @property
@@ -145,12 +146,12 @@ class Completion:
         return total
 
     def usage_so_far(self) -> Usage:
-        """The tokens of the prompts, and of all answers so far. Cached tokens are known at the end."""
+        """The tokens of the prompts, and of all answers so far. Cached tokens are known only at the end."""
         num_prompt_tokens = sum(run.num_prompt_tokens for run in self.runs)
         return Usage(num_prompt_tokens, 0, sum(sum(run.num_output_tokens) for run in self.runs))
 
     def make_usage(self, index: int) -> Usage:
-        """Like ``usage_so_far``, of one answer that has not ended."""
+        """Like ``usage_so_far``, for one answer."""
         for run in self.runs:
             if index < run.num_answers:
                 break
@@ -159,7 +160,7 @@ class Completion:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether the engine's queue has all requests."""
+        """Whether all requests were sent to the engine or the API."""
         return self._num_sent == self._num_answers
 
     @property
@@ -168,15 +169,15 @@ class Completion:
         return len(self._usages) == self._num_answers
 
     async def until_accepted(self) -> None:
-        """Waits until the engine's queue has all requests. Raises the error of one that is rejected."""
+        """Waits until all requests are accepted. Raises the error of a rejected request."""
         while self._num_sent < self._num_answers and not self._has_ended:
             await self._changed.wait()
         if self._failure is not None and (self._num_sent < self._num_answers or not self._deltas):
             raise self._failure
 
     async def next(self) -> list[CompletionDelta]:
-        """The deltas since the last call, merged; waits for some. Empty at the end. An error is raised after
-        the deltas that preceded it."""
+        """Waits for deltas and returns all since the last call, merged. Empty at the end. An error is raised
+        after the deltas that preceded it."""
         while not self._deltas and not self._has_ended:
             await self._changed.wait()
         if not self._deltas and self._failure is not None:
@@ -185,14 +186,14 @@ class Completion:
         return merge_deltas(deltas) if len(deltas) > 1 else deltas
 
     async def rest(self) -> list[CompletionDelta]:
-        """All further deltas, at the end."""
+        """Waits for the end, and returns all further deltas."""
         deltas: list[CompletionDelta] = []
         while some := await self.next():
             deltas += some
         return deltas
 
     async def answers(self) -> list[Answer]:
-        """All answers, at the end. No deltas may have been fetched."""
+        """Waits for the end, and returns all answers. No deltas may have been fetched."""
         return join_answers(await self.rest(), self._num_answers)
 
     async def follow(self, run: EngineRun | ApiRun) -> None:

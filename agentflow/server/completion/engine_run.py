@@ -61,7 +61,7 @@ from agentflow.server.completion.request import (
 from agentflow.server.http.caller import Caller
 
 COUNTED_CONTEXTS = 4
-"""Prompts of up to this many contexts are counted, so that clients learn how much to leave out."""
+"""Prompts up to this multiple of the context are counted, so that errors tell clients how much to remove."""
 _SEED_BITS = 62
 # An odd number near 2**63 divided by the golden ratio keeps the seeds of one request's answers far apart.
 _SEED_STEP = 5_700_357_409_661_598_991
@@ -70,7 +70,7 @@ _ANY_ANSWERS = ("x", " x")
 
 
 async def prompt_ids(generator: EngineGenerator, request: CompletionRequest) -> list[int]:
-    """The token ids of the prompt, as the model would be given them. Runs nothing on the engine."""
+    """The token ids of the prompt that the model would get. Runs nothing on the engine."""
     most = COUNTED_CONTEXTS * generator.limits.max_tokens()
     values = _template_values(generator, request)
     context = generator.open(request.cache_salt, template_values=values, max_tokens=most)
@@ -150,8 +150,8 @@ class EngineRun:
                 self._end_at_once()
                 return
             if request.n > 1:
-                # The first answer computes the prompt. A separate request for that would make the prompt
-                # look cached to all of them.
+                # The first answer computes the prompt. If a separate request did, the prompt would count as
+                # cached for all answers.
                 contexts += await generator.fork(context, request.n - 1, ahead=False)
             async with open_task_group() as group:
                 for number, one in enumerate(contexts):
@@ -161,8 +161,8 @@ class EngineRun:
                 generator.free(one)
 
     async def _return_prompt(self, context: EngineContext) -> None:
-        """Begins each answer with the prompt. If it is to be scored, a separate request computes all rows of
-        logits, and generation then finds the prompt in the cache."""
+        """Begins each answer with the prompt. If its log-probabilities are requested, a separate request
+        computes them, and generation then finds the prompt in the cache."""
         generator, request = self._generator, self._request
         token_ids = await generator.requests.prompt_ids(context)
         num_top = request.prompt_logprobs
@@ -191,7 +191,7 @@ class EngineRun:
             self._on_delta(AnswerEnded(self._first_index + number, "length", usage))
 
     async def _thinking(self, context: EngineContext) -> ReasoningFormat | None:
-        """The reasoning that an answer may begin with."""
+        """The format of the reasoning that an answer may begin with."""
         prompt = self._request.prompt
         if isinstance(prompt, str | TokenIds) or reasoning_marks(context.tokens.template.source) is None:
             return None
@@ -231,7 +231,7 @@ class EngineRun:
             reader.push(progress)
 
         if constraint is None and use is not None and use.callable_names:
-            # Nothing marks the begin of a call in this model's notation, so no part of it is enforced.
+            # Nothing marks the beginning of a call in this model's notation, so no part of it is enforced.
             self.relaxed = tuple([Relaxed(name, ()) for name in use.callable_names])
             unkept.update(use.callable_names)
         try:
@@ -257,7 +257,7 @@ class EngineRun:
         times.ended = time.perf_counter_ns()
         reader.finish(end)
         checks = await check_answer(self._generator, request, end, reader.outputs(), unkept) if unkept else ()
-        # The client may send its next request as soon as it has the end.
+        # Before the end is sent: the client may send its next request as soon as it has it.
         await self._generator.keep_answer(context, end)
         reader.end(end, checks)
         self._generator.output_token_cache.put_answer(context, end, reader.message())
@@ -272,7 +272,7 @@ def _template_values(generator: EngineGenerator, request: CompletionRequest) -> 
 
 
 async def _check_length(generator: EngineGenerator, request: CompletionRequest, most: int) -> None:
-    """Rejects a prompt that is too long in any encoding before encoding it, and one that is far too long at
+    """Rejects a prompt that is too long in any encoding without encoding it, and one that is far too long at
     little cost."""
     prompt = request.prompt
     if isinstance(prompt, TokenIds):
@@ -293,7 +293,7 @@ async def _check_length(generator: EngineGenerator, request: CompletionRequest, 
 async def _fill(generator: EngineGenerator, request: CompletionRequest, context: EngineContext) -> None:
     prompt = request.prompt
     if isinstance(prompt, str):
-        # All of it is the client's, special tokens included: no content has to be separated from markup.
+        # The client wrote all of it, including special tokens: no content has to be separated from markup.
         token_ids = await generator.requests.encode_beside(
             len(prompt), generator.tokenizer.encode_markup, prompt
         )
@@ -323,8 +323,8 @@ async def _fill(generator: EngineGenerator, request: CompletionRequest, context:
 async def _after_answer(
     generator: EngineGenerator, request: CompletionRequest, messages: Sequence[Message]
 ) -> tuple[EngineContext, int]:
-    """A conversation whose first answer these turns and the opening of the assistant's next turn follow, and
-    the number of ids up to the last word of that answer. The ids after them follow any other answer, too.
+    """Returns a conversation with an answer, these turns, and the opening of the assistant's next turn; and
+    the number of ids up to the end of the answer's text. The ids after them can follow any other answer.
     ``BadArgument`` if the template rewrites earlier turns."""
     for answer in _ANY_ANSWERS:
         context = generator.open(request.cache_salt, template_values=_template_values(generator, request))
@@ -362,8 +362,8 @@ class _AnswerReader:
         self._logprobs = logprobs
         self._output = output
         self._num_chars = 0
-        self._num_tokens = 0  # with their log-probabilities
-        self._undecided: list[AnswerToken] = []  # of reasoning or of the answer
+        self._num_tokens = 0  # the tokens with log-probabilities so far
+        self._undecided: list[AnswerToken] = []  # tokens either of reasoning or of the answer
         self._texts: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
 
@@ -387,7 +387,7 @@ class _AnswerReader:
             return
         is_reasoning = is_reasoning or (reasoning is not None and reasoning.is_thinking)
         if isinstance(output, ChannelOutput) and was_head and output.is_text and not pieces:
-            is_reasoning = True  # the head of an answer in text, which is none of its text
+            is_reasoning = True  # the head of a text answer, which is not part of its text
         self._emit_pieces(pieces, tokens, is_reasoning=is_reasoning)
 
     def finish(self, end: Finished) -> None:
@@ -416,11 +416,11 @@ class _AnswerReader:
         self._on_delta(AnswerEnded(self._index, self._reason(end), usage, end.stopped_by, ids, checks))
 
     def outputs(self) -> list[tuple[str, str]]:
-        """The calls, as the names of tools and arguments; or the text, without a name."""
+        """The calls, as names of tools with arguments; or the text, with an empty name."""
         return [(name, "".join(parts)) for name, parts in self._calls or [("", self._texts)]]
 
     def message(self) -> Message:
-        """The answer as the client gets it, without reasoning and the ids of calls."""
+        """The answer that the client gets, without reasoning and the ids of calls."""
         calls = [CalledTool("", *call) for call in self.outputs() if self._calls]
         return Message("assistant", "".join(self._texts), tool_calls=tuple(calls))
 
@@ -429,7 +429,7 @@ class _AnswerReader:
             return "length"
         if self._output is None or not self._output.num_calls:
             return "stop"
-        # A call that a stop has cut must look truncated, so that no client runs it.
+        # A call that a stop string has cut must look truncated, so that no client runs it.
         return "tool_calls" if self.message().tool_calls[-1].is_whole else "length"
 
     def _emit_text(self, text: str, tokens: Sequence[AnswerToken]) -> None:
@@ -440,7 +440,7 @@ class _AnswerReader:
     def _emit_pieces(
         self, pieces: Sequence[ReplyPiece], tokens: Sequence[AnswerToken], *, is_reasoning: bool = False
     ) -> None:
-        """``is_reasoning``: the tokens are of reasoning, at least the first of them."""
+        """``is_reasoning``: at least the first of the tokens belongs to reasoning."""
         assert self._output is not None
         if tokens and is_reasoning:
             self._on_delta(ReasoningDelta(self._index, "", tuple(tokens)))

@@ -17,15 +17,15 @@ class LogprobReader:
     """Emits each token of an answer together with the text that it is part of.
 
     A token may end within a character, or be withheld because a stop string could begin in its text. It is
-    emitted once all of its text is. With ``has_jumps``, some tokens are not sampled, and others may be
-    replaced by tokens with the same text, so they are emitted at the end.
+    emitted when all of its text is emitted. With ``has_jumps``, some tokens are not sampled, and others may
+    be replaced by tokens with the same text, so all are emitted at the end.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, has_jumps: bool) -> None:
         self._tokenizer = tokenizer
         self._num_top = params.top_logprobs
         self._has_jumps = has_jumps
-        self._waiting: deque[tuple[int, AnswerToken]] = deque()  # each with the end of its text
+        self._waiting: deque[tuple[int, AnswerToken]] = deque()  # with the end of each token's text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_emitted = 0
         self._num_token_chars = 0

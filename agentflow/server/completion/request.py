@@ -20,7 +20,7 @@ MAX_LOGPROB_TOKENS = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A prompt as token ids, which the model is given unchanged."""
+    """A prompt as token ids, which the model gets unchanged."""
 
     ids: tuple[int, ...]
 
@@ -38,28 +38,28 @@ class CompletionRequest:
     """A prompt and how to answer it ``n`` times."""
 
     # A conversation, whose last turn is continued if it is the assistant's; or a text, in which special
-    # tokens count; or token ids; or token ids and further turns.
+    # tokens are recognised; or token ids; or token ids and further turns.
     prompt: tuple[Message, ...] | str | TokenIds | Continuation
-    params: SamplingParams  # which the route has checked
-    constraint: Constraint | None = None  # of answers that call no tool
+    params: SamplingParams  # checked by the route
+    constraint: Constraint | None = None  # for answers that call no tool
     tools: tuple[ToolSpec, ...] = ()
     tool_choice: ToolChoice = FREE_CHOICE
     n: int = 1
     cache_salt: str = ""
-    priority: int = 0  # higher ones are served first, among the requests of one tenant
+    priority: int = 0  # among the requests of one tenant, higher ones run first
     max_prompt_tokens: int | None = None  # longer prompts are rejected
     opens_turn: bool = True  # False: the prompt ends before the opening of the assistant's turn
     returns_prompt: bool = False  # a ``PromptDelta`` begins each answer
-    prompt_logprobs: int | None = None  # it has log-probabilities, with this many alternatives
+    prompt_logprobs: int | None = None  # return the prompt's log-probabilities, with this many alternatives
     generates: bool = True  # False if the answer is the prompt alone
     template_values: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
-    thinks: bool | None = None  # whether a reasoning model thinks first; None: its template decides
-    reasoning_budget: int | None = None  # the most tokens of its reasoning
-    effort: str | None = None  # for templates that have a variable for it
-    # Beginnings of the conversation to keep in the cache: how many messages, with the tools before them, and
-    # the seconds after each use.
+    thinks: bool | None = None  # whether a reasoning model reasons first; None: its template decides
+    reasoning_budget: int | None = None  # the limit of reasoning tokens
+    effort: str | None = None  # the reasoning effort, for templates that have a variable for it
+    # Prefixes of the conversation to keep in the cache: the number of messages, after the tools, and the
+    # seconds to keep them after each use.
     kept: Sequence[tuple[int, float]] = ()
-    unset: tuple[str, ...] = ()  # ``params`` that the client did not give, which have the route's defaults
+    unset: tuple[str, ...] = ()  # the names of ``params`` with the route's defaults, not the client's values
 
     @property
     def conversation(self) -> Conversation:
@@ -80,10 +80,10 @@ class AnswerToken:
 
     token_id: int
     text: str
-    raw: bytes  # the text's bytes, of which the token may have parts of characters
+    raw: bytes  # the token's bytes, which may be parts of characters
     logprob: float | None  # None if the text was encoded again
     top: tuple[AnswerToken, ...] = ()  # the most likely tokens at this position
-    rank: int | None = None  # of a token of the prompt: 1 for the likeliest
+    rank: int | None = None  # for a token of the prompt: 1 for the likeliest
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ class ToolArguments:
 
 
 def object_so_far(arguments: str) -> dict[str, Any]:
-    """The arguments of a call. A truncated answer may end within them; then the complete part, as clients
-    read it from a stream.
+    """Parses the arguments of a call. If a truncated answer ends within them, returns the complete part, as
+    clients read it from a stream.
 
     >>> object_so_far('{"city": "Oslo", "da')
     {'city': 'Oslo'}
@@ -157,7 +157,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 @dataclass(frozen=True, slots=True)
 class CheckedOutput:
     """The check of a call of the tool ``name``, or of an answer (an empty name), whose schema was relaxed.
-    ``violated``: the places of the keywords in the schema; None if it could not be checked."""
+    ``violated``: the places of violated keywords in the schema; None if it could not be checked."""
 
     name: str
     violated: tuple[tuple[str, ...], ...] | None
@@ -166,8 +166,8 @@ class CheckedOutput:
 @dataclass(frozen=True, slots=True)
 class AnswerEnded:
     """The last delta of an answer. ``stop``: the stop string, or the id of ``stop_token_ids``, that ended it;
-    None if the model ended it. ``token_ids``: the answer's tokens. ``checks``: the checks of calls and
-    answers under relaxed schemas."""
+    None if the model ended it. ``token_ids``: the answer's tokens. ``checks``: the checks of tool calls and
+    the answer under relaxed schemas."""
 
     index: int
     finish_reason: FinishReason
@@ -200,7 +200,8 @@ class Answer:
 @dataclass(slots=True)
 class Times:
     """When the first answer of a request reached its stages, as ``time.perf_counter_ns``; 0: not yet.
-    ``accepted``: the engine's queue has it. ``first_token``: it has one. ``ended``: it is complete."""
+    ``accepted``: it is in the engine's queue, or the API accepted it. ``first_token``: its first token was
+    generated. ``ended``: it is complete."""
 
     accepted: int = 0
     first_token: int = 0
@@ -211,7 +212,7 @@ _MERGED = TextDelta | ReasoningDelta | ToolArguments
 
 
 def merge_deltas(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
-    """The deltas, with consecutive ones of the same text as one."""
+    """Merges consecutive deltas of the same text."""
     runs: list[list[CompletionDelta]] = []
     last: dict[int, list[CompletionDelta]] = {}  # the last run of each answer
     for delta in deltas:

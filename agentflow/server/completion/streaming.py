@@ -1,4 +1,4 @@
-"""Streams the answers of a completion as server-sent events, in the format of either API."""
+"""Streams the answers of a completion as events, in the format of an API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EventWriter(Protocol):
     """Writes the events of one stream, in the format of an API."""
 
     def start(self, prompt_tokens: int) -> bytes:
-        """The events before the first delta. ``prompt_tokens``: the size of the first prompt."""
+        """The events before the first delta. ``prompt_tokens``: the length of the first prompt."""
 
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
         """The events of these deltas."""
@@ -54,7 +54,7 @@ def report(call: ApiCall, completion: Completion) -> None:
         found += [(check.name, path) for path in check.violated or ()]
     if found:
         call.record.violated = call.reply_headers[VIOLATED] = write_places([*dict.fromkeys(found)])
-        if call.is_over:  # it ran in the background, and its line is in the log
+        if call.is_over:  # it ran in the background, and its line was logged before
             logger.info("request %s violated=%s", call.id, call.record.violated)
 
 
