@@ -60,8 +60,8 @@ from agentflow.server.tenants.rate_limit import COST_PARAM, TenantGate
 logger = logging.getLogger(__name__)
 
 CHARS_PER_TOKEN = 4
-"""An estimate: the API reports its tokens at the end of a call."""
-# Where a server of others is, in messages of its backend.
+"""An estimate: the API reports tokens at the end of a call."""
+# The addresses of other servers, in messages of their backends.
 _ADDRESS = re.compile(r" (?:at|of) https?://\S+?(?=:?\s|:?$)")
 
 _FIRST_ADDRESS = re.compile(r"^https?://\S+")
@@ -71,19 +71,19 @@ class CallObserver(Protocol):
     """Observes the calls of an ``ApiModel``. Must not raise."""
 
     def call_begun(self, call_id: int, tenant: str, *, generates: bool = True) -> None:
-        """A call was admitted. ``generates``: it makes text, and no embeddings."""
+        """A call was admitted. ``generates``: it generates text; otherwise it makes embeddings."""
 
     def call_has_text(self, call_id: int) -> None:
         """The first text of the call has arrived."""
 
     def call_ended(self, call_id: int, usage: Usage) -> None:
-        """The call is complete. Its usage has no costs: ``charged`` gets those of its requests."""
+        """The call is complete. Its usage has no costs: ``charged`` receives the costs of its requests."""
 
     def call_failed(self, call_id: int, code: str) -> None:
         """The call failed, or was cancelled (``cancelled``)."""
 
     def charged(self, tenant: str, usage: Usage) -> None:
-        """A call that did not end took these tokens, by estimate, or a request had this cost."""
+        """A call that did not complete used these tokens, by estimate, or a request had this cost."""
 
 
 class ApiModel:
@@ -123,7 +123,7 @@ class ApiModel:
 
     @property
     def num_running(self) -> int:
-        """The calls that run."""
+        """The number of running calls."""
         return len(self._running)
 
     def named(self) -> Sequence[ApiAlias]:
@@ -152,8 +152,8 @@ class ApiModel:
             generator.tenant = self._tenants[name]
 
     def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
-        """``RateLimited`` if the tenant may not send a request now. Calls wait for nothing here, so that
-        there is no ``Overloaded``."""
+        """``RateLimited`` if the tenant may not send a request now. Calls are not queued here, so there is no
+        ``Overloaded``."""
         if self.gate is not None:
             self.gate.check(tenant)
 
@@ -163,7 +163,7 @@ class ApiModel:
 
     @contextmanager
     def calling(self) -> Iterator[int]:
-        """The scope of a call. Gives its number."""
+        """The scope of a call. Yields its number."""
         call_id = next(self._call_ids)
         self._running.add(call_id)
         try:
@@ -197,7 +197,7 @@ class ApiAlias:
         return self._base.generator(tenant, self.name)
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """Has no effect: the model does it."""
+        """Does nothing: the base model does this."""
 
     def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
         self._base.check_admission(tenant, priority)
@@ -207,11 +207,11 @@ class ApiAlias:
 
 
 class TenantGenerator:
-    """The generator of one tenant on a model behind an API: a ``Generator`` that counts.
+    """A tenant's generator on a model behind an API, which counts tokens and costs.
 
     Args:
         model: the model.
-        tenant: its limits apply, and it separates the caches of servers that have salts.
+        tenant: the tenant, whose limits apply, and whose name is part of the cache salt.
         name: the name of the model in answers.
     """
 
@@ -226,13 +226,13 @@ class TenantGenerator:
         self._own = Usage()
 
     def check_gate(self, num_requests: int) -> None:
-        """Raises ``RateLimited`` if the tenant may not send this many requests now."""
+        """``RateLimited`` if the tenant may not send this many requests now."""
         if self.model.gate is not None:
             self.model.gate.check(self.tenant, num_requests)
 
     def open(self, cache_salt: str, *, program: str = "", label: str = "") -> Any:
-        """An empty context, with a salt that other tenants do not have."""
-        if self.tenant.name:  # hashed, as servers of others receive it
+        """Opens an empty context, with a salt that other tenants do not have."""
+        if self.tenant.name:  # hashed, because it is sent to other servers
             cache_salt = hashlib.sha256(f"{self.tenant.name}\n{cache_salt}".encode()).hexdigest()
         return self._inner.open(cache_salt, program=program, label=label)
 
@@ -267,7 +267,7 @@ class TenantGenerator:
         await self._inner.offer_tools(context, tools, choice)
 
     def expect(self, context: Any, upcoming: Sequence[Upcoming]) -> None:
-        """Receives the text and gens that follow the next gen in its turn."""
+        """Announces the text and gens that follow the next gen in its turn."""
         expect = getattr(self._inner, "expect", None)
         if expect is not None:
             expect(context, upcoming)
@@ -333,11 +333,11 @@ class TenantGenerator:
         return made
 
     async def fork(self, context: Any, count: int) -> list[Any]:
-        """Contexts that continue from here."""
+        """Returns contexts that continue from here."""
         return await self._inner.fork(context, count)
 
     def hint(self, context: Any, hint: StateHint) -> None:
-        """Takes advice about the context's next ops."""
+        """Passes on advice about the context's next ops."""
         token = PAYER.set(_TenantPayer(self, None))
         try:
             self._inner.hint(context, hint)
@@ -361,8 +361,8 @@ class TenantGenerator:
         self._inner.free(context)
 
     async def stats(self) -> Stats:
-        """The counters of the tenant. One that sees the metrics also gets the number of all running calls and
-        of all failed speculations. The counters of an engine are None."""
+        """The counters of the tenant. If it sees the metrics, they also have the numbers of all running calls
+        and of all failed speculations. The counters of an engine are None."""
         own, inner = self._own, await self._inner.stats()
         return msgspec.structs.replace(
             inner,
@@ -383,16 +383,15 @@ class TenantGenerator:
 
     @asynccontextmanager
     async def metered(self) -> AsyncIterator[None]:
-        """The scope of work that counts as a request of the tenant but generates nothing. Raises
-        ``RateLimited``."""
+        """The scope of work that counts as a request of the tenant but generates nothing. ``RateLimited``."""
         await self._until_ready()
         with self._admitted(0):
             yield
 
     @contextmanager
     def _call(self, num_chars: int, *, generates: bool = True) -> Iterator[_Call]:
-        """The scope of one call, which is counted at its end. Errors of the API are those of the server's
-        own models, as its clients know no API."""
+        """The scope of one call, which is counted at its end. Errors of the API become errors of a model of
+        this server, since clients do not know the API."""
         with self._admitted(num_chars // CHARS_PER_TOKEN) as admitted, self.model.calling() as call_id:
             call = _Call(call_id, admitted, self.model.observers)
             call.begin(self.tenant.name, generates)
@@ -416,7 +415,7 @@ class TenantGenerator:
             self._own += _unpaid(call.usage)
 
     def charge(self, usage: Usage) -> None:
-        """Counts the usage of a call that did not end, or the cost of a request."""
+        """Counts the usage of a call that did not complete, or the cost of a request."""
         self._own += usage
         for observer in self.model.observers:
             observer.charged(self.tenant.name, usage)
@@ -438,12 +437,14 @@ class TenantGenerator:
             yield admitted
 
     def _shown(self, error: AgentflowError) -> AgentflowError:
-        """The error for the server's clients. Keys, limits and faults between the server and the API are the
-        operator's: the log has them."""
+        """The error for the server's clients. Errors about the server's key, its limits or its connection to
+        the API are logged for the operator, without their details for clients."""
         name, shown = self.capabilities.model, error
         match error:
             case NotAuthorized():
-                shown = EngineFailed(f"the API of {name} refused the server's key: ask its operator")
+                shown = EngineFailed(
+                    f"the API of {name} rejected the server's key: ask the server's operator"
+                )
             case UnknownModel():
                 shown = EngineFailed(f"the API of {name} does not have its model: ask the server's operator")
             case RateLimited() if error.param == COST_PARAM:
@@ -452,7 +453,7 @@ class TenantGenerator:
                 limited = Overloaded(f"the API of {name} limits the server's requests: try again later")
                 limited.retry_after_s = error.retry_after_s
                 shown = limited
-            case Overloaded():  # its words have the address of the API
+            case Overloaded():  # its message has the address of the API
                 busy = Overloaded(f"the API of {name} is overloaded: try again later")
                 busy.retry_after_s = error.retry_after_s
                 shown = busy
@@ -463,22 +464,22 @@ class TenantGenerator:
                 shown = type(error)(text, param=error.param)
                 if isinstance(error, InvalidValue) and isinstance(shown, InvalidValue):
                     shown.text, shown.usage = error.text, error.usage
-            case BadArgument() if error.param == "url":  # the API is elsewhere
-                shown = EngineFailed(f"the API of {name} failed: the server's log says why")
+            case BadArgument() if error.param == "url":  # the operator's address of the API is wrong
+                shown = EngineFailed(f"the API of {name} failed: the server's log has the reason")
             case ServerError() | EngineFailed():
-                shown = EngineFailed(f"the API of {name} failed: the server's log says why")
+                shown = EngineFailed(f"the API of {name} failed: the server's log has the reason")
         if not isinstance(shown, RequestRefused) and shown is not error:
             logger.warning("a call to the API of %s failed: %s", name, error)
         return shown
 
 
 class _Call:
-    """One call, and its use so far."""
+    """One call, and its usage so far."""
 
     def __init__(self, call_id: int, admitted: AdmittedRequest, observers: Sequence[CallObserver]) -> None:
         self.usage = Usage()
         self.is_paid = False
-        """Whether a request of it had a cost."""
+        """Whether one of the call's requests had a cost."""
         self._id = call_id
         self._admitted = admitted
         self._observers = observers
@@ -489,7 +490,7 @@ class _Call:
             observer.call_begun(self._id, tenant, generates=generates)
 
     def counting(self, on_text: OnText) -> OnText:
-        """``on_text``, with its characters as an estimate of the tokens until the end."""
+        """Wraps ``on_text``: until the end, the tokens are estimated from its characters."""
 
         def count(text: str) -> None:
             if not self._num_chars and text:
@@ -502,11 +503,11 @@ class _Call:
         return count
 
     def counting_or_none(self, on_text: OnText | None) -> OnText | None:
-        """Like ``counting``, for a listener that may be None."""
+        """Like ``counting``, for a callback that may be None."""
         return None if on_text is None else self.counting(on_text)
 
     def end(self, usage: Usage) -> None:
-        """Takes the usage that the API reported."""
+        """Records the usage that the API reported."""
         self.usage = usage
         self._admitted.prompt_tokens, self._admitted.cached_tokens = usage.prompt_tokens, usage.cached_tokens
         self._admitted.output_tokens = usage.output_tokens
@@ -518,13 +519,13 @@ class _Call:
             observer.call_failed(self._id, code)
 
     def estimate(self) -> Usage:
-        """The use of a call that did not end: the tokens that the tenant's limits count."""
+        """The usage of a call that did not complete: the tokens that were charged to the tenant."""
         return Usage(self._admitted.prompt_tokens, 0, self._admitted.output_tokens)
 
 
 def _unpaid(usage: Usage) -> Usage:
-    """The tokens. Costs count when a request is paid (``_TenantPayer``), not with the value that they are
-    shown with: that may be another call's, or none's."""
+    """The usage without costs. A cost is counted when its request is paid (``_TenantPayer``): the usage that
+    shows it may belong to another call, or to none."""
     return msgspec.structs.replace(usage, cost=0.0)
 
 
@@ -533,8 +534,8 @@ class _TenantPayer:
     call that began them (speculation).
 
     Args:
-        generator: of the tenant.
-        call: the call that sends them; None: they only prepare calls.
+        generator: the tenant's generator.
+        call: the call that sends the requests; None: they only prepare calls.
     """
 
     def __init__(self, generator: TenantGenerator, call: _Call | None) -> None:
@@ -572,5 +573,5 @@ class _TenantPayer:
         return end
 
     def waste(self, usage: Usage) -> None:
-        """Counts tokens that are in no value's usage."""
+        """Counts tokens that are not in the usage of any value."""
         self._generator.charge(_unpaid(usage))

@@ -40,7 +40,7 @@ class Model(Protocol):
         """Whether it makes embeddings and generates nothing."""
 
     def generator(self, tenant: Tenant) -> Generator[Any]:
-        """The generator of the tenant, the same for each call."""
+        """The tenant's generator, the same for each call."""
 
     def named(self) -> Sequence[Model]:
         """The model under each of its other names."""
@@ -55,7 +55,7 @@ class Model(Protocol):
         """``Overloaded`` if a new request would wait too long."""
 
     async def until_idle(self) -> None:
-        """Waits until all of its requests have ended."""
+        """Waits until all of the model's requests have ended."""
 
 
 class EngineModel:
@@ -138,7 +138,7 @@ class EngineModel:
         return generator
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """Applies new weights to states that are opened from now on, also in open sessions, and drops the
+        """Applies changed tenants to states that are opened from now on, also in open sessions, and drops the
         generators of removed tenants."""
         self._tenants = {tenant.name: tenant for tenant in (ANONYMOUS, *tenants)}
         self._generators = {key: one for key, one in self._generators.items() if key[0] in self._tenants}
@@ -146,7 +146,7 @@ class EngineModel:
             generator.tenant = self._tenants[name]
 
     def unload_adapter(self, name: str) -> None:
-        """Requests that were sent keep the adapter until they end; later ones get ``UnknownModel``."""
+        """Unloads an adapter. Running requests keep it until they end; later ones get ``UnknownModel``."""
         self.client.unload_adapter(name)
         self._generators = {key: one for key, one in self._generators.items() if key[2] != name}
 
@@ -162,7 +162,7 @@ class EngineModel:
 
 
 class _SharedModel:
-    """A model on the engine, cache and admission of another one."""
+    """A model that shares the engine, cache and admission of another model."""
 
     def __init__(self, base: EngineModel, name: str) -> None:
         self.name = name
@@ -176,7 +176,7 @@ class _SharedModel:
         return ()
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """Has no effect: the model does it."""
+        """Does nothing: the base model does this."""
 
     def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
         self._base.check_admission(tenant, priority)
@@ -234,7 +234,7 @@ class OneGenerator:
         return self._generator
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """Has no effect."""
+        """Does nothing: all tenants share the generator."""
 
     def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
         """Admits every request."""
@@ -266,8 +266,8 @@ class Models:
         return iter(self._models.values())
 
     def find(self, name: str | None, tenant: Tenant) -> Model:
-        """The model of this name, or the tenant's first one for None. ``UnknownModel``, also if the tenant
-        may not use it."""
+        """The model of this name, or the tenant's first model for None. ``UnknownModel`` if it does not
+        exist, or the tenant may not use it."""
         seen = self.seen_by(tenant)
         if name is None:
             if not seen:
@@ -280,8 +280,8 @@ class Models:
         raise UnknownModel(f"there is no model {name[:200]!r} here (there are: {known})")
 
     def of_session(self, name: str | None, tenant: Tenant) -> SessionModels:
-        """The models of a session of the tenant, whose default is the model of this name, or the tenant's
-        first one for None. ``UnknownModel``."""
+        """The models of a session of the tenant. The default is the model of this name, or the tenant's first
+        model for None. ``UnknownModel`` as for ``find``."""
         found = self.find(name, tenant)
         default = found.generator(tenant)
         generators: dict[bool, dict[str, Generator[Any]]] = {True: {}, False: {}}
@@ -292,7 +292,7 @@ class Models:
 
     def _counted(self, default: Model, tenant: Tenant) -> list[Generator[Any]]:
         """The generators whose counters add up to the counters of the tenant's models, the default's first.
-        The counters of an engine include all of its names for a tenant that sees its metrics."""
+        For a tenant that sees the metrics, one generator has the counters of its whole engine."""
         found: list[Generator[Any]] = []
         for model in self:
             names = [model, *model.named(), *model.adapted()]

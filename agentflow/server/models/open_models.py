@@ -62,7 +62,7 @@ async def open_models(
     """The models, warmed up.
 
     Args:
-        models: the options of each model, by its name; for one behind an API, a function that opens its
+        models: the options of each model, by its name; for a model behind an API, a function that opens its
             generator.
         memory_share: the part of the free memory that all models may use.
         compile_limits: limits on the compilation of constraints.
@@ -138,7 +138,7 @@ async def _open_engines(
         sized = {name: place.replicas for name, place in places.items()}
         start_child = {name: place.placement.start_child for name, place in places.items()}
     sink = None if record_to is None else stack.enter_context(open_sink(record_to))
-    # First, so that its process loads while the models do, at a lower priority.
+    # First, so that its process loads in parallel with the models, at a lower priority.
     compiler = await stack.enter_async_context(constraint_compiler(limits=compile_limits))
     turn = PlacingTurn()
     for name, replicas in sized.items():
@@ -177,7 +177,7 @@ async def _open_reader(stack: AsyncExitStack, folder: Path, fetch: FetchImage) -
     if reader is not None:
         try:
             await reader.warm_up()
-        except AgentflowError as error:  # requests with images get it, too
+        except AgentflowError as error:  # requests with images fail with it, too
             logger.warning("%s: %s", folder.name, error)
     return reader
 

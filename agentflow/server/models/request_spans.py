@@ -7,7 +7,7 @@
     ├── prefill               until its first token
     └── decode                until its end
 
-They are made in the server's process, from the messages that the engine sends anyway, so that they include
+They are recorded in the server's process, from messages that the engine sends anyway, so that they include
 restarts of the engine. Without a tracer provider there is no observer.
 """
 
@@ -81,7 +81,7 @@ class RequestSpans:
         return self._tracer.start_span(name, set_span_in_context(span))
 
     def _next(self, request_id: int, before: str, after: str) -> None:
-        """The next phase; a request that runs again, after it was preempted, stays in its phase."""
+        """Begins the next phase. A preempted request that runs again stays in its phase."""
         pending = self._pending.get(request_id)
         if pending is not None and pending.name == before:
             pending.phase.end()

@@ -1,8 +1,9 @@
 """The admission of requests to a model: it rejects requests that would wait too long, before they wait.
 
 The expected wait is estimated for each tenant from how fast its requests start while some wait: the average
-time between the latest starts, times the number of requests with the same or a higher priority that wait. It
-does not depend on the order of their start. Requests of other tenants count through the time between starts.
+time between the latest starts, times the number of waiting requests with the same or a higher priority. It
+does not depend on the order of the starts. Requests of other tenants affect it through the time between
+starts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ MAX_IDLE_TENANTS = 1_000
 @dataclass(slots=True)
 class _Line:
     """The waiting requests of one tenant with their priorities. ``busy_s``: the time in which the latest
-    ``num_started`` started, without times when none waited. ``moved_s``: when the last one started, or the
-    first one arrived."""
+    ``num_started`` requests started, without times when none waited. ``moved_s``: when the last request
+    started, or the first one arrived."""
 
     waiting: dict[int, int] = field(default_factory=dict)
     num_waiting: Counter[int] = field(default_factory=Counter)  # by priority
@@ -56,8 +57,8 @@ class _Line:
             del self.num_waiting[priority]
 
     def start(self, request_ids: Sequence[int], now_s: float) -> None:
-        """Records that these started in one step. If none is left waiting, the engine had room for more, so
-        the measured time is an upper bound."""
+        """Records that these requests started in one step. If none is left waiting, the engine had room for
+        more, so the measured time is an upper bound."""
         for request_id in request_ids:
             self.remove(request_id)
         num, took_s = len(request_ids), now_s - self.moved_s
@@ -97,7 +98,7 @@ class WaitLimit:
             raise error
 
     def sent(self, submit: Submit) -> None:
-        """Adds a request that waits from now on."""
+        """Adds a waiting request."""
         tenant = submit.origin.tenant
         line = self._lines.get(tenant)
         if line is None:
@@ -108,7 +109,7 @@ class WaitLimit:
         self._forget_the_idle()
 
     def received(self, messages: Sequence[FromEngine]) -> None:
-        """Removes requests that started, or ended before that."""
+        """Removes requests that started, or ended before they started."""
         for message in messages:
             match message:
                 case Started():
