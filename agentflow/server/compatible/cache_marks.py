@@ -1,10 +1,9 @@
-"""Which beginnings of a conversation a client asks to keep in the cache, and for how long.
+"""The prefixes of a conversation that a client asks to keep in the cache, and their lifetimes.
 
-``cache_control`` is the mark of Anthropic's API, which clients also send to others, and
-``prompt_cache_breakpoint`` the one of OpenAI's. Marks are advice, so a mark that makes no sense is ignored.
-Only the longest beginning with each lifetime matters, because the cache has no part of a prefix without the
-parts before it: a request has at most as many beginnings as there are lifetimes, however many marks a client
-sends.
+``cache_control`` is the mark of Anthropic's API, which clients also send to other APIs, and
+``prompt_cache_breakpoint`` is OpenAI's. Marks are advice, so an invalid mark is ignored. Only the longest
+prefix with each lifetime matters, because the cache has no part of a prefix without the parts before it. So a
+request has at most one prefix for each lifetime, however many marks a client sends.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import msgspec
 from agentflow.server.compatible.fields import Unread
 
 SECONDS: Final = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0}
-"""The lifetimes that the two APIs have."""
+"""The lifetimes of both APIs, in seconds."""
 CACHE_CONTROL_TTL: Final = "5m"
 """The default of ``cache_control``."""
 BREAKPOINT_TTL: Final = "30m"
@@ -56,18 +55,18 @@ def _read(given: Unread) -> _Mark | None:
 
 @dataclass
 class KeptBeginnings:
-    """The beginnings that the marks of one conversation keep, as ``CompletionRequest.kept``."""
+    """The prefixes that the marks of one conversation keep, as ``CompletionRequest.kept``."""
 
-    _messages: dict[float, int] = field(default_factory=dict)  # the most messages, by seconds
+    _messages: dict[float, int] = field(default_factory=dict)  # the length of the longest prefix, by lifetime
 
     def add(self, num_messages: int, seconds: float | None) -> None:
-        """A mark after the first ``num_messages``. None: there is no mark."""
+        """Adds a mark after the first ``num_messages`` messages. ``seconds`` None: there is no mark."""
         if seconds is not None:
             self._messages[seconds] = max(num_messages, self._messages.get(seconds, 0))
 
     @property
     def found(self) -> Sequence[tuple[int, float]]:
-        """The messages and the seconds of each beginning that no longer one outlasts."""
+        """The number of messages and the seconds of each prefix, unless a longer prefix lives as long."""
         kept: list[tuple[int, float]] = []
         for seconds in sorted(self._messages, reverse=True):
             if not kept or self._messages[seconds] > kept[-1][0]:

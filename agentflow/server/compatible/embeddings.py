@@ -1,4 +1,4 @@
-"""Makes the embeddings of a request, and answers with them: they can have many numbers."""
+"""Computes the embeddings of a request and writes its answer, in a thread if it is large."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentflow.server.errors import unsupported
 from agentflow.server.http.call import ApiCall
 from agentflow.server.models.models import TextGenerator
 
-# More numbers are written in a thread.
+# An answer with more numbers is written in a thread.
 MAX_INLINE_NUMBERS = 16_384
 
 
@@ -38,7 +38,7 @@ async def compute_embeddings(
         inputs: Texts, or token ids.
         options: Dimensions and truncation.
         param: The field of the inputs, for errors.
-        priority: Of the request.
+        priority: The request's priority.
     """
     if isinstance(generator, EngineGenerator):
         vectors, usage = await generator.embedder.embed(
@@ -53,7 +53,8 @@ async def compute_embeddings(
     else:
         texts = [one for one in inputs if isinstance(one, str)]
         if len(texts) < len(inputs):
-            raise unsupported(param, f"{generator.capabilities.model} is behind an API, and takes only text")
+            model = generator.capabilities.model
+            raise unsupported(param, f"{model} is behind an API, and accepts only text")
         made = await generator.embed(texts, options)
         vectors, usage = [np.frombuffer(vector, "<f4") for vector in made.vectors], made.usage
     call.record.count(usage)

@@ -1,4 +1,4 @@
-"""The format of errors of OpenAI's API, which all paths outside of other APIs have, too."""
+"""OpenAI's format of errors, which paths outside of all APIs also have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that name the field of a request that is wrong."""
+"""Adds the field of the request to errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentflow.server.models.models import TextGenerator
 
 @contextmanager
 def naming_param(param: str | None = None) -> Iterator[None]:
-    """Converts ``BadArgument`` to an ``ApiError`` that names the field ``param``, or the error's own."""
+    """Converts ``BadArgument`` to an ``ApiError`` with the field ``param``, by default the error's."""
     try:
         yield
     except BadArgument as error:
@@ -37,11 +37,11 @@ def naming_field(
 
     Args:
         generator: The model.
-        prompt: The field if the prompt is too long, empty, or has unknown ids or an image that cannot be
-            read.
-        form: The field if the constraint is rejected.
+        prompt: The field of the prompt, for a prompt that is too long or empty, or has unknown ids or
+            unreadable images.
+        form: The field of the constraint.
         arguments: The field of a tool's arguments.
-        effort: The field if the model's reasoning cannot be changed.
+        effort: The field of the reasoning effort.
     """
     try:
         yield
@@ -68,8 +68,8 @@ def naming_field(
 def check_num_logprobs(
     params: SamplingParams, generator: TextGenerator, num_answers: int, param: str
 ) -> None:
-    """``ApiError`` if a request asks for too many log-probabilities. An answer has at most as many tokens as
-    the context."""
+    """``ApiError`` if a request asks for too many log-probabilities. An answer is not longer than the
+    context."""
     if not params.wants_logprobs:
         return
     num_tokens = min(params.max_tokens, generator.capabilities.max_context or params.max_tokens)

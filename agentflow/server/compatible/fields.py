@@ -52,7 +52,7 @@ Biases: TypeAlias = Annotated[
         extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
     ),
 ]
-# A value that is not read is not decoded: a body is large enough for millions of objects.
+# A value that is not used is not decoded: a body can have millions of objects.
 Unsupported: TypeAlias = Annotated[
     Unread, Meta(extra_json_schema={"type": "null"}, description="Not supported.")
 ]

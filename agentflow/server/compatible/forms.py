@@ -1,7 +1,7 @@
-"""The form of an answer, in any of the spellings that servers of OpenAI's API have for it.
+"""The form of an answer: the fields for it that servers with OpenAI's API have.
 
-Each field that asks for a form becomes a constraint, and a request may have one of them. ``regex`` and
-``grammar`` are the server's own, ``guided_*`` and ``structured_outputs`` vLLM's, ``ebnf`` SGLang's.
+Each such field becomes a constraint, and a request may have one of them. ``regex`` and ``grammar`` are
+agentflow's, ``guided_*`` and ``structured_outputs`` vLLM's, and ``ebnf`` SGLang's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ANY_OBJECT = Constraint("schema", '{"type":"object"}')
 
 
 def only_form(found: Sequence[tuple[str, Constraint]], default: str) -> tuple[str, Constraint | None]:
-    """The only field that asks for a form, or ``default``. ``ApiError`` if there are several."""
+    """Returns the only field for the form, or ``default``, and its constraint. ``ApiError`` if there are
+    several."""
     if len(found) > 1:
         raise invalid_field(found[-1][0], f"it excludes {found[0][0]}: give one of them")
     return found[0] if found else (default, None)

@@ -12,8 +12,8 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``parameters``: the JSON schema of an object; without it the tool has none. If it is not ``strict``,
-    keywords that cannot be enforced are relaxed."""
+    """``parameters``: the JSON schema of an object; by default the tool has no parameters. If it is not
+    ``strict``, keywords that cannot be enforced are relaxed."""
 
     name: ToolName
     description: str | None = None
@@ -22,7 +22,7 @@ class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def function_tool(function: FunctionSpec, place: str, scan: JsonScan) -> ToolSpec:
-    """The tool for a chat template. ``place``: the field of the function; ``scan``: bounds all parameters."""
+    """Makes the tool of a chat template. ``place``: the function's field. ``scan``: bounds all parameters."""
     given, parameters = function.parameters, NO_PARAMETERS
     if given is not None and is_given(given):
         parameters = decode_object(given, f"{place}.parameters", scan)

@@ -15,7 +15,7 @@ from agentflow.server.errors import unsupported
 
 def image_from_url(url: str, place: str, model: Capabilities) -> Image:
     """The image at a ``data:`` or ``https:`` URL in a request's field ``place``. ``ApiError`` if the model
-    accepts none, or if there is no image."""
+    accepts no images, or if the URL is invalid."""
     check_images(place, model)
     with naming_param(place):
         return image_at(url)
@@ -24,12 +24,12 @@ def image_from_url(url: str, place: str, model: Capabilities) -> Image:
 def check_images(place: str, model: Capabilities) -> None:
     """``ApiError`` for the field ``place`` if the model accepts no images."""
     if not model.images:
-        raise unsupported(place, f"{model.model} takes only text, no images")
+        raise unsupported(place, f"{model.model} accepts only text, no images")
 
 
 def video_from_url(url: str, num_frames: int | None, place: str, model: Capabilities) -> Video:
     """The video at a ``data:`` or ``https:`` URL in a request's field ``place``. ``ApiError`` if the model
-    accepts none, or if there is no video. ``num_frames``: as in ``Video``, in the same object."""
+    accepts no videos, or if the URL is invalid. ``num_frames``: as in ``Video``, from the same object."""
     check_videos(place, model)
     if num_frames is not None and not model.video_frames:
         raise unsupported(place, f"{model.model} chooses the frames of videos: leave out num_frames")
@@ -41,7 +41,7 @@ def video_from_url(url: str, num_frames: int | None, place: str, model: Capabili
 def check_videos(place: str, model: Capabilities) -> None:
     """``ApiError`` for the field ``place`` if the model accepts no videos."""
     if not model.videos:
-        raise unsupported(place, f"{model.model} takes no videos")
+        raise unsupported(place, f"{model.model} accepts no videos")
 
 
 def check_media(place: str, model: Capabilities, media: Sequence[PlacedImage]) -> None:

@@ -24,7 +24,7 @@ def read_prompts(prompt: Prompt, param: str = "prompt") -> list[str | TokenIds]:
     kinds = {type(member) for member in prompt}
     if len(kinds) > 1:
         raise invalid_field(
-            param, "it must be a text, a list of texts, a list of token ids, or a list of those"
+            param, "it must be a text, a list of texts, token ids, or a list of lists of token ids"
         )
     if kinds == {int}:
         return [TokenIds(tuple(cast("list[int]", prompt)))]
