@@ -1,7 +1,7 @@
 """Loads and unloads adapters (LoRA) of running models. The paths and fields are vLLM's.
 
-Only tenants with ``manages_adapters`` may do so: paths are on the server's disk, and an adapter changes the
-answers of a model.
+Only tenants with ``manages_adapters`` may load and unload adapters: paths are on the server's disk, and an
+adapter changes the answers of a model.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from agentflow.server.models.models import EngineModel
 from agentflow.server.openai.models import make_card
 
 MAX_ADAPTERS = 1_000
-"""The most adapters of a model: each is an entry in every list of models."""
+"""The limit of adapters of a model: each is an entry in every list of models."""
 
 _Name = Annotated[str, Meta(min_length=1, max_length=500)]
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``lora_path``: a folder on the server, or ``OWNER/NAME`` in its cache of the hub. ``model``: the
-    model to load it for; default: the first. ``load_inplace``: replaces a loaded adapter of the same name."""
+    """``lora_path``: a folder on the server, or ``OWNER/NAME`` in its cache of the hub. ``model``: the base
+    model; by default the first. ``load_inplace``: replaces a loaded adapter of the same name."""
 
     lora_name: _Name
     lora_path: _Name
@@ -43,7 +43,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
 
 
 class AdapterUnloaded(msgspec.Struct):
-    """The name of the model that no longer exists."""
+    """``id``: the name of the model that no longer exists."""
 
     id: str
     deleted: bool = True
@@ -66,7 +66,7 @@ async def load_adapter(call: ApiCall) -> None:
     except (BadModelFolder, UnknownModel) as error:
         raise invalid_field("lora_path", str(error)) from error
     except BadArgument as error:
-        if error.param == "lora":  # its name among an engine's options
+        if error.param == "lora":  # the name of the field in an engine's options
             error.param = "lora_path"
         raise
     name = f"{model.name}:{body.lora_name}"
@@ -96,5 +96,5 @@ def _managed_model(call: ApiCall, name: str | None) -> EngineModel:
         )
     model = call.service.models.find(name, call.tenant)
     if not isinstance(model, EngineModel):
-        raise BadArgument(f"{model.name} has no adapters: name a model itself", param="model")
+        raise BadArgument(f"{model.name} cannot have adapters: use a base model", param="model")
     return model

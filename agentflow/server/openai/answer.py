@@ -29,7 +29,7 @@ DONE = event(b"[DONE]")
 
 
 def usage_body(usage: Usage) -> UsageBody:
-    """The usage in the shape of the API."""
+    """The usage in the API's form."""
     return UsageBody(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.output_tokens,
@@ -40,7 +40,8 @@ def usage_body(usage: Usage) -> UsageBody:
 
 
 def make_prompt_logprobs(answer: Answer, num_top: int | None) -> PromptLogprobs | msgspec.UnsetType:
-    """The log-probabilities of the prompt, with ``num_top`` alternatives. None: they were not requested."""
+    """The log-probabilities of the prompt, with ``num_top`` alternatives. ``num_top`` None: they were not
+    requested."""
     if answer.prompt is None or num_top is None:
         return msgspec.UNSET
     return [None, *[_prompt_logprob(token, num_top) for token in answer.prompt.tokens[1:]]]
@@ -64,7 +65,7 @@ def list_prompt_ids(answer: Answer) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class UsageChunks:
-    """The usage that a stream has: none; ``at_end``: in a last chunk; ``so_far``: also in each chunk."""
+    """Where a stream has the usage. ``at_end``: in a last chunk. ``so_far``: also in each chunk."""
 
     at_end: bool
     so_far: Callable[[], Usage] | None = None
@@ -98,15 +99,16 @@ class AnswerIdentity:
 class ChunkWriter:
     """The chunks of one request. Subclasses write the deltas.
 
-    Thousands of chunks are written per second, so all but the content is prepared: ``fronts`` precede it, for
-    each answer. ``rest`` follows it; after log-probabilities or a finish reason only ``tail`` does.
+    Thousands of chunks are written per second, so all but the content is encoded in advance: ``fronts`` (one
+    for each answer) precede the content, and ``rest`` follows it. After log-probabilities or a finish reason,
+    only ``tail`` follows.
 
     Args:
         identity: the fields that all chunks share.
         kind: the ``object`` of the chunks.
-        content: the field of a choice that has its content.
+        content: the field of a choice for its content.
         num_answers: the number of choices.
-        usage: which chunks have the usage. In the others it is null.
+        usage: the chunks that have the usage. In the other chunks it is null, if it was requested.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class ChunkWriter:
             self.prepare(b',"usage":' + encode_json(usage_body(self._usage.so_far())))
 
     def prepare(self, usage: bytes) -> None:
-        """Prepares the JSON after the content of the next chunks, with this member for the usage."""
+        """Encodes the JSON after the content of the next chunks, with this member for the usage."""
         self.tail = b"}]" + usage + b"}" + EVENT_END
         self.rest = b',"logprobs":null,"finish_reason":null' + self.tail
 

@@ -104,8 +104,8 @@ async def create_chat_completion(call: ApiCall) -> None:
 def _make_request(
     call: ApiCall, body: ChatRequest, generator: TextGenerator
 ) -> tuple[str, CompletionRequest]:
-    """The field of its form, and the request as the engine takes it. ``ApiError`` names the field that is
-    wrong or not supported."""
+    """Returns the field of the form, and the request in the common form of all APIs. ``ApiError``, with the
+    field, for a field that is wrong or not supported."""
     limits = call.service.http_limits
     check_fields(body, limits.max_n)
     tools = read_tools(body.tools or ())
@@ -139,7 +139,7 @@ def _make_request(
 
 
 def _thinks(body: ChatRequest) -> bool | None:
-    """Whether the model is to think; None: the request leaves it to the chat template."""
+    """Whether the model reasons before its answer; None: the chat template decides."""
     if body.enable_thinking is not None or body.reasoning_effort is None:
         return body.enable_thinking
     return body.reasoning_effort not in NO_EFFORT
@@ -171,7 +171,7 @@ def _response_format(body: ChatRequest) -> Constraint | None:
 
 
 def _check_turns(body: ChatRequest) -> None:
-    """``ApiError`` if a field asks for another turn than the next one."""
+    """``ApiError`` if a field asks for anything but the next turn."""
     is_own = isinstance(body.messages[-1], AssistantMessage)
     if body.continue_final_message and not is_own:
         raise invalid_field("continue_final_message", "the last message is not the assistant's")
@@ -211,7 +211,7 @@ class _ChatChunks(ChunkWriter):
         self._is_begun = [False] * n
 
     def prepare(self, usage: bytes) -> None:
-        """Encodes the rest of each chunk, which follows its text."""
+        """Encodes the rest of the next chunks, which follows their text."""
         super().prepare(usage)
         self._text_rest = b"}" + self.rest
 

@@ -48,7 +48,7 @@ _KIND = "text_completion"
 
 
 class TextRequest(SharedFields, kw_only=True):
-    """A text to continue, or several. Special tokens in a text are read as such."""
+    """A text to continue, or several. Special tokens in a text are recognised."""
 
     prompt: Prompt
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
@@ -129,7 +129,7 @@ async def create_completion(call: ApiCall) -> None:
 def _make_requests(
     call: ApiCall, body: TextRequest, generator: TextGenerator
 ) -> tuple[str, list[CompletionRequest]]:
-    """The field of their form, and a request for each prompt."""
+    """Returns the field of the form, and a request for each prompt."""
     limits = call.service.http_limits
     check_fields(body, limits.max_n, takes=("best_of", "echo"))
     prompts = read_prompts(body.prompt)
@@ -192,8 +192,8 @@ def _choice(index: int, answer: Answer, body: TextRequest) -> TextChoice:
 
 
 class _OffsetLogprobs:
-    """The tokens of one answer with the offsets of their texts, and ``num_top`` alternatives. ``prompt``: it
-    begins the answer."""
+    """The tokens of one answer with the offsets of their texts, and ``num_top`` alternatives. ``prompt``: the
+    prompt, if it begins the answer."""
 
     def __init__(self, num_top: int, prompt: PromptDelta | None = None) -> None:
         self._num_top = num_top
@@ -202,7 +202,7 @@ class _OffsetLogprobs:
         self._offset = 0
 
     def push(self, tokens: Sequence[AnswerToken]) -> TextLogprobs:
-        """The log-probabilities of the next tokens, which begin with the prompt's."""
+        """The log-probabilities of the next tokens, at first preceded by the prompt's."""
         prompt, self._prompt = self._prompt, None
         num_added = 0
         if prompt is not None:

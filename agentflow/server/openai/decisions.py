@@ -1,5 +1,5 @@
-"""``POST /v1/decisions``: answers to questions about an input with their probabilities, as OpenAI's API gives
-them. All questions are one tree of tokens after the input (``engine/generator/decide``)."""
+"""``POST /v1/decisions``: answers to questions about an input, with probabilities, as in OpenAI's API. All
+questions are one tree of tokens after the input (``engine/generator/decide``)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TWO_OR_MORE = Meta(min_length=2, max_length=MAX_OPTIONS)
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="input_text", forbid_unknown_fields=True):
-    """A text of a question."""
+    """A part of a question."""
 
     text: str
 
@@ -58,7 +58,7 @@ class Choice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ChoiceQuestion(
     msgspec.Struct, kw_only=True, tag_field="type", tag="choice", forbid_unknown_fields=True
 ):
-    """Which of some choices fits the input."""
+    """Which of the choices fits the input."""
 
     instructions: Instructions
     choices: Annotated[list[Choice], _TWO_OR_MORE]
@@ -73,7 +73,7 @@ class Level(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ScoreQuestion(msgspec.Struct, kw_only=True, tag_field="type", tag="score", forbid_unknown_fields=True):
-    """Where the input is between levels, which go from the lowest to the highest."""
+    """Where the input is on a scale of levels, from the lowest to the highest."""
 
     instructions: Instructions
     levels: Annotated[list[Level], _TWO_OR_MORE]
@@ -84,8 +84,8 @@ AskedQuestion: TypeAlias = PredicateQuestion | ChoiceQuestion | ScoreQuestion
 
 
 class DecisionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Questions about an input. The fields of the second group change no answer. ``cache_salt``
-    and ``priority`` are extensions."""
+    """Questions about an input. ``prompt_cache_key``, ``prompt_cache_options`` and ``safety_identifier`` do
+    not change answers. ``cache_salt`` and ``priority`` are extensions."""
 
     model: str
     input: ResponseInput
@@ -215,7 +215,7 @@ async def _decided_by_api(
     try:
         for message in messages:
             if message.role == "tool" or message.tool_calls:
-                raise unsupported("input", f"{model} is behind an API: give messages without function calls")
+                raise unsupported("input", f"{model} is behind an API: send messages without function calls")
             generator.begin_role(context, message.role)
             generator.fill(context, message.content)
             generator.end_role(context)
@@ -255,12 +255,12 @@ def _question(number: int, asked: AskedQuestion) -> Question:
             return Question(name, "predicate", instructions)
         case ChoiceQuestion():
             field, shown = "choices", [(_text(one.value), one.description) for one in asked.choices]
-            if len({text for text, _ in shown}) < len(shown):  # "true" and true, perhaps
+            if len({text for text, _ in shown}) < len(shown):  # such as "true" and true
                 shown = [(msgspec.json.encode(one.value).decode(), one.description) for one in asked.choices]
         case ScoreQuestion():
             field, shown = "levels", [(one.label, one.description) for one in asked.levels]
     if len({text for text, _ in shown}) < len(shown):
-        raise invalid_field(f"{place}.{field}", "each may occur once")
+        raise invalid_field(f"{place}.{field}", "they must differ")
     options = tuple([Option(text, description or "") for text, description in shown])
     return Question(name, "choice" if field == "choices" else "score", instructions, options)
 

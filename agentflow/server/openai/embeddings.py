@@ -1,7 +1,7 @@
-"""``POST /v1/embeddings``: the embeddings of texts or token ids, as OpenAI's API makes them.
+"""``POST /v1/embeddings``: the embeddings of texts or token ids, as in OpenAI's API.
 
-Two fields are from sentence-transformers: ``prompt`` is put before each text, and ``prompt_name`` names one
-of the model's own prompts.
+Two fields are from sentence-transformers: ``prompt`` is put before each text, and ``prompt_name`` selects one
+of the model's prompts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EmbeddingsField: TypeAlias = Annotated[
 
 class EmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Texts to embed. ``dimensions``: the number of first dimensions to keep, for models trained for it.
-    ``prompt``: put before each text; ``prompt_name``: the model's prompt of this name instead."""
+    ``prompt``: a text before each input. ``prompt_name``: the model's prompt of this name instead."""
 
     model: str
     input: EmbeddingsField
@@ -47,7 +47,7 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class EmbeddingObject(msgspec.Struct, kw_only=True):
-    """The embedding of one input: numbers, or their float32 values (little-endian) in base64."""
+    """The embedding of one input: a list of numbers, or float32 values (little-endian) in base64."""
 
     index: int
     embedding: list[float] | str

@@ -1,4 +1,4 @@
-"""Requests about models that generate nothing: ``/v1/models``, ``/tokenize`` and ``/detokenize``.
+"""Requests about models that do not generate: ``/v1/models``, ``/tokenize`` and ``/detokenize``.
 
 The list of models is OpenAI's; the tokenizer's endpoints are vLLM's.
 """
@@ -27,8 +27,8 @@ from agentflow.server.openai.types import ChatMessage, Tool
 class ModelCard(msgspec.Struct):
     """A model. ``created``: when the server loaded it (Unix time). ``max_model_len``: the limit of prompt and
     output tokens together. ``embedding_size``: the dimensions of its embeddings; null: it generates text.
-    ``input_modalities``: ``text``, and ``image`` and ``video`` if prompts may have them. ``parent``: the
-    model itself, if this is the model with an adapter."""
+    ``input_modalities``: ``text``, and ``image`` and ``video`` if prompts may have them. ``parent``: the base
+    model, if this is a model with an adapter."""
 
     id: str
     created: int
@@ -54,7 +54,7 @@ async def list_models(call: ApiCall) -> None:
 
 
 async def get_model(call: ApiCall) -> None:
-    """Describes one model. ``UnknownModel``."""
+    """Describes one model."""
     await call.reply(make_card(call, call.service.models.find(call.path_params["name"], call.tenant)))
 
 
@@ -74,7 +74,7 @@ def make_card(call: ApiCall, model: Model) -> ModelCard:
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """The facts with which a client can prepare prompts itself. ``chat_template``: its Jinja source."""
+    """The tokenizer's properties, for clients that prepare prompts. ``chat_template``: its Jinja source."""
 
     tokenizer_class: str
     model_max_length: int | None
@@ -87,8 +87,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 async def get_tokenizer_info(call: ApiCall) -> None:
-    """Describes the tokenizer of the model that the parameter ``model`` of the address names, or else of the
-    first."""
+    """Describes the tokenizer of the model in the query parameter ``model``, by default the first."""
     generator = call.generator(call.query.get("model"), to_generate=False)
     tokenizer, template = generator.tokenizer, generator.template
     named = tokenizer.named_tokens
@@ -109,7 +108,7 @@ async def get_tokenizer_info(call: ApiCall) -> None:
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Either ``prompt``, as in ``/v1/completions``, or ``messages``, as in ``/v1/chat/completions``.
 
-    ``add_special_tokens`` (with ``prompt``): adds the tokens that the model expects before a text.
+    ``add_special_tokens`` (with ``prompt``): adds the special tokens that the model expects before a text.
     ``add_generation_prompt`` (with ``messages``): adds the opening of the assistant's turn.
     ``return_token_strs``: also returns the text of each token. ``model``: by default the first.
     """

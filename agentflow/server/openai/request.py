@@ -1,6 +1,6 @@
 """Translates the fields of OpenAI's requests: conversation, tools, sampling parameters, and constraint.
 
-Errors name the field that is wrong or not supported.
+Errors contain the field that is wrong or not supported.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ from agentflow.server.openai.types import (
 # The default of OpenAI's API.
 TEMPERATURE = 1.0
 NO_EFFORT = ("none", "minimal")
-"""Values of ``reasoning_effort`` that turn thinking off."""
+"""Values of ``reasoning_effort`` that turn reasoning off."""
 
 _WHY_UNSUPPORTED = {
-    "skip_special_tokens": "answers have no special tokens, but as marks of calls and reasoning",
-    "include_stop_str_in_output": "the stop is not part of the answer",
-    "suffix": "the models continue a text, and cannot fill a gap in one",
+    "skip_special_tokens": "answers have no special tokens except as marks of calls and reasoning",
+    "include_stop_str_in_output": "the stop string is not part of the answer",
+    "suffix": "the models continue a text, and cannot fill in a gap",
     "store": "nothing is stored",
-    "echo": "the answer of a conversation is its next turn; /v1/completions takes it",
+    "echo": "the answer of a conversation is its next turn; /v1/completions supports it",
     "audio": "the models generate no audio",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "web_search_options": "the server does not search the web",
     "moderation": "the server does not moderate",
 }
-# The values without effect.
+# The values that are accepted, because they have no effect.
 _NEUTRAL = {"store": False, "echo": False, "skip_special_tokens": True, "include_stop_str_in_output": False}
 _MARKED = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 _KIND_OF_PART = {AudioPart: "audio", FilePart: "files"}
@@ -83,7 +83,7 @@ _UNSUPPORTED_MEMBERS = {"audio": "the models generate no audio", "function_call"
 
 
 def check_fields(request: SharedFields, max_n: int, *, takes: Container[str] = ()) -> None:
-    """``ApiError`` for a field that asks for something that is not supported. ``takes``: fields that this
+    """``ApiError`` for a field that is not supported, or is wrong. ``takes``: the fields that only this
     endpoint supports."""
     for name, why in _WHY_UNSUPPORTED.items():
         value = getattr(request, name, None)
@@ -117,7 +117,7 @@ def _check_stream_options(request: SharedFields, options: StreamOptions) -> None
 def read_sampling(
     request: SharedFields, generator: TextGenerator, max_tokens: int | None, top_logprobs: int | None
 ) -> SamplingParams:
-    """The sampling parameters. ``max_tokens`` None: the rest of the context. ``top_logprobs`` None: no
+    """The sampling parameters. ``max_tokens`` None: up to the end of the context. ``top_logprobs`` None: no
     log-probabilities."""
     top_p, top_k = read_nucleus(request.top_p, request.top_k)
     biases = request.logit_bias or {}
@@ -152,15 +152,15 @@ def read_sampling(
 
 
 def _bad_words(words: Sequence[str], generator: EngineGenerator) -> dict[int, float]:
-    """Biases against words, at the start of a text and after others. ``ApiError`` for one that is several
-    tokens: its parts are parts of other words, too."""
+    """Biases against words, at the start of a text and after other words. ``ApiError`` for a word of several
+    tokens: other words have the same parts."""
     encode = generator.tokenizer.encode
     biases: dict[int, float] = {}
     for number, word in enumerate(words):
         spelled = [encode(word, continues=True), encode(f" {word.lstrip()}", continues=True)]
         single = [token_ids[0] for token_ids in spelled if len(token_ids) == 1]
         if not single:
-            text = f"{word[:100]!r} is several tokens of this model, and only single ones can be banned"
+            text = f"{word[:100]!r} is several tokens of this model, and only single tokens can be banned"
             raise unsupported(f"bad_words[{number}]", text)
         biases |= dict.fromkeys(single, -100.0)
     return biases
@@ -171,7 +171,8 @@ def _or(value: float | None, default: float) -> float:
 
 
 def read_conversation(messages: Sequence[ChatMessage], model: Capabilities) -> tuple[Message, ...]:
-    """The conversation. ``ApiError`` names the message that is wrong. ``model``: its features."""
+    """The conversation. ``ApiError``, with the field, for a message that is wrong. ``model``: the features of
+    the model."""
     turns: list[Message] = []
     called: dict[str, str] = {}  # the tool of each call
     for number, message in enumerate(messages):
@@ -202,7 +203,7 @@ def read_conversation(messages: Sequence[ChatMessage], model: Capabilities) -> t
 
 
 def find_kept(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Sequence[tuple[int, float]]:
-    """The beginnings of the conversation that ``cache_control`` and ``prompt_cache_breakpoint`` keep."""
+    """The prefixes of the conversation that ``cache_control`` and ``prompt_cache_breakpoint`` keep."""
     kept = KeptBeginnings()
     is_system = [isinstance(message, SystemMessage | DeveloperMessage) for message in messages]
     num_system = next((number for number, one in enumerate(is_system) if not one), len(messages))
@@ -223,7 +224,7 @@ def _assistant_turn(message: AssistantMessage, place: str, model: Capabilities) 
     for member, why in _UNSUPPORTED_MEMBERS.items():
         if is_given(getattr(message, member)):
             raise unsupported(f"{place}.{member}", why)
-    # Their arguments may be any text: a truncated call comes back as it was sent.
+    # Arguments may be any text: clients send a truncated call back unchanged.
     calls = tuple(
         CalledTool(call.id, call.function.name, call.function.arguments.strip() or "{}")
         for call in message.tool_calls or ()
@@ -238,7 +239,7 @@ def _assistant_turn(message: AssistantMessage, place: str, model: Capabilities) 
 
 
 def _read_reasoning(given: Unread, place: str) -> str | None:
-    """Reasoning that is a text; clients of other servers also send objects, which are not read."""
+    """The reasoning, if it is a text; clients of other servers also send objects, which are ignored."""
     if given is None or bytes(memoryview(given)[:1]) != b'"':
         return None
     return decoded(given, str, f"{place}.reasoning_content")
@@ -253,8 +254,7 @@ def _read_text(content: MessageContent, place: str, model: Capabilities) -> str:
 
 
 def _shown(content: MessageContent, place: str, model: Capabilities) -> tuple[str, tuple[PlacedImage, ...]]:
-    """The parts without anything between them, as chat templates write them, and the images and
-    videos."""
+    """The parts, joined without a separator, as chat templates write them; and the images and videos."""
     if isinstance(content, str):
         return content, ()
     return placed_in(
@@ -277,7 +277,7 @@ def _part(part: MessagePart, place: str, model: Capabilities) -> str | Medium:
             video = decoded(part.video_url, VideoUrl, f"{place}.video_url")
             return video_from_url(video.url, video.num_frames, f"{place}.video_url.url", model)
         case AudioPart() | FilePart():
-            raise unsupported(place, f"{model.model} takes no {_KIND_OF_PART[type(part)]}")
+            raise unsupported(place, f"{model.model} accepts no {_KIND_OF_PART[type(part)]}")
 
 
 def read_tools(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
@@ -319,8 +319,8 @@ def read_template_values(given: msgspec.Raw | None) -> dict[str, Any]:
 def read_constraint(
     request: SharedFields, response_format: Constraint | None = None
 ) -> tuple[str, Constraint | None]:
-    """The field that asks for a form, and its constraint. ``ApiError`` if there are several, ``BadArgument``
-    for a schema or a grammar that is not valid."""
+    """The field for the answer's form, and its constraint. ``ApiError`` if there are several, ``BadArgument``
+    for an invalid schema or grammar."""
     found = [*_forms(request)]
     if response_format is not None:
         found.append(("response_format", response_format))

@@ -1,6 +1,6 @@
 """The JSON shapes of OpenAI's API: requests, messages, tools, and chat answers.
 
-Every bound is part of a type, so the OpenAPI document has it too. Null is the same as leaving a field out.
+All bounds are part of the types, so the OpenAPI document has them. Null is the same as leaving a field out.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form of the answer, as vLLM spells it: one of ``json`` (a schema, or its text), ``regex``,
+    """The form of the answer, in vLLM's fields: one of ``json`` (a schema, or its text), ``regex``,
     ``choice``, ``grammar`` (Lark or EBNF) and ``json_object``."""
 
     json: GivenSchema = None
@@ -74,7 +74,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both generating endpoints have. The last ones have no effect on the answer."""
+    """The fields of chat completions and completions."""
 
     model: str
     n: Count | None = None
@@ -126,8 +126,8 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """A part of a message's text. The other fields keep the prompt up to the end of its message in the
-    cache."""
+    """A part of a message's text. ``prompt_cache_breakpoint`` and ``cache_control`` keep the prompt up to the
+    end of the message in the cache."""
 
     text: str
     prompt_cache_breakpoint: Unread = None
@@ -141,37 +141,37 @@ class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", forbid_unknow
 
 
 class ImageUrl(msgspec.Struct):
-    """Where an image is: a ``data:`` URL, or an ``https:`` URL, which only a model behind an API accepts."""
+    """The URL of an image: ``data:``, or ``https:`` at a host that the operator allows. A model behind an API
+    gets the URL itself."""
 
     url: str
     detail: Unread = None
 
 
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
-    """An image, for models that accept images: an ``ImageUrl``, which is not read for others."""
+    """An image (``ImageUrl``), for models that accept images. For other models it is not read."""
 
     image_url: msgspec.Raw
     cache_control: Unread = None
 
 
 class VideoUrl(msgspec.Struct):
-    """Where a video is, as an ``ImageUrl``. ``num_frames``: how many frames the model sees; None: as many as
-    it is made for."""
+    """The URL of a video, as for ``ImageUrl``. ``num_frames``: the number of frames that the model sees;
+    null: the model's default."""
 
     url: str
     num_frames: int | None = None
 
 
 class VideoPart(msgspec.Struct, tag_field="type", tag="video_url"):
-    """A video, for models that accept videos, in the form of vLLM: a ``VideoUrl``, which is not read for
-    others."""
+    """A video (``VideoUrl``), as in vLLM, for models that accept videos. For other models it is not read."""
 
     video_url: msgspec.Raw
     cache_control: Unread = None
 
 
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
-    """Not supported: the models take no audio."""
+    """Not supported: the models accept no audio."""
 
     input_audio: msgspec.Raw
 
@@ -187,8 +187,8 @@ MessageContent: TypeAlias = str | Annotated[list[MessagePart], Meta(min_length=1
 
 
 class _Message(msgspec.Struct, tag_field="role", kw_only=True, forbid_unknown_fields=True):
-    """``name`` has no effect, as chat templates do not show it. ``cache_control`` keeps the prompt up to the
-    end of the message in the cache."""
+    """``name`` has no effect, because chat templates do not show it. ``cache_control`` keeps the prompt up to
+    the end of the message in the cache."""
 
     name: str | None = None
     cache_control: Unread = None
@@ -201,7 +201,7 @@ class SystemMessage(_Message, tag="system", kw_only=True):
 
 
 class DeveloperMessage(_Message, tag="developer", kw_only=True):
-    """OpenAI's newer name of a system message."""
+    """OpenAI's newer name for a system message."""
 
     content: MessageContent
 
@@ -213,8 +213,8 @@ class UserMessage(_Message, tag="user", kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """``arguments``: a JSON object, as text; of a truncated call, a part of one. ``parsed_arguments`` is not
-    read: typed client helpers send it back along with the arguments."""
+    """``arguments``: a JSON object, as text; for a truncated call, the beginning of one. ``parsed_arguments``
+    is not read: typed client helpers send it back along with the arguments."""
 
     name: ToolName
     arguments: str
@@ -232,8 +232,8 @@ class MessageToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
     """The model's text, its tool calls, or both. ``content`` may be null only with tool calls.
-    ``reasoning_content``, or ``reasoning``, if it is a text: its reasoning before. ``parsed`` is not read,
-    like ``parsed_arguments``, nor the ``provider_specific_fields`` that LiteLLM adds."""
+    ``reasoning_content``, or ``reasoning``, if it is a text: the reasoning before them. ``parsed`` and the
+    ``provider_specific_fields`` that LiteLLM adds are not read, like ``parsed_arguments``."""
 
     content: MessageContent | None = None
     tool_calls: list[MessageToolCall] | None = None
@@ -248,7 +248,7 @@ class AssistantMessage(_Message, tag="assistant", kw_only=True):
 
 
 class ToolMessage(_Message, tag="tool", kw_only=True):
-    """The result of the call ``tool_call_id`` of an earlier message."""
+    """The result of the call with the id ``tool_call_id``, which an earlier message has."""
 
     content: MessageContent
     tool_call_id: str
@@ -275,7 +275,7 @@ class FunctionTool(msgspec.Struct, tag_field="type", tag="function", forbid_unkn
 
 
 class CustomTool(msgspec.Struct, tag_field="type", tag="custom"):
-    """Not supported: a tool that takes free text."""
+    """Not supported: a tool whose input is free text."""
 
     custom: msgspec.Raw
 
@@ -319,8 +319,8 @@ class ObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_u
 
 
 class SchemaSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A JSON schema (without one: any object). If it is not ``strict``, keywords that cannot be
-    enforced are relaxed."""
+    """A JSON schema; by default any object. If it is not ``strict``, keywords that cannot be enforced are
+    relaxed."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
@@ -366,7 +366,7 @@ class ChatRequest(SharedFields, kw_only=True):
 
 
 class CompletionDetails(msgspec.Struct):
-    """``reasoning_tokens``: the tokens that the model thought with, marks included."""
+    """``reasoning_tokens``: the tokens of the model's reasoning, including its marks."""
 
     reasoning_tokens: int
 
@@ -378,7 +378,7 @@ class PromptDetails(msgspec.Struct):
 
 
 class UsageBody(msgspec.Struct, kw_only=True):
-    """Numbers of tokens. A prompt counts once, however many answers it has."""
+    """Token counts. A prompt counts once, however many answers it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -410,7 +410,7 @@ class AnsweredToolCall(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The model's text, its tool calls, or both. ``reasoning_content``: its reasoning before."""
+    """The model's text, its tool calls, or both. ``reasoning_content``: the reasoning before them."""
 
     role: Literal["assistant"]
     content: str | None
@@ -430,7 +430,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """A token of the prompt, or one of the likeliest in its place. ``rank``: 1 for the likeliest."""
+    """A token of the prompt, or one of the likeliest at its position. ``rank``: 1 for the likeliest."""
 
     logprob: float | None
     rank: int
@@ -438,12 +438,13 @@ class PromptLogprob(msgspec.Struct, kw_only=True):
 
 
 PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
-"""Each token of the prompt and the likeliest in its place, by their ids; null for the first token."""
+"""For each token of the prompt, the token and the likeliest at its position, by their ids; null for the first
+token."""
 
 
 class ChatAnswer(msgspec.Struct, kw_only=True):
-    """The whole answer. ``created``: Unix time. ``prompt_logprobs``, ``prompt_token_ids``: if they
-    were requested."""
+    """The whole answer. ``created``: Unix time. ``prompt_logprobs``, ``prompt_token_ids``: only if they were
+    requested."""
 
     id: str
     created: int

@@ -48,14 +48,14 @@ from agentflow.server.openai.responses.types import (
 
 
 class ResponsesErrorFormat(OpenAIErrorFormat):
-    """Errors as in OpenAI's other APIs, but the error in a stream is a named event."""
+    """OpenAI's format of errors, except that an error in a stream is a named event."""
 
     def in_stream(self, body: bytes) -> bytes:
         return event(body, b"error")
 
 
 class ResponseWriter:
-    """The response to one request. ``answer``: the response, which grows. ``has_logprobs``: its text has
+    """Writes the response to one request. ``answer``: the response so far. ``has_logprobs``: its text has
     log-probabilities."""
 
     def __init__(self, answer: ResponseAnswer, *, has_logprobs: bool) -> None:
@@ -72,7 +72,7 @@ class ResponseWriter:
         return self._of_answer("created") + self._of_answer("in_progress")
 
     def queue(self) -> bytes:
-        """The events of a background response that waits. It is in progress with the first delta."""
+        """The events of a queued background response. It is in progress from the first delta on."""
         self.answer.status = "queued"
         return self._of_answer("created") + self._of_answer("queued")
 
@@ -113,8 +113,8 @@ class ResponseWriter:
         return closed + self._of_answer("failed")
 
     def cancel(self) -> bytes:
-        """The last events of a background response that was cancelled. The API has no event for
-        that: the response has the status."""
+        """The last events of a cancelled background response. The API has no event for that, so only the
+        response's status shows it."""
         closed = self._close("incomplete")
         self.answer.status = "cancelled"
         return closed + self._of_answer("incomplete")
@@ -237,7 +237,7 @@ class ResponseWriter:
     # Events
 
     def _prepare(self, kind: str, place: dict[str, Any]) -> None:
-        """The constant part of the deltas of the open item."""
+        """Encodes the constant part of the deltas of the open item."""
         fields = {"type": kind, **place}
         self._head = event_head(kind.encode()) + encode_json(fields)[:-1] + b',"sequence_number":'
 
@@ -260,7 +260,7 @@ class ResponseWriter:
 
 
 def make_usage(usage: Usage) -> ResponseUsage:
-    """The usage in the shape of the API."""
+    """The usage in the API's form."""
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputDetails(cached_tokens=usage.cached_tokens),

@@ -1,7 +1,7 @@
 """Conversation objects: ``/v1/conversations``, and the turns that responses append to them.
 
-A conversation is in the store of responses. It changes as a whole: a turn, new items or a deletion replace it
-by the next version. Its messages are kept along with its items, so that a turn reads only new items.
+A conversation is in the store of responses. A turn, new items or a deletion replace it with a new version.
+Its messages are stored along with its items, so that a turn parses only new items.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from agentflow.server.responses.store import StoredConversation
 
 logger = logging.getLogger(__name__)
 
-# Of items that are given before a model is chosen. A response checks whether its model accepts the images.
+# Stands for the model while items are read before a model is chosen. A response checks whether its model
+# accepts the images.
 _NO_MODEL = Capabilities("a conversation", images=True, videos=True)
 
 
@@ -118,7 +119,8 @@ async def delete_item(call: ApiCall) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EndedTurn:
-    """A turn that has ended. ``answer``: the message of the model, of which ``output`` are the items."""
+    """A turn that has ended. ``given``: its input items. ``output``: the items of ``answer``, the model's
+    message."""
 
     given: Sequence[Item]
     output: Sequence[Item]
@@ -126,7 +128,7 @@ class EndedTurn:
 
 
 async def load_conversation(call: ApiCall, given: Unread) -> StoredConversation | None:
-    """The conversation that a request names by its id or by an object, if it names one."""
+    """The conversation that a request continues, if it has the id of one, as text or in an object."""
     if not is_given(given):
         return None
     assert given is not None
@@ -150,7 +152,7 @@ async def append_turn(responses: Responses, tenant: str, conversation_id: str, t
 
     try:
         await responses.change(tenant, conversation_id, append)
-    except ApiError as error:  # an item that it needs was deleted
+    except ApiError as error:  # an item that the turn needs was deleted
         logger.warning("a turn is not appended to the conversation %s: %s", conversation_id, error.message)
     except TooLargeToKeep:
         logger.warning(
@@ -194,8 +196,8 @@ def _references(given: Sequence[msgspec.Raw]) -> list[str]:
 
 
 def _grown(conversation: StoredConversation, items: Sequence[Item], field: str) -> StoredConversation:
-    """The conversation with these items at its end. ``ApiError`` for one that does not fit there. ``field``:
-    the request's."""
+    """Appends items to a conversation. ``ApiError`` for an item that cannot follow. ``field``: the request's
+    field of the items."""
     turns = Turns(conversation.messages)
     for number, item in enumerate(items):
         turns.add(item, f"{field}[{number}]")
@@ -208,7 +210,7 @@ def _grown(conversation: StoredConversation, items: Sequence[Item], field: str) 
 
 
 async def _changed(call: ApiCall, change: Change) -> StoredConversation:
-    """The conversation that the path names after a change. ``ApiError``."""
+    """Changes the conversation in the path. ``ApiError`` if it does not exist, or would be too large."""
     conversation_id = call.path_params["id"]
     try:
         changed = await call.service.responses.change(call.tenant.name, conversation_id, change)
@@ -220,7 +222,7 @@ async def _changed(call: ApiCall, change: Change) -> StoredConversation:
 
 
 def _too_large() -> ApiError:
-    return invalid_field("items", "the conversation is larger than the server's memory for all of them")
+    return invalid_field("items", "the conversation is larger than the server's memory for conversations")
 
 
 async def _found(call: ApiCall) -> StoredConversation:
@@ -240,7 +242,7 @@ def _not_found(conversation_id: str, param: str | None = None) -> ApiError:
 
 
 def _find_index(call: ApiCall, found: StoredConversation) -> int:
-    """Where the item that the path names is in its conversation."""
+    """The index of the item in the path in its conversation."""
     item_id = call.path_params["item_id"]
     for place, item in enumerate(found.items):
         if item.id == item_id:

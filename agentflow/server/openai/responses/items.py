@@ -1,8 +1,8 @@
 """Translates the items of a request into a conversation.
 
 Items are messages, tool calls and their results. Reasoning belongs to the assistant's message or call after
-it, and chat templates decide where it is shown. Each item is read once: the store keeps its known fields as
-JSON, and its step in the conversation, and finds it by its id.
+it, and chat templates decide where it is shown. Each item is parsed once: the store has its known fields as
+JSON and its step in the conversation, by its id.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Head(msgspec.Struct):
 
 
 class _Fields(msgspec.Struct, kw_only=True):
-    """The fields of all items. ``status``: set in items that the API has answered with."""
+    """The fields of all items. ``status``: set in items from the API's answers."""
 
     id: _Id | None = None
     status: Annotated[str, Meta(max_length=64)] | None = None
@@ -101,7 +101,7 @@ def read_items(given: Unread) -> list[msgspec.Raw]:
 
 
 def references_in(given: Unread) -> list[str]:
-    """The ids of the items of ``input`` that are only referred to. Faults are left for ``ItemReader``."""
+    """The ids of the items that ``input`` only refers to. Errors are left for ``ItemReader``."""
     if not is_given(given) or given is None:
         return []
     data = bytes(memoryview(given))
@@ -115,8 +115,8 @@ def references_in(given: Unread) -> list[str]:
 
 
 class ItemReader:
-    """Reads items. ``model``: its features. ``find``: finds items that are only referred to.
-    ``takes_json``: messages may have parts with JSON, which the model reads as text."""
+    """Reads items. ``model``: the features of the model. ``find``: finds items that a request only refers to.
+    ``takes_json``: messages may have parts with JSON, which the model gets as text."""
 
     def __init__(self, model: Capabilities, find: Find, *, takes_json: bool = False) -> None:
         self._model = model
@@ -124,8 +124,8 @@ class ItemReader:
         self._takes_json = takes_json
 
     def read(self, raw: msgspec.Raw, place: str) -> Item:
-        """Reads an item. A reference is the item that it refers to. ``ApiError`` names the field, below
-        ``place``, that is wrong or not supported."""
+        """Reads an item, or finds the item that a reference refers to. ``ApiError``, with the field below
+        ``place``, if it is wrong or not supported."""
         kind = decoded(raw, _Head, place).type or "message"
         match kind:
             case "message":
@@ -155,7 +155,7 @@ class ItemReader:
                 if found is None:
                     text = f"no stored response has the item {reference[:100]!r}"
                     raise ApiError(404, "item_not_found", text, f"{place}.id")
-                if isinstance(found.step, Message):  # another model may have read it
+                if isinstance(found.step, Message):  # it may have been read for another model
                     check_media(f"{place}.id", self._model, found.step.images)
                 return found
             case _:
@@ -176,7 +176,7 @@ class ItemReader:
     def _shown(
         self, content: msgspec.Raw, place: str
     ) -> tuple[str, tuple[PlacedImage, ...], list[_Part] | None]:
-        """A text, or parts, which are joined without a separator; its images, and the parts."""
+        """Returns the text (parts are joined without a separator), the images, and the parts, if any."""
         if bytes(memoryview(content)[:1]) == b'"':
             return decoded(content, str, place), (), None
         parts = [
@@ -210,7 +210,7 @@ class ItemReader:
         if part.type == "input_video" and self._model.videos and part.video_url is not None:
             return _Part(type=part.type, video_url=part.video_url, num_frames=part.num_frames)
         if part.type not in _TEXT_PARTS:
-            raise unsupported(place, f"{self._model.model} takes only text, no {part.type[:100]!r}")
+            raise unsupported(place, f"{self._model.model} accepts only text, no {part.type[:100]!r}")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
             raise invalid_field(place, "its text is missing")
@@ -228,13 +228,13 @@ def _item(kind: str, given: _Fields, fields: dict[str, Any], step: Step) -> Item
 
 
 class Turns:
-    """A conversation that grows by items. ``before``: the messages before them."""
+    """A conversation to which items are added. ``before``: the messages before them."""
 
     def __init__(self, before: Sequence[Message]) -> None:
         self._messages = [*before]
         self._called = {call.id: call.name for message in before for call in message.tool_calls}
-        self._reasoning: str | None = None  # of the assistant's next item
-        # Calls and reasoning of the last message, an assistant's, that are not yet in it.
+        self._reasoning: str | None = None  # the reasoning before the assistant's next item
+        # Calls and reasoning that belong to the last message, the assistant's, and are not in it yet.
         self._new_calls: list[CalledTool] = []
         self._new_reasoning: list[str] = []
 
@@ -245,7 +245,7 @@ class Turns:
         return self._messages
 
     def add(self, item: Item, place: str) -> None:
-        """Appends an item. ``ApiError`` names the field, below ``place``, that does not fit."""
+        """Appends an item. ``ApiError``, with the field below ``place``, if it cannot follow."""
         match item.step:
             case Reasoning(text):
                 self._reasoning = text or None
@@ -272,14 +272,14 @@ class Turns:
         self._messages.append(message)
 
     def _think(self) -> None:
-        """Gives the last message the reasoning before it."""
+        """Adds the reasoning to the last message."""
         if self._reasoning is not None:
             self._new_reasoning.append(self._reasoning)
             self._reasoning = None
 
     def _complete_last(self) -> None:
-        """Calls belong to the assistant's message before them, once for all: each addition would copy the
-        earlier ones."""
+        """Adds pending calls and reasoning to the last message. They are added together, because each
+        addition copies the earlier ones."""
         if self._new_calls or self._new_reasoning:
             last = self._messages[-1]
             reasoning = [last.reasoning, *self._new_reasoning] if last.reasoning else self._new_reasoning
@@ -292,7 +292,7 @@ class Turns:
 
 
 def read_tools(given: Sequence[msgspec.Raw]) -> tuple[ToolSpec, ...]:
-    """The tools that the model may call. ``ApiError`` names one that OpenAI's servers run."""
+    """The tools that the model may call. ``ApiError`` for a tool that OpenAI's servers run."""
     scan = JsonScan(OBJECT_BOUNDS)
     return tuple([_tool(tool, f"tools[{number}]", scan) for number, tool in enumerate(given)])
 
@@ -300,7 +300,7 @@ def read_tools(given: Sequence[msgspec.Raw]) -> tuple[ToolSpec, ...]:
 def _tool(raw: msgspec.Raw, place: str, scan: JsonScan) -> ToolSpec:
     kind = decoded(raw, _Head, place).type
     if kind != "function":
-        why = f"{(kind or '')[:100]!r}: the server runs no tools, define functions"
+        why = f"{(kind or '')[:100]!r}: the server runs no tools: define functions"
         raise unsupported(f"{place}.type", why)
     tool, parameters = decoded(raw, FunctionTool, place), NO_PARAMETERS
     if tool.parameters is not None and is_given(tool.parameters):
@@ -317,7 +317,7 @@ def read_tool_choice(given: Unread, *, has_tools: bool, parallel: bool | None) -
     if bytes(memoryview(given)[:1]) == b'"':
         mode = decoded(given, str, "tool_choice")
         if mode not in ("none", "auto", "required"):
-            raise invalid_field("tool_choice", f"{mode[:100]!r} is none of 'none', 'auto' and 'required'")
+            raise invalid_field("tool_choice", f"it must be 'none', 'auto' or 'required', not {mode[:100]!r}")
         return ToolChoice(mode, None, is_parallel)  # type: ignore[arg-type]
     if decoded(given, _Head, "tool_choice").type != "function":
         why = "its type must be 'function'; leave out tools that may not be called"

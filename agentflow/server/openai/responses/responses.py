@@ -68,7 +68,7 @@ from agentflow.server.responses.store import History, StoredConversation, Stored
 logger = logging.getLogger(__name__)
 
 _LOGPROBS = "message.output_text.logprobs"
-# The memory of a background response, without its request, its items and its events.
+# The memory of a background response in addition to its request, items and events.
 _RUN_BYTES = 20_000
 _UNSUPPORTED = {
     "moderation": "the server does not moderate",
@@ -108,7 +108,7 @@ def _naming_fields(generator: TextGenerator) -> AbstractContextManager[None]:
 
 
 async def _run_in_background(call: ApiCall, turn: _Turn, generator: TextGenerator) -> None:
-    """Starts the response, and answers when its request is accepted, or streams its events."""
+    """Starts the response. Answers when its request is accepted, or streams its events."""
     writer, streams = turn.writer, bool(turn.body.stream)
     caller = caller_with(call.caller, cache_key=turn.body.prompt_cache_key)
     memory = MemoryBudget(within=call.service.bodies.of(call.tenant.name))
@@ -160,11 +160,11 @@ class _Before:
 
     conversation: StoredConversation | None
     history: History | None
-    items: Mapping[str, Item]  # to which the turn's refer
+    items: Mapping[str, Item]  # the items that the turn refers to, by id
 
 
 async def _before(call: ApiCall, body: ResponseRequest) -> _Before:
-    """Finds the response or conversation that the turn continues. ``ApiError``."""
+    """Finds the response or conversation that the turn continues. ``ApiError`` if it does not exist."""
     conversation, history = await load_conversation(call, body.conversation), None
     if body.previous_response_id is not None:
         if conversation is not None:
@@ -176,8 +176,8 @@ async def _before(call: ApiCall, body: ResponseRequest) -> _Before:
 
 
 class _Turn:
-    """The request as the engine takes it, and its response. ``ApiError`` names the field that is wrong or not
-    supported."""
+    """The request in the common form of all APIs, and its response. ``ApiError``, with the field, for a field
+    that is wrong or not supported."""
 
     def __init__(
         self, call: ApiCall, body: ResponseRequest, generator: TextGenerator, continued: _Before
@@ -191,7 +191,7 @@ class _Turn:
         elif self._history is not None:
             before = self._history.messages()
         place = "conversation" if self._history is None else "previous_response_id"
-        for message in before:  # another model may have read them
+        for message in before:  # they may have been read for another model
             check_media(place, generator.capabilities, message.images)
         given = read_items(body.input)
         if not given and not before:
@@ -205,7 +205,7 @@ class _Turn:
             turns.add(items[-1], f"input[{number}]")
         self.input_items = tuple(items)
         self._messages = tuple(turns.messages)
-        # A call may be added to the last message of the turns before.
+        # A call may have been added to the last message before this turn.
         is_grown = bool(before) and self._messages[len(before) - 1] is not before[-1]
         self._new_messages = self._messages[len(before) :]
         if is_grown:
@@ -236,13 +236,13 @@ class _Turn:
         self.writer = ResponseWriter(answer, has_logprobs=params.wants_logprobs)
 
     async def begin(self) -> None:
-        """Tells other servers of a background response, which they find from now on."""
+        """Registers a background response, so that other servers find it."""
         body = msgspec.json.encode(self.writer.answer)
         begun = StoredResponse(self.writer.answer.id, body, None, self.input_items, (), is_background=True)
         await self._responses.begin(self._tenant, begun)
 
     async def store(self, events: EventLog | None = None) -> None:
-        """Keeps the response for later turns, unless ``store`` is false, and appends the turn to its
+        """Stores the response for later turns, unless ``store`` is false, and appends the turn to its
         conversation. ``events``: the events of a background response that is streamed."""
         try:
             await self._store(events)
@@ -367,7 +367,7 @@ def _begun(response_id: str, body: ResponseRequest, model: str, params: Sampling
 
 
 async def _truncated(generator: EngineGenerator, request: CompletionRequest) -> CompletionRequest:
-    """The request without its oldest turns, as many as must go to make room for an answer."""
+    """The request without as many of its oldest turns as is necessary to make room for an answer."""
     assert isinstance(request.prompt, tuple)
     room = generator.limits.max_tokens(request.max_prompt_tokens)
 

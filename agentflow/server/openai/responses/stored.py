@@ -21,11 +21,11 @@ from agentflow.server.responses.item import Item
 from agentflow.server.responses.store import StoredResponse
 
 PIECE_WAIT_S = 10.0
-"""How long a server that is asked for events waits for the next one."""
+"""The longest time for which a server waits for the next event that another server requests."""
 
 
 async def get_response(call: ApiCall) -> None:
-    """Returns a response, or streams its events from one on."""
+    """Returns a response, or streams its events."""
     query, found = call.read_query(ResponseQuery), await _found(call)
     if not query.stream:
         if query.starting_after is not None:
@@ -56,7 +56,7 @@ async def send_events(call: ApiCall, events: EventLog, start: int = 0) -> None:
 
 
 async def _send_events_from(call: ApiCall, front: str, start: int) -> None:
-    """Streams the events of a response that another server runs, which it is asked for piece by piece."""
+    """Streams the events of a response that another server runs, which are requested in pieces."""
     first = await _piece_from(call, front, start)
     async with call.streaming() as stream:
         some, number, has_ended = first
@@ -77,7 +77,7 @@ async def _piece_from(call: ApiCall, front: str, start: int) -> tuple[bytes, int
 
 
 async def cancel_response(call: ApiCall) -> None:
-    """Cancels a background response. One that has ended is returned unchanged."""
+    """Cancels a background response. A response that has ended is returned unchanged."""
     found = await _found(call)
     if await _is_answered_elsewhere(call, found):
         return
@@ -89,7 +89,7 @@ async def cancel_response(call: ApiCall) -> None:
 
 
 async def delete_response(call: ApiCall) -> None:
-    """Deletes a response. One that runs is cancelled first."""
+    """Deletes a response. A running response is cancelled first."""
     found = await _found(call)
     if await _is_answered_elsewhere(call, found):
         return
@@ -117,7 +117,7 @@ def make_page(items: Sequence[Item], query: ItemQuery) -> ItemList:
 
 
 def make_list(items: Sequence[Item], *, has_more: bool) -> ItemList:
-    """These items as a list of the API. ``has_more``: further ones follow."""
+    """The items as the API's list. ``has_more``: further items follow."""
     first, last = (items[0].id, items[-1].id) if items else (None, None)
     return ItemList(
         data=[msgspec.Raw(item.shown) for item in items], first_id=first, last_id=last, has_more=has_more
@@ -131,7 +131,7 @@ async def _found(call: ApiCall) -> BackgroundRun | StoredResponse:
 
 
 async def _is_answered_elsewhere(call: ApiCall, found: BackgroundRun | StoredResponse) -> bool:
-    """Whether another server runs the response, and has answered the call."""
+    """Forwards the call if another server runs the response. Returns whether it did."""
     if isinstance(found, BackgroundRun) or found.runs_on is None:
         return False
     await call.forward(found.runs_on)
@@ -141,12 +141,12 @@ async def _is_answered_elsewhere(call: ApiCall, found: BackgroundRun | StoredRes
 async def stored_response(
     call: ApiCall, response_id: str, param: str | None = None, *, to_continue: bool = False
 ) -> StoredResponse:
-    """A response that has ended, or runs on another server (``runs_on``). One that was lost with its server
-    has failed. ``ApiError`` if it is not stored."""
+    """A response that has ended, or runs on another server (``runs_on``). If that server is gone, the
+    response has failed. ``ApiError`` if it is not stored."""
     tenant, responses = call.tenant.name, call.service.responses
     found = await responses.find(tenant, response_id, to_continue=to_continue)
     if found is None:
-        text = f"no response {response_id[:100]!r} is stored: it was not, was deleted, or has expired"
+        text = f"no response {response_id[:100]!r} is stored: it never was, was deleted, or has expired"
         raise ApiError(404, "response_not_found", text, param)
     if found.runs_on is not None and not await call.service.runs_at(found.runs_on):
         found = _lost(found)
@@ -155,7 +155,7 @@ async def stored_response(
 
 
 def _lost(found: StoredResponse) -> StoredResponse:
-    """A response that ran on a server that is gone."""
+    """The failed response of a server that is gone."""
     text = "the server that ran this response is gone: send the request again"
     failure = ResponseFailure(code="server_error", message=text, type="engine_down", param=None)
     answer = msgspec.json.decode(found.body) | {"status": "failed", "error": msgspec.to_builtins(failure)}

@@ -38,8 +38,8 @@ ResponseInput: TypeAlias = Annotated[
 class FunctionTool(
     msgspec.Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True
 ):
-    """A tool that the model may call. ``parameters``: the JSON schema of an object; without it the tool has
-    none. If it is not ``strict``, keywords that cannot be enforced are relaxed."""
+    """A tool that the model may call. ``parameters``: the JSON schema of an object; by default the tool has
+    no parameters. If it is not ``strict``, keywords that cannot be enforced are relaxed."""
 
     name: ToolName
     description: str | None = None
@@ -81,14 +81,14 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
-    """``effort``: ``none`` and ``minimal`` turn thinking off. Other fields have no effect."""
+    """``effort``: ``none`` and ``minimal`` turn reasoning off. Other fields have no effect."""
 
     effort: str | None = None
 
 
 class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A turn of a conversation. The fields of the second group change no answer. ``seed``, ``cache_salt`` and
-    ``priority`` are extensions."""
+    """A turn of a conversation. The fields from ``max_tool_calls`` to ``user`` do not change answers.
+    ``seed``, ``cache_salt`` and ``priority`` are extensions."""
 
     model: str
     input: ResponseInput = None
@@ -203,13 +203,13 @@ class InputDetails(msgspec.Struct, kw_only=True):
 
 
 class OutputDetails(msgspec.Struct, kw_only=True):
-    """``reasoning_tokens``: the tokens that the model thought with, marks included."""
+    """``reasoning_tokens``: the tokens of the model's reasoning, including its marks."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
-    """Numbers of tokens."""
+    """Token counts."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -219,7 +219,7 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class Incomplete(msgspec.Struct):
-    """Why the response ended before its end."""
+    """Why the response is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
@@ -228,8 +228,8 @@ FailureCode: TypeAlias = Literal["invalid_prompt", "rate_limit_exceeded", "serve
 
 
 class ResponseFailure(msgspec.Struct, kw_only=True):
-    """Why a background response failed. ``code``: the nearest one of OpenAI's API. ``type``: the cause, as in
-    the ``code`` of other errors. ``param``: the field of the request that is wrong, if any."""
+    """Why a background response failed. ``code``: the most similar code of OpenAI's API. ``type``: the cause,
+    as in the ``code`` of other errors. ``param``: the field of the request that is wrong, if any."""
 
     code: FailureCode
     message: str
@@ -238,13 +238,13 @@ class ResponseFailure(msgspec.Struct, kw_only=True):
 
 
 class ConversationId(msgspec.Struct):
-    """Names a conversation."""
+    """The id of a conversation."""
 
     id: str
 
 
 class ResponseAnswer(msgspec.Struct, kw_only=True):
-    """A response. ``created_at``: Unix time. The fields of the request that have an effect are repeated."""
+    """A response. ``created_at``: Unix time. It repeats the fields of the request that have an effect."""
 
     id: str
     created_at: int
@@ -284,8 +284,8 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
 
 
 class ResponseQuery(msgspec.Struct, kw_only=True):
-    """The form of a stored response. ``stream``: the events of a background response that was created as a
-    stream, from the event after the number ``starting_after`` on."""
+    """How a stored response is returned. ``stream``: as the events of a background response that was created
+    as a stream, from the event after the number ``starting_after`` on."""
 
     stream: bool = False
     starting_after: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
@@ -300,7 +300,7 @@ class ItemQuery(msgspec.Struct, kw_only=True):
 
 
 class ItemList(msgspec.Struct, kw_only=True):
-    """Items on one page."""
+    """A page of items."""
 
     data: Annotated[list[msgspec.Raw], Meta(extra_json_schema={"items": {"type": "object"}})]
     first_id: str | None
