@@ -81,7 +81,7 @@ class AnswerFrame:
         return cls(f"msg_{secrets.token_hex(12)}", model, max_tokens, max_context, shows_reasoning)
 
     def stop_reason(self, reason: FinishReason, usage: Usage, stop: str | int | None) -> StopReason:
-        """Why it ended."""
+        """Why the answer ended."""
         if reason == "tool_calls":
             return "tool_use"
         if reason == "length":
@@ -148,13 +148,13 @@ def _finish(blocks: list[Block], parts: list[str]) -> None:
 
 
 def _signature(reasoning: Sequence[str]) -> str:
-    """Clients send it back. It is not checked."""
+    """The signature of reasoning. Clients send it back, and it is not checked."""
     digest = hashlib.sha256("".join(reasoning).encode("utf-8", "surrogatepass")).digest()
     return base64.b64encode(digest).decode()
 
 
 def make_usage(usage: Usage) -> MessageUsage:
-    """The usage in the shape of the API."""
+    """The usage in the API's form."""
     return MessageUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,

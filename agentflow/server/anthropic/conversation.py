@@ -64,8 +64,8 @@ class _Turn:
 
 @dataclass
 class _Turns:
-    """The conversation so far. ``model``: its features. ``open_calls``: the tools that the assistant's last
-    turn calls, by the ids of the calls that have no result yet."""
+    """The conversation so far. ``model``: the features of the model. ``open_calls``: the tools of the
+    assistant's last turn whose calls have no result yet, by the ids of the calls."""
 
     model: Capabilities
     made: list[_Turn] = field(default_factory=list)
@@ -176,8 +176,8 @@ class _Turns:
 def read_conversation(
     body: CountRequest, model: Capabilities
 ) -> tuple[tuple[Message, ...], Sequence[tuple[int, float]]]:
-    """The conversation, and the beginnings of it to keep in the cache. ``ApiError`` contains the place of the
-    block that is wrong. ``model``: its features."""
+    """The conversation, and its prefixes to keep in the cache. ``ApiError``, with the place, for a block that
+    is wrong. ``model``: the features of the model."""
     turns = _Turns(model)
     if body.system:
         turns.made.append(_Turn("system", [join_text(body.system)]))
@@ -204,7 +204,8 @@ def _only_text(block: object, place: str) -> str:
     if not isinstance(block, TextBlock):
         raise invalid_field(
             place,
-            "thinking and tool_use blocks belong in the assistant's messages, tool_result ones in the user's",
+            "thinking and tool_use blocks belong in the assistant's messages, tool_result blocks in the "
+            "user's",
         )
     return block.text
 

@@ -1,7 +1,7 @@
 """``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, as in Anthropic's API.
 
-A request is read, with errors that name unsupported fields, translated for the engine, and answered whole or
-as a stream of events.
+A request is decoded, with errors for unsupported fields, translated into the common form of all APIs, and
+answered whole or as a stream of events.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 # The default of Anthropic's API.
 TEMPERATURE = 1.0
-# Anthropic's client falls back to a conversation without a thread at exactly this code.
+# Only at this code, Anthropic's client falls back to a conversation without a thread.
 _THREAD_CODE = "thread_unsupported_request"
 # Beginnings of msgspec's messages.
 _BAD_VALUES = ("Invalid value '", "Invalid enum value '")
@@ -52,7 +52,7 @@ class _AnyTools(msgspec.Struct):
 
 
 def read_request(call: ApiCall, kind: type[T]) -> T:
-    """The decoded body. ``ApiError`` names the field that is wrong or not supported."""
+    """The decoded body. ``ApiError``, with the field, for a field that is wrong or not supported."""
     try:
         return call.read(kind)
     except ApiError as error:
@@ -69,7 +69,7 @@ def _explained(error: ApiError, call: ApiCall) -> ApiError:
         text = "'thread' is not supported: the server keeps no conversations, send all messages"
         return ApiError(400, _THREAD_CODE, text, param)
     if param.startswith("context_management.edits["):
-        text = f"{param}: not supported: no edit of the conversation but clear_thinking that keeps all"
+        text = f"{param}: not supported: the only edit is clear_thinking that keeps all thinking"
         return ApiError(400, "unsupported", text, param)
     fault = message.removeprefix(f"{param}: ")
     if fault.startswith(_BAD_VALUES):
@@ -84,8 +84,8 @@ def _explained(error: ApiError, call: ApiCall) -> ApiError:
 
 
 def _tools_error(call: ApiCall) -> ApiError | None:
-    """The error for a tool that Anthropic's servers run. Such a tool has other fields, which are not the
-    cause."""
+    """The error for a tool that Anthropic's servers run. An error about other fields of such a tool would be
+    misleading."""
     try:
         tools = call.read(_AnyTools).tools
     except ApiError:
@@ -93,14 +93,14 @@ def _tools_error(call: ApiCall) -> ApiError | None:
     for number, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
             param = f"tools[{number}].type"
-            text = f"{param}: {tool.type[:100]!r} is not supported: the server runs no tools, define your own"
+            text = f"{param}: {tool.type[:100]!r} is not supported: the server runs no tools: define your own"
             return ApiError(400, "unsupported", text, param)
     return None
 
 
 def read_prompt(body: CountRequest, model: Capabilities) -> CompletionRequest:
-    """The request with its prompt only. ``ApiError`` names the field that is wrong. ``model``: its
-    features."""
+    """The request with only its prompt. ``ApiError``, with the field, for a field that is wrong. ``model``:
+    the features of the model."""
     messages, kept = read_conversation(body, model)
     return CompletionRequest(
         messages,
@@ -115,8 +115,8 @@ def read_prompt(body: CountRequest, model: Capabilities) -> CompletionRequest:
 
 
 def _thinks(thinking: Thinking | None) -> bool | None:
-    """Whether the model is to think; None: its chat template decides. In this API it does not unless the
-    request says so."""
+    """Whether the model reasons before its answer; None: its chat template decides. In this API, the default
+    is False."""
     match None if thinking is None else thinking.type:
         case "enabled":
             if thinking is None or thinking.budget_tokens is None:
@@ -128,7 +128,7 @@ def _thinks(thinking: Thinking | None) -> bool | None:
 
 
 def make_completion(call: ApiCall, body: MessagesRequest, model: Capabilities) -> CompletionRequest:
-    """The whole request, as the engine takes it. ``model``: its features."""
+    """The whole request in the common form of all APIs. ``model``: the features of the model."""
     request = read_prompt(body, model)
     top_p, top_k = read_nucleus(body.top_p, body.top_k)
     params = SamplingParams(
@@ -167,7 +167,7 @@ def _read_form(body: CountRequest, request: CompletionRequest) -> Constraint | N
 
 
 def _make_count_request(body: CountRequest, model: Capabilities) -> CompletionRequest:
-    """The request with its prompt only, after a check of all other fields."""
+    """The request with only its prompt, after a check of all other fields."""
     request = read_prompt(body, model)
     _read_form(body, request)
     return request
@@ -175,7 +175,7 @@ def _make_count_request(body: CountRequest, model: Capabilities) -> CompletionRe
 
 @contextmanager
 def _naming_field() -> Iterator[None]:
-    """Makes errors of the engine name the field of the request that causes them."""
+    """Adds the field of the request to errors of the engine."""
     try:
         yield
     except PromptTooLong as error:

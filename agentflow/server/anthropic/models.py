@@ -1,4 +1,4 @@
-"""``GET /v1/models`` in the shape of Anthropic's API, for clients that send ``anthropic-version``."""
+"""``GET /v1/models`` in the form of Anthropic's API, for clients that send ``anthropic-version``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def list_anthropic_models(call: ApiCall) -> None:
 
 
 async def get_anthropic_model(call: ApiCall) -> None:
-    """Describes one model. ``UnknownModel``."""
+    """Describes one model."""
     await call.reply(_shown(call, call.service.models.find(call.path_params["name"], call.tenant)))
 
 

@@ -1,7 +1,7 @@
 """The JSON shapes of Anthropic's API: messages, tools, requests, and answers.
 
-Every bound is part of a type, so the OpenAPI document has it too. Null is the same as leaving a field out. A
-field that takes only null is not supported.
+All bounds are part of the types, so the OpenAPI document has them. Null is the same as leaving a field out. A
+field whose only value is null is not supported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Base64Source(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag
 
 
 class UrlSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="url"):
-    """The address of an image."""
+    """The URL of an image."""
 
     url: str
 
@@ -65,7 +65,7 @@ class ImageBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_f
 
 
 class OnlyTextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Text, where other blocks are not allowed."""
+    """Text, where no other blocks are allowed."""
 
     type: Literal["text"]
     text: str
@@ -114,7 +114,7 @@ class ThinkingBlock(
 class RedactedThinkingBlock(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="redacted_thinking"
 ):
-    """Reasoning that only another server can read. It is dropped."""
+    """Reasoning that only another server can decrypt. It is dropped."""
 
     data: str
 
@@ -125,8 +125,8 @@ ContentBlock: TypeAlias = (
 
 
 class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message. Only the assistant has tool calls, and only the user their results. A system message, which
-    may also follow others, has only text."""
+    """A message. Only the assistant has tool calls, and only the user has their results. A system message,
+    which may follow other messages, has only text."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
@@ -196,9 +196,9 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whether a reasoning model thinks before its text; ``adaptive`` leaves that to its chat template.
-    ``budget_tokens``: the most tokens of its reasoning; required if ``enabled``. ``display`` ``omitted``: the
-    answer has reasoning without its text."""
+    """Whether a reasoning model reasons before its text; ``adaptive``: its chat template decides.
+    ``budget_tokens``: the limit of reasoning tokens; required if ``enabled``. ``display`` ``omitted``: the
+    answer has reasoning blocks without text."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
@@ -244,8 +244,8 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/messages``. Extensions: ``seed``; ``cache_salt`` (requests with different ones share no
-    cached prompts); ``priority`` (a higher one is served first, among the tenant's requests)."""
+    """``POST /v1/messages``. Extensions: ``seed``; ``cache_salt`` (requests with different salts share no
+    cached prompts); ``priority`` (the tenant's requests with a higher one run first)."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)]
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
@@ -263,7 +263,7 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 class AnswerTextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    """Text of the model. It has no ``citations``: clients reject a null."""
+    """Text of the model. It has no field ``citations``: clients reject null."""
 
     text: str
 
@@ -285,7 +285,7 @@ class AnswerToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="to
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Numbers of tokens. ``input_tokens``: prompt tokens that were computed, without the cached ones."""
+    """Token counts. ``input_tokens``: the prompt tokens that were computed, without cached ones."""
 
     input_tokens: int
     cache_read_input_tokens: int
