@@ -1,7 +1,7 @@
-"""The answers of Ollama's API: whole ones, the lines of streams, and errors.
+"""The answers of Ollama's API: whole answers, the lines of streams, and errors.
 
-A line of a stream is a JSON object with more text, or with a tool call once it is complete. The last line,
-like a whole answer, has the reason of the end, the counts and the durations.
+A line of a stream is a JSON object with more text, or with a complete tool call. The last line, like a whole
+answer, has the reason why it ended, the counts and the durations.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OllamaErrorBody(msgspec.Struct, kw_only=True):
 
 
 class OllamaErrorFormat:
-    """The ``ErrorFormat`` of Ollama's API, which has no headers for limits. They are named as in OpenAI's."""
+    """The ``ErrorFormat`` of Ollama's API. It has no headers for limits, so they are OpenAI's."""
 
     request_id_header = b"x-request-id"
     processing_header = b""
@@ -146,7 +146,7 @@ class AnswerLines:
             return b""
         (begun, parts), self._call = self._call, None
         call = CalledTool(begun.id, begun.name, "".join(parts))
-        if not call.is_whole:  # the API has no form for a call that was cut, and a client would run it
+        if not call.is_whole:  # the API cannot show a truncated call, and a client would run it
             return b""
         self._num_calls += 1
         return self._encoded("", [_shown(self._num_calls - 1, call)])
@@ -195,7 +195,8 @@ def _shown(index: int, call: CalledTool) -> OllamaToolCall:
 
 
 def _logprobs(tokens: Sequence[AnswerToken]) -> list[OllamaLogprob]:
-    """Leaves out tokens without a log-probability, whose text was encoded again: clients need a number."""
+    """The tokens, except those without a log-probability (their text was encoded again): clients need a
+    number."""
     shown = [(token_logprob(token), token.logprob) for token in tokens]
     return [
         OllamaLogprob(token=one.token, bytes=one.bytes, logprob=logprob, top_logprobs=one.top_logprobs)

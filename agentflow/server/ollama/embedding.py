@@ -28,7 +28,7 @@ async def embed(call: ApiCall) -> None:
     body = await call.process(call.read, OllamaEmbedRequest)
     texts = [body.input] if isinstance(body.input, str) else body.input
     if body.input in ("", []):
-        texts = []  # the request loads the model, in clients that wait for that
+        texts = []  # clients send this to load a model
     most = call.service.http_limits.max_embedding_inputs
     if len(texts) > most:
         raise invalid_field("input", f"{len(texts):,} texts exceed the limit of {most:,} for a request")
@@ -63,7 +63,7 @@ async def embed_prompt(call: ApiCall) -> None:
 async def _embedded(
     call: ApiCall, model: str, texts: Sequence[str], param: str, dimensions: int | None = None
 ) -> tuple[Sequence[NDArray[np.float32]], Usage]:
-    """The embeddings. Errors name the field ``param``, which has the texts."""
+    """The embeddings. ``param``: the field of the texts, for errors."""
     generator = call.embedder(resolve_name(call, model))
     if not texts:
         async with generator.metered():

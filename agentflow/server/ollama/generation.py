@@ -1,7 +1,7 @@
 """``POST /api/chat`` and ``POST /api/generate``: continue a conversation, or answer one message.
 
-A request without messages or a prompt loads a model, in clients that wait for that. Here all models are
-loaded, so it is answered immediately.
+Clients send a request without messages or a prompt to load a model. Here all models are loaded, so it is
+answered immediately.
 """
 
 from __future__ import annotations

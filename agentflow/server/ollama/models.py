@@ -1,7 +1,7 @@
 """The models, as Ollama's API describes them: ``/api/tags``, ``/api/show``, ``/api/ps``, ``/api/version``.
 
-All models of the server are loaded and stay so. Its operator chooses them: the requests that pull, copy or
-delete models do not exist.
+All models of the server are loaded and stay loaded. The server's operator chooses them: there are no requests
+to pull, copy or delete models.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from agentflow.server.ollama.types import (
     RunningModelList,
 )
 
-# Clients choose the fields of their requests by it: this version has the fields that the server accepts.
+# Clients choose the fields of their requests by the version: this one has the fields that the server accepts.
 API_VERSION = "0.13.0"
 MANAGEMENT = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs")
-"""Paths of Ollama, with all below them, that the server does not have."""
+"""Paths of Ollama that the server does not have, including everything below them."""
 WHY_NOT_MANAGED = "the server's operator chooses its models, with `agentflow pull` and its settings"
-# When models are unloaded. Clients convert it to their time zone, so it is not the last day that there is.
+# When models are unloaded. Clients convert it to their time zone, so it is not the latest possible date.
 _NEVER = datetime(2200, 1, 1, tzinfo=UTC)
 
 
@@ -100,7 +100,7 @@ async def show_model(call: ApiCall) -> None:
 
 
 async def show_version(call: ApiCall) -> None:
-    """The version of Ollama whose API this is."""
+    """Returns the version of Ollama whose API this is."""
     await call.reply(OllamaVersion(API_VERSION))
 
 

@@ -1,6 +1,6 @@
 """Translates the fields of Ollama's requests: the model, options, form, tools, and conversation.
 
-Errors name the field that is wrong or not supported.
+Errors contain the field that is wrong or not supported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from agentflow.server.ollama.types import (
 )
 
 LATEST = ":latest"
-# The defaults of Ollama, but for its penalties of repetitions, which its newer engine does not have.
+# The defaults of Ollama, except its penalty of repetitions, which its newer engine does not have.
 TEMPERATURE = 0.8
 TOP_K = 40
 TOP_P = 0.9
@@ -54,7 +54,7 @@ def resolve_name(call: ApiCall, name: str) -> str:
 
 
 def check_generation(body: Generation, generator: TextGenerator) -> None:
-    """``ApiError`` for a field that asks for something that is not supported."""
+    """``ApiError`` for a field that is not supported, or is wrong."""
     if body.think and isinstance(generator, EngineGenerator):
         _check_thinks(generator)
     if body.top_logprobs and not body.logprobs:
@@ -63,16 +63,16 @@ def check_generation(body: Generation, generator: TextGenerator) -> None:
 
 def _check_thinks(generator: EngineGenerator) -> None:
     if reasoning_marks(generator.template.source) is None:
-        raise unsupported("think", f"{generator.capabilities.model} does not think before its answer")
+        raise unsupported("think", f"{generator.capabilities.model} does not reason before its answer")
 
 
 def thinks(body: Generation) -> bool | None:
-    """Whether the model is to think; None: its chat template decides."""
+    """Whether the model reasons before its answer; None: its chat template decides."""
     return None if body.think is None else bool(body.think)
 
 
 def read_effort(body: Generation) -> str | None:
-    """The effort of thinking, for templates that have a variable for it."""
+    """The reasoning effort, for templates that have a variable for it."""
     return body.think if isinstance(body.think, str) else None
 
 
@@ -140,7 +140,7 @@ def read_prompt(
     without a chat template, only its text."""
     for name in ("suffix", "template"):
         if getattr(body, name):
-            raise unsupported(name, "the models continue a text, in the form of their template")
+            raise unsupported(name, "the models continue a text, and use their own templates")
     images = _read_images(body.images, "images", generator)
     prompt, context = body.prompt or "", body.context or []
     is_text = body.raw or not generator.capabilities.conversations
@@ -157,14 +157,15 @@ def read_prompt(
     if not context:
         return turns
     if not isinstance(generator, EngineGenerator):
-        raise unsupported("context", f"{generator.capabilities.model} is behind an API, which takes no ids")
+        model = generator.capabilities.model
+        raise unsupported("context", f"{model} is behind an API, which accepts no token ids")
     with naming_param("context"):
         generator.limits.check_ids(context)
     return Continuation(tuple(context), turns)
 
 
 def read_conversation(messages: Sequence[OllamaMessage], generator: TextGenerator) -> tuple[Message, ...]:
-    """The conversation. ``ApiError`` names the message that is wrong."""
+    """The conversation. ``ApiError``, with the field, for a message that is wrong."""
     turns = _Turns()
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
@@ -175,7 +176,7 @@ def read_conversation(messages: Sequence[OllamaMessage], generator: TextGenerato
 @dataclass
 class _Turns:
     """The conversation so far. ``open_calls``: the tools of calls without a result, by the ids of the calls.
-    Most clients give no ids; such calls are numbered, and results belong to them in their order."""
+    Most clients send no ids: then calls are numbered, and results belong to them in their order."""
 
     made: list[Message] = field(default_factory=list)
     open_calls: dict[str, str] = field(default_factory=dict)
@@ -223,10 +224,10 @@ class _Turns:
 
 
 def _read_images(images: Unread, place: str, generator: TextGenerator) -> tuple[PlacedImage, ...]:
-    """The images before a text."""
+    """The images of a message, which precede its text."""
     if images is None or not is_given(images):
         return ()
-    # Only a list without members is so short, and larger ones are not decoded in vain.
+    # An empty list is not an error for models without images. Large lists are not decoded for that.
     if bytes(memoryview(images)[:64]).translate(None, b" \t\r\n") == b"[]":
         return ()
     check_images(place, generator.capabilities)

@@ -1,7 +1,7 @@
 """The JSON shapes of Ollama's API: requests, options, messages, and answers.
 
-Every bound is part of a type, so the OpenAPI document has it too. Null is the same as leaving a field out,
-and so is an empty string in a field that takes a form, a template or a suffix.
+All bounds are part of the types, so the OpenAPI document has them. Null is the same as leaving a field out,
+and so is an empty string in the fields ``format``, ``template`` and ``suffix``.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ Whole: TypeAlias = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
-    """Sampling options. The second half, from ``num_ctx`` on, has no effect: the server's settings decide how
-    models run. Neither have unknown options, as in Ollama. ``mirostat``, ``tfs_z`` and ``typical_p`` are only
-    accepted where they are off."""
+    """Sampling options. The options from ``penalize_newline`` on have no effect: the server's settings decide
+    how models run. Unknown options have no effect either, as in Ollama. ``mirostat``, ``tfs_z`` and
+    ``typical_p`` must be off."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
@@ -110,10 +110,9 @@ class GivenToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message. Only the assistant's may have ``tool_calls``. ``tool_name``, ``tool_call_id``: the call that
-    a message of the role ``tool`` answers; without them it answers the first call that is open.
-    ``thinking``: the assistant's reasoning, which chat templates show where the model needs it. ``name`` has
-    no effect."""
+    """A message. Only the assistant's messages may have ``tool_calls``. ``tool_name``, ``tool_call_id``: the
+    call that a message of the role ``tool`` answers; by default the first open call. ``thinking``: the
+    assistant's reasoning, which chat templates show where the model needs it. ``name`` has no effect."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -150,15 +149,15 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaChatRequest(_Generation, kw_only=True):
-    """A conversation to continue. Without messages: a description of the state of the model."""
+    """A conversation to continue. Without messages, the request loads the model, which is always loaded."""
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[OllamaTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(_Generation, kw_only=True):
-    """A message to answer, or, with ``raw``, a text to continue, in which special tokens count. ``context``:
-    of an earlier answer, which the message follows."""
+    """A message to answer, or, with ``raw``, a text to continue, in which special tokens are recognised.
+    ``context``: the ``context`` of an earlier answer, which the message follows."""
 
     prompt: str | None = None
     system: str | None = None
@@ -179,7 +178,7 @@ class OllamaLogprob(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """``index`` counts the calls of an answer."""
+    """``index`` numbers the calls of an answer."""
 
     index: int
     name: str
@@ -206,9 +205,10 @@ DoneReason: TypeAlias = Literal["stop", "length", "load"]
 
 
 class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The fields that answers and their parts have in common. Only the last one has ``done_reason`` and the
-    numbers. Durations are in nanoseconds. ``load_duration``: until the request waits for the engine;
-    ``prompt_eval_duration``: from then to the first token; ``eval_duration``: from there to the last."""
+    """The fields that answers and their parts have in common. Only the last part has ``done_reason``, counts
+    and durations. Durations are in nanoseconds. ``load_duration``: until the request is in the engine's
+    queue; ``prompt_eval_duration``: from then to the first token; ``eval_duration``: from there to the last.
+    """
 
     model: str
     created_at: datetime
@@ -230,8 +230,8 @@ class OllamaChatAnswer(_Line, kw_only=True, omit_defaults=True):
 
 
 class OllamaGenerateAnswer(_Line, kw_only=True, omit_defaults=True):
-    """An answer, or a line of one, and the model's reasoning before it. ``context``: the token ids of the
-    prompt and the answer."""
+    """An answer, or a line of one, and the reasoning before it. ``context``: the token ids of the prompt and
+    the answer."""
 
     response: str
     thinking: str = ""
@@ -261,7 +261,7 @@ class OllamaEmbedAnswer(msgspec.Struct, kw_only=True):
 
 
 class OllamaEmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One text to embed: the older form."""
+    """One text to embed, for the older endpoint."""
 
     model: ModelName
     prompt: str | None = None
@@ -276,8 +276,8 @@ class OllamaEmbeddingsAnswer(msgspec.Struct, kw_only=True):
 
 
 class ModelDetails(msgspec.Struct, kw_only=True):
-    """``family``: the architecture; empty if it is not known. ``quantization_level``: how the weights are
-    held. The other fields are empty."""
+    """``family``: the architecture; empty if it is unknown. ``quantization_level``: a description of the
+    weights. The other fields are empty."""
 
     family: str
     families: list[str]
@@ -306,7 +306,7 @@ class OllamaModelList(msgspec.Struct, kw_only=True):
 
 
 class RunningModel(msgspec.Struct, kw_only=True):
-    """A loaded model. ``expires_at``: far away, as it stays loaded."""
+    """A loaded model. ``expires_at``: a time in the far future, because it stays loaded."""
 
     name: str
     model: str
@@ -324,7 +324,7 @@ class RunningModelList(msgspec.Struct, kw_only=True):
 
 
 class OllamaShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The name of a model, as ``model`` or, in older clients, as ``name``. The others have no effect."""
+    """The name of a model, in ``model`` or, from older clients, in ``name``. Other fields have no effect."""
 
     model: ModelName | None = None
     name: ModelName | None = None
@@ -339,7 +339,7 @@ Capability: TypeAlias = Literal["completion", "tools", "thinking", "embedding"]
 
 class OllamaShowAnswer(msgspec.Struct, kw_only=True):
     """A description of a model. ``template``: its chat template, in Jinja. ``model_info``: the architecture,
-    and the lengths of the context and of embeddings under its name."""
+    and, under its name, the sizes of context, vocabulary and embeddings."""
 
     modelfile: str
     parameters: str
