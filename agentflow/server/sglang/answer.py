@@ -3,7 +3,7 @@
 An event has the whole text so far, as SGLang's clients expect. An event for each token would make the size
 of a stream quadratic in the size of its answer, so an event is sent once the text is longer by 1/64, and at
 the end. All events together are then at most 65 times as large as the last text. Token ids and
-log-probabilities, which may change until the end of an answer with a form, are in its last event only.
+log-probabilities, which may change until the end of a constrained answer, are only in its last event.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LogprobForm:
     has_texts: bool  # tokens have texts
 
     def of_prompt(self, prompt: PromptDelta | None) -> tuple[Sequence[LoggedToken], LoggedTops]:
-        """The log-probabilities of the prompt. The first position has none, wherever it is, as in SGLang."""
+        """The log-probabilities of the prompt. The first position shown has none, as in SGLang."""
         if prompt is None or self.start < 0:
             return [], []
         tokens = prompt.tokens[self.start :]
@@ -74,11 +74,11 @@ class AnswerForm:
 
     id: str
     began_s: float  # when the request was received, as ``time.perf_counter``
-    is_list: bool  # the answers are a list, even of one
+    is_list: bool  # the answers are a list, even if there is one
     logprobs: LogprobForm | None
 
     def begun(self, index: int, text: str, usage: Usage) -> SglangAnswer:
-        """An answer that has not ended."""
+        """An unfinished answer."""
         return SglangAnswer(text=text, output_ids=[], meta_info=self._meta(index, usage, None))
 
     def ended(self, index: int, answer: Answer) -> SglangAnswer:
@@ -109,7 +109,7 @@ class AnswerForm:
 
 @dataclass(slots=True)
 class _Written:
-    """An answer so far, of which ``num_sent`` characters were sent."""
+    """An unfinished answer, of which ``num_sent`` characters were sent."""
 
     parts: list[str] = field(default_factory=list)
     tokens: list[AnswerToken] = field(default_factory=list)
@@ -127,7 +127,7 @@ class _Written:
         return self.num_chars > self.num_sent and (self.num_chars - self.num_sent) * GROWTH >= self.num_sent
 
     def text(self) -> str:
-        """The text so far, which is sent."""
+        """The text so far, which counts as sent."""
         self.parts, self.num_sent = ["".join(self.parts)], self.num_chars
         return self.parts[0]
 
@@ -145,7 +145,7 @@ class AnswerEvents:
         return b""
 
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
-        """The events of the answers that have ended, or are enough longer."""
+        """The events of the answers that have ended, or have grown enough."""
         events: list[bytes] = []
         touched: dict[int, _Written] = {}
         for delta in deltas:

@@ -35,23 +35,23 @@ _SAMPLING = "sampling_params"
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _WHY_UNSUPPORTED = {
     "lora_path": "an adapter is a separate model: give its name as 'model' (GET /v1/models lists them)",
-    "session_params": "the prefix cache keeps common beginnings of requests: send the whole prompt",
+    "session_params": "the cache keeps common prefixes of requests: send the whole prompt",
     "return_hidden_states": "the engine returns tokens only",
     "token_ids_logprob": "use top_logprobs_num",
     "custom_logit_processor": "the server runs no code of clients",
     "input_embeds": "give text or input_ids",
-    "image_data": "the models take only text",
-    "video_data": "the models take only text",
-    "audio_data": "the models take only text",
+    "image_data": "this endpoint accepts only text: use /v1/chat/completions",
+    "video_data": "this endpoint accepts only text: use /v1/chat/completions",
+    "audio_data": "the models accept no audio",
 }
 _WHY_UNSUPPORTED_SAMPLING = {
     "skip_special_tokens": "answers have no special tokens",
     "spaces_between_special_tokens": "answers have no special tokens",
-    "no_stop_trim": "the stop is not part of the answer",
+    "no_stop_trim": "the stop string is not part of the answer",
     "structural_tag": "use json_schema, regex or ebnf",
     "custom_params": "they are for custom_logit_processor, which is not supported",
 }
-# The values without effect.
+# The values that are accepted, because they have no effect.
 _NEUTRAL = {
     "return_hidden_states": False,
     "skip_special_tokens": True,
@@ -84,7 +84,7 @@ async def generate(call: ApiCall) -> None:
 def _make_requests(
     call: ApiCall, body: SglangRequest, generator: EngineGenerator
 ) -> tuple[str, list[CompletionRequest]]:
-    """The field of their form, and a request for each prompt."""
+    """Returns the field of the form, and a request for each prompt."""
     limits, fields = call.service.http_limits, body.sampling_params or SamplingFields()
     _check_fields(body, fields)
     prompts, n = _list_prompts(body), fields.n or 1
@@ -114,7 +114,7 @@ def _make_requests(
 
 
 def _check_fields(body: SglangRequest, fields: SamplingFields) -> None:
-    """``ApiError`` for a field that asks for something that is not supported."""
+    """``ApiError`` for a field that is not supported."""
     for prefix, shape, reasons in (
         ("", body, _WHY_UNSUPPORTED),
         (f"{_SAMPLING}.", fields, _WHY_UNSUPPORTED_SAMPLING),
@@ -174,7 +174,7 @@ def _read_sampling(
 
 
 def _read_constraint(fields: SamplingFields) -> tuple[str, Constraint | None]:
-    """The field that asks for a form, and its constraint."""
+    """The field for the answer's form, and its constraint."""
     prefix = f"{_SAMPLING}."
     with naming_param():
         found = [*read_forms(prefix, regex=fields.regex, json_schema=fields.json_schema, ebnf=fields.ebnf)]
@@ -205,7 +205,7 @@ def _make_form(body: SglangRequest, requests: list[CompletionRequest], began_s: 
 
 @contextmanager
 def _naming_sampling() -> Iterator[None]:
-    """Makes errors of the engine name a sampling parameter as the request does."""
+    """Converts the names of sampling parameters in errors of the engine to the request's fields."""
     try:
         yield
     except AgentflowError as error:

@@ -18,7 +18,7 @@ WHY_NOT_FLUSHED = (
 
 
 async def show_model_info(call: ApiCall) -> None:
-    """Describes the model of the address's parameter ``model``, by default the first."""
+    """Describes the model in the query parameter ``model``, by default the first."""
     generator = call.generator(call.read_query(SglangModelQuery).model, to_generate=False)
     name = generator.capabilities.model
     is_generation = not generator.info.embedding_size

@@ -1,6 +1,6 @@
 """The JSON shapes of SGLang's native API: requests, sampling parameters, answers, and descriptions.
 
-Every bound is part of a type, so the OpenAPI document has it too. Null is the same as leaving a field out.
+All bounds are part of the types, so the OpenAPI document has them. Null is the same as leaving a field out.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class KvHintAction(msgspec.Struct, kw_only=True):
 
 
 class KvHints(msgspec.Struct, kw_only=True):
-    """Advice of an orchestrator about KV, in the envelope of SGLang and vLLM. Both leave actions to their
-    connectors, which ignore those that they do not know. The one that Dynamo sends, ``kv.fetch``, lets a
-    worker fetch blocks from another one at an address in the request. No engine here does that: all actions
-    are ignored."""
+    """An orchestrator's advice about the KV cache, in the format of SGLang and vLLM. Both leave actions to
+    their connectors, which ignore unknown actions. Dynamo's action ``kv.fetch`` makes a worker fetch blocks
+    from another worker at an address in the request. No engine here supports that: all actions are ignored.
+    """
 
     protocol_version: str
     message_id: str
@@ -96,7 +96,7 @@ class KvHints(msgspec.Struct, kw_only=True):
 class SglangRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Texts or token ids to continue. ``model``: by default the first. ``rid``: the id of the answer.
     ``logprob_start_len``: where in the prompt its log-probabilities begin; -1: it has none.
-    ``extra_key``: requests with different ones share no cached prompts."""
+    ``extra_key``: requests with different keys share no cached prompts."""
 
     text: Texts | None = None
     input_ids: Ids | None = None
@@ -124,7 +124,7 @@ class SglangRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class SglangFinish(msgspec.Struct, kw_only=True):
     """Why an answer ended. ``matched``: the stop string or the id of ``stop_token_ids`` that ended it; null:
-    the model's end token or ``stop_regex`` did. ``length``: how many tokens it has, if that is the reason."""
+    the model's end token or ``stop_regex`` did. ``length``: the number of tokens, if it reached the limit."""
 
     type: Literal["stop", "length"]
     matched: str | int | UnsetType | None = UNSET
@@ -139,8 +139,7 @@ LoggedTops: TypeAlias = list[list[LoggedToken] | None]
 
 class SglangMeta(msgspec.Struct, kw_only=True):
     """``cached_tokens`` is 0 until the answer has ended. ``e2e_latency``: seconds since the request was
-    received. Of an answer that has not ended, ``finish_reason`` is null, and the fields below it are left
-    out."""
+    received. Until the answer has ended, ``finish_reason`` is null, and the fields below it are left out."""
 
     id: str
     prompt_tokens: int
@@ -155,8 +154,8 @@ class SglangMeta(msgspec.Struct, kw_only=True):
 
 
 class SglangAnswer(msgspec.Struct, kw_only=True):
-    """An answer, or, in an event of a stream, its text so far, without ``output_ids``. ``index``: in a
-    stream of several answers. They are numbered prompt by prompt."""
+    """An answer, or, in an event of a stream, its text so far, without ``output_ids``. ``index``: in a stream
+    of several answers, which are numbered prompt by prompt."""
 
     text: str
     output_ids: list[int]
@@ -171,7 +170,8 @@ class SglangModelQuery(msgspec.Struct, kw_only=True):
 
 
 class SglangModelInfo(msgspec.Struct, kw_only=True):
-    """A model. Both paths are its name on this server. ``is_generation``: it makes texts, not embeddings."""
+    """A model. Both paths are its name on this server. ``is_generation``: it generates text; false: it makes
+    embeddings."""
 
     model_path: str
     tokenizer_path: str
@@ -179,8 +179,8 @@ class SglangModelInfo(msgspec.Struct, kw_only=True):
 
 
 class SglangServerInfo(msgspec.Struct, kw_only=True):
-    """The server and its first model. ``version``: of agentflow. ``context_length``: the most tokens of
-    prompt and answer together."""
+    """The server and its first model. ``version``: agentflow's version. ``context_length``: the limit of
+    prompt and answer tokens together."""
 
     version: str
     model_path: str
