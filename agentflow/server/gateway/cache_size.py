@@ -1,4 +1,4 @@
-"""How many tokens the cache of a server holds, as its metrics show it: vLLM's, SGLang's, and agentflow's."""
+"""The size of a server's cache in tokens, from the metrics of vLLM, SGLang, or agentflow."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _OWN = re.compile(rb'^agentflow_kv_tokens\{model="(.*)",state="\w+"\} ([0-9.e+]{
 
 
 def shown_cache_tokens(metrics: bytes) -> int | None:
-    """The tokens of the cache in metrics for Prometheus; None if they do not show it. Engines of one vLLM add
-    up; of several models of an agentflow server, the largest counts.
+    """The size of the cache in metrics for Prometheus; None if they do not have it. The engines of a vLLM
+    server are added up; of several models of an agentflow server, the largest cache counts.
 
     >>> shown_cache_tokens(b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0')
     1600

@@ -1,4 +1,4 @@
-"""The body of a client's request: kept as far as it is small, so that it can be read and sent again."""
+"""The body of a client's request. A small body is kept, so that it can be parsed and sent again."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ from agentflow.server.gateway.defaults import GatewayLimits
 
 
 class ClientBody:
-    """The body.
+    """The body of a client's request.
 
     Args:
-        receive: The client's.
-        budget: Of the bodies of all requests.
-        limits: Of the gateway.
+        receive: Receives messages from the client.
+        budget: The memory of the bodies of all requests.
+        limits: The gateway's limits.
     """
 
     def __init__(self, receive: Receive, budget: MemoryBudget, limits: GatewayLimits) -> None:
         self._receive = receive
         self._limits = limits
-        # Small bodies are kept even when large ones fill the budget: without its body, a request cannot go
-        # to the target that has its model, nor to another one.
+        # Small bodies are kept even when large ones fill the budget: without its body, a request can neither
+        # be sent to the target that has its model nor be retried.
         self._budget = MemoryBudget(limits.body_bytes, within=budget, free_bytes=limits.small_body_bytes)
-        self._is_read = anyio.Event()  # to its end
+        self._is_read = anyio.Event()  # all of it was received
         self._is_passed_on = False
         self.data = bytearray()
 
     @property
     def is_read(self) -> bool:
-        """Whether it arrived to its end."""
+        """Whether all of the body was received."""
         return self._is_read.is_set()
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it is in ``data``."""
+        """Whether all of the body is in ``data``."""
         return self.is_read and not self._is_passed_on
 
     @property
     def can_be_sent(self) -> bool:
-        """Whether an attempt can send it from its beginning."""
+        """Whether an attempt can send the body from its beginning."""
         return not self._is_passed_on
 
     async def keep(self) -> None:
-        """Reads it into ``data``, as far as the limits allow. ``ClientGone``; ``ApiError``."""
+        """Reads the body into ``data``, as far as the limits allow. ``ClientGone``; ``ApiError`` if nothing
+        arrives in time."""
         while not self.is_read:
             piece = await self._next()
             self.data += piece
@@ -63,13 +64,13 @@ class ClientBody:
         self._budget.count(num_bytes)
 
     def stream(self) -> httpx2.AsyncByteStream | httpx2.SyncByteStream:
-        """Yields the body for a target: ``data``, and the rest as it arrives."""
+        """The body for a target: ``data``, and the rest as it arrives."""
         if self.is_whole:
             return httpx2.ByteStream(bytes(self.data))
         return _Rest(self)
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Releases the memory."""
         self.data = bytearray()
         self._budget.close()
 
@@ -80,7 +81,7 @@ class ClientBody:
             pass
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """For ``stream``: the body, once. Its beginning is not kept."""
+        """Yields the body once, for ``stream``. Its beginning is not kept."""
         self._is_passed_on = True
         data = bytes(self.data)
         self.close()
@@ -94,7 +95,7 @@ class ClientBody:
             message = await self._receive()
         if message is None:
             seconds = self._limits.body_timeout_s
-            raise ApiError(408, "request_timeout", f"nothing of the body arrived within {seconds:g} s")
+            raise ApiError(408, "request_timeout", f"no part of the body arrived within {seconds:g} s")
         if message["type"] == "http.disconnect":
             raise ClientGone
         if not message.get("more_body", False):

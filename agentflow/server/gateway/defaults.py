@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 DEFAULT_PORT = 8420
 CACHE_TOKENS = 131_072
-"""The size of a target's cache, unless the operator knows it."""
+"""The assumed size of a target's cache, if neither the operator nor its metrics give it."""
 DRAIN_S = 30.0
 
 
@@ -17,9 +17,9 @@ class GatewayLimits:
     - ``first_byte_s``: the time until an answer begins.
     - ``stall_s``: the time between two parts of an answer.
     - ``body_timeout_s``: the time for a part of a client's body to arrive.
-    - ``body_bytes``: a larger body is passed on while it arrives, and cannot be sent again.
-    - ``bodies_bytes``: bodies beyond this sum are treated in the same way, except those of at most
-      ``small_body_bytes``, which do not count.
+    - ``body_bytes``: a larger body is forwarded while it arrives, and cannot be sent again.
+    - ``bodies_bytes``: bodies beyond this sum are treated in the same way. Bodies of at most
+      ``small_body_bytes`` are not counted, and always kept.
     - ``check_s``: the interval of health checks.
     """
 

@@ -4,9 +4,9 @@
 
     /health         200 while a target is up; 503 otherwise; also /health/live and /health/ready
     /metrics        for Prometheus
-    /gateway/…      the state of the targets, and their draining; with the admin key only
-    /v1/models      the models of all targets, as /api/tags
-    everything else is passed on to a target
+    /gateway/…      the state of the targets, and draining them; only with the admin key
+    /v1/models      the models of all targets; also /api/tags
+    other paths     forwarded to a target
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Gateway:
 
     Args:
         targets: The servers.
-        transport: Sends the requests to them.
-        limits: Its limits.
-        cache_tokens: The size of a target's cache; None: as its metrics show it, if they do.
-        api_key: The key with which the gateway asks targets for their health, models and cache sizes.
+        transport: Sends requests to the targets.
+        limits: The gateway's limits.
+        cache_tokens: The size of a target's cache; None: the size in its metrics, or a default.
+        api_key: The key for requesting the health, models and cache sizes of targets.
         admin_key: The key for ``/gateway/`` and the metrics; None: there is no ``/gateway/``.
-        origins: Pages of these origins may use it. The targets answer their browsers.
+        origins: The origins whose pages may use the gateway. The CORS headers are the targets'.
         knows_host: The accepted host names.
     """
 
@@ -107,14 +107,15 @@ class Gateway:
         await self._transport.aclose()
 
     async def until_idle(self) -> None:
-        """Waits until no request and no websocket is served."""
+        """Waits until no request and no websocket is being served."""
         while self._running:
             await self._none_runs.wait()
 
     # Health
 
     async def check_all(self, *, is_first: bool = False) -> dict[Target, NotCompatible]:
-        """Checks all targets. Returns those that do not have the API. ``is_first``: at the start."""
+        """Checks all targets. Returns the errors of targets that do not have the API. ``is_first``: the check
+        at the start."""
         wrong: dict[Target, NotCompatible] = {}
 
         async def check(target: Target) -> None:
@@ -137,7 +138,7 @@ class Gateway:
         return wrong
 
     async def watch(self) -> None:
-        """Checks the targets again and again."""
+        """Checks the targets every ``check_s``, until it is cancelled."""
         while True:
             await anyio.sleep(self.limits.check_s)  # noqa: TID251  (the interval)
             await self.check_all()
@@ -153,7 +154,7 @@ class Gateway:
         elif "/../" in f"{path}/":  # would leave the path of a target's address
             await self._refuse(scope, receive, send, ApiError(400, "invalid_request", "the path has '..'"))
         elif not self._has_address(scope):
-            text = "the path of the address is invalid: it begins with '/' and has only characters of ASCII"
+            text = "the path of the URL is invalid: it must begin with '/' and have only ASCII characters"
             await self._refuse(scope, receive, send, ApiError(400, "invalid_request", text))
         elif scope["type"] == "websocket":
             if self.is_draining:
@@ -177,7 +178,7 @@ class Gateway:
             await self.proxy(scope, receive, send)
 
     def _has_address(self, scope: Scope) -> bool:
-        """Whether the path is one that a request to a target can have: not ``*``, for example."""
+        """Whether a request to a target can have this path: ``*``, for example, is invalid."""
         try:
             self.targets[0].url(raw_path(scope), scope.get("query_string", b""))
         except (httpx2.InvalidURL, UnicodeError):

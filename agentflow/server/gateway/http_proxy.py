@@ -1,4 +1,4 @@
-"""Passes HTTP requests on, and their answers back, byte for byte.
+"""Forwards HTTP requests to targets, and their answers to clients, byte for byte.
 
 ::
 
@@ -6,9 +6,9 @@
                                ▲                   │
                                └─ another target ──┘  no connection, a lost one, 429, 502, 503, 504
 
-Until the first part of an answer has come, another target may have the request. After it nothing is repeated:
-a stream that breaks ends with an error, in the format of its API. An answer is read as fast as the client
-reads it. If the client leaves, the request to the target is cancelled.
+Until the first part of an answer has arrived, the request can be sent to another target. After that nothing
+is retried: a stream that breaks ends with an error, in the format of its API. An answer is read as fast as
+the client reads it. If the client disconnects, the request to the target is cancelled.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from agentflow.server.http.json_body import SMALL_BODY_BYTES
 from agentflow.server.routes import error_response, find_error_format
 
 MAX_ATTEMPTS = 3
-"""Attempts at a request, without those at targets that do not have the thing that it refers to."""
+"""The limit of attempts at a request, without attempts at targets that lack the object that it refers to."""
 MAX_LOST = 2
-"""A request that loses its connection this often may be the cause."""
+"""The limit of connections that a request loses: it may be the cause."""
 MAX_PAUSE_S = 30.0
-"""The longest pause that a target gets."""
+"""The longest pause that a target can ask for."""
 MAX_REFUSAL_BYTES = 65_536
 REFUSALS = (429, 502, 503, 504)
 NOT_FOUND = 404
-"""After these answers, another target may have the requested object."""
+"""After an answer with this status, another target may have the requested object."""
 TARGET_HEADER = b"x-agentflow-target"
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade".split()
 )
 _SET_HERE = frozenset([b"host", b"content-length", b"expect", b"via", b"x-forwarded-for"])
-# Ids of things that a server stores are at the beginning of its answer, and the usage is at the end.
+# Ids of objects that a server stores are at the beginning of its answer, and the usage is at the end.
 _ID = re.compile(rb'"(?:id|ticket)"\s*:\s*"([!#-\[\]-~]{6,256})"')
 _OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count)"\s*:\s*(\d{1,9})')
 _HEAD_BYTES = _TAIL_BYTES = 4_096
 MAX_IDS = 8
-"""The ids that are read from one answer. Others may be a client's text, which the answer repeats."""
+"""The limit of ids that are read from one answer. Further ids may be a client's text in the answer."""
 _EVENTS = b"text/event-stream"
 
 
 @dataclass(slots=True)
 class Refusal:
-    """An answer with which a target refused a request, or the error of one that gave no answer.
-    ``is_lost``: the target may have begun to work on it."""
+    """The answer of a target that refused a request, or the error if a target did not answer. ``is_lost``:
+    the target may have begun to work on the request."""
 
     status: int
     headers: HeaderList
@@ -80,8 +80,8 @@ class HttpProxy:
     Args:
         placement: Chooses the targets.
         transport: Sends the requests.
-        limits: Of the gateway.
-        via: The gateway in the header ``via``.
+        limits: The gateway's limits.
+        via: The gateway's entry in the header ``via``.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class HttpProxy:
         self._limits = limits
         self._via = via.encode()
         self._bodies = MemoryBudget(limits.bodies_bytes)
-        self._readers = anyio.CapacityLimiter(1)  # more would compete for the interpreter's lock
+        self._readers = anyio.CapacityLimiter(1)  # more threads would compete for the GIL
         self.answers: Counter[tuple[int, int]] = Counter()
         """Answers by target and status; the target is -1 if none answered."""
         self.retries: Counter[str] = Counter()
@@ -100,7 +100,7 @@ class HttpProxy:
         self.num_prompt_bytes: Counter[int] = Counter()
         """Bytes of prompts by target."""
         self.num_hit_bytes: Counter[int] = Counter()
-        """The bytes among them that the target was expected to hold."""
+        """Bytes of prompts that the target was expected to have cached, by target."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -121,7 +121,7 @@ class HttpProxy:
                 await answer.fail(error)
             elif not isinstance(error, ClientGone):
                 logger.error("a request failed", exc_info=error)
-                text = "the gateway failed to answer this request; its log says why"
+                text = "the gateway failed to answer this request; its log has the reason"
                 await answer.fail(ApiError(500, "internal_error", text))
         finally:
             body.close()
@@ -134,7 +134,7 @@ class HttpProxy:
         return await anyio.to_thread.run_sync(read_asked, method, path, headers, data, limiter=self._readers)
 
     async def _serve(self, scope: Scope, body: ClientBody, answer: _Answer, asked: RequestFacts) -> None:
-        """Asks one target after the other, until one answers."""
+        """Tries one target after the other, until one answers."""
         tried: list[Target] = []
         num_attempts = num_lost = 0
         owner = self._placement.owner(asked.names)
@@ -162,7 +162,7 @@ class HttpProxy:
                 break
             self.retries["lost" if refusal.is_lost else str(refusal.status)] += 1
         if refusal.status == NOT_FOUND and owner is not None and owner not in tried:
-            text = "the server that has the object of this request does not answer now"
+            text = "the server that has the object of this request does not answer: try again in a moment"
             raise ApiError(503, "no_target", text, retry_after_s=self._limits.check_s)
         if refusal.error is not None:
             raise refusal.error
@@ -173,7 +173,7 @@ class HttpProxy:
     def _request(self, scope: Scope, target: Target, body: ClientBody) -> httpx2.Request:
         headers = request_headers(scope, target, self._via)
         if scope["method"] == "POST":
-            # The end of an answer is read for its usage. Most servers compress nothing anyway.
+            # The usage is read from the end of an answer. Most servers do not compress anyway.
             headers = [(name, value) for name, value in headers if name != b"accept-encoding"]
             headers.append((b"accept-encoding", b"identity"))
         sent = dict(scope["headers"])
@@ -201,8 +201,8 @@ class HttpProxy:
         answer: _Answer,
         may_refuse: Collection[int],
     ) -> Refusal | None:
-        """Passes the answer of one target on. Returns a refusal if nothing was passed on: there was no
-        answer, or one with a status of ``may_refuse``."""
+        """Sends the request to one target and forwards its answer. Returns a refusal if nothing was
+        forwarded: there was no answer, or its status is in ``may_refuse``."""
         target, attempt = place.target, place.target.circuit.attempt()
         size, num_hit = place.num_bytes
         self.num_prompt_bytes[target.number] += size
@@ -234,7 +234,7 @@ class HttpProxy:
             self.answers[target.number, status] += 1
             await self._pass_on(received, place, asked, answer)
         except httpx2.LocalProtocolError as error:
-            raise ApiError(400, "invalid_request", f"the request cannot be passed on: {error}") from error
+            raise ApiError(400, "invalid_request", f"the request cannot be forwarded: {error}") from error
         except httpx2.TransportError as error:
             is_unreached = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
             why = str(error) or type(error).__name__
@@ -305,7 +305,7 @@ class _Received:
 
     @property
     def is_read(self) -> bool:
-        """Whether no part follows. The connections of agentflow know it with the last part."""
+        """Whether no part follows. Agentflow's connections already know this with the last part."""
         return not self.part or getattr(self._stream, "is_read", False)
 
     @property
@@ -315,12 +315,12 @@ class _Received:
         return min(float(value), MAX_PAUSE_S) if value.isdigit() and len(value) < 9 else 1.0
 
     async def next(self) -> bytes:
-        """The next part, empty at the end."""
+        """Waits for the next part, which is empty at the end."""
         self.part = await anext(self._parts, b"")
         return self.part
 
     async def refusal(self) -> Refusal:
-        """The whole answer, if it is small; otherwise its beginning is dropped as well."""
+        """Reads the whole answer. If it is too large, its body is dropped."""
         body = bytearray(self.part)
         with anyio.move_on_after(CONNECT_TIMEOUT_S):
             while len(body) <= MAX_REFUSAL_BYTES and await self.next():
@@ -332,7 +332,7 @@ class _Received:
         return Refusal(self.status, headers, bytes(body))
 
     async def close(self) -> None:
-        """Gives the connection back, or closes it."""
+        """Returns the connection for reuse, or closes it."""
         with anyio.CancelScope(shield=True):
             if isinstance(self._parts, AsyncGenerator):
                 await self._parts.aclose()  # otherwise the event loop does it, in a task
@@ -354,7 +354,8 @@ class _Answer:
         """Sends the status and the headers."""
         self.has_begun = True
         if not self._body.is_read:
-            headers = [*headers, (b"connection", b"close")]  # the rest would come before the next request
+            # The rest of the body would be read as the next request.
+            headers = [*headers, (b"connection", b"close")]
         self._is_stream = any(
             name == b"content-type" and value.startswith(_EVENTS) for name, value in headers
         )
@@ -368,7 +369,7 @@ class _Answer:
             await self._pass({"type": "http.response.body", "body": part, "more_body": not is_last})
 
     async def fail(self, error: ApiError) -> None:
-        """Answers with an error, in the format of the API that the path belongs to."""
+        """Answers with an error, in the format of the path's API."""
         if self.has_begun:
             await self.break_off(error)
             return
@@ -381,7 +382,7 @@ class _Answer:
             return  # the client is gone
 
     async def break_off(self, error: ApiError) -> None:
-        """Ends an answer that is not complete: a stream with an error, others by closing the connection."""
+        """Ends an incomplete answer: a stream with an error, other answers by closing the connection."""
         if self._is_stream:
             shape = find_error_format(self._scope["path"])
             body = shape.body(error, read_request_id(Headers(scope=self._scope)))
@@ -405,7 +406,7 @@ async def _cancel_when_gone(body: ClientBody, answer: _Answer, scope: anyio.Canc
 
 
 def _broken() -> ApiError:
-    return ApiError(502, "target_failed", "the server broke the answer off: it is not complete")
+    return ApiError(502, "target_failed", "the server broke off the answer, which is incomplete")
 
 
 def raw_path(scope: Scope) -> bytes:
@@ -415,7 +416,7 @@ def raw_path(scope: Scope) -> bytes:
 
 
 def request_headers(scope: Scope, target: Target, via: bytes) -> HeaderList:
-    """The headers of a request for a target: the client's, without those of its connection."""
+    """The headers of a request for a target: the client's headers, without hop-by-hop headers."""
     sent: HeaderList = scope["headers"]
     dropped = _HOP_BY_HOP | _SET_HERE | _named(sent)
     headers = [(b"host", target.host)]
@@ -429,7 +430,7 @@ def request_headers(scope: Scope, target: Target, via: bytes) -> HeaderList:
             forwarded.append(value)
         elif name not in dropped:
             headers.append((name, value))
-    # A page of the gateway's own origin is one of the target's.
+    # A page of the gateway's own origin counts as a page of the target's origin, which needs no header.
     own = {b"http://" + host, b"https://" + host}
     headers = [(name, value) for name, value in headers if name != b"origin" or value not in own]
     if scope.get("client"):
@@ -440,13 +441,13 @@ def request_headers(scope: Scope, target: Target, via: bytes) -> HeaderList:
 
 
 def answer_headers(sent: HeaderList) -> HeaderList:
-    """The headers of an answer for a client, without those of the connection to the target."""
+    """The headers of an answer for a client, without hop-by-hop headers."""
     sent = [(name.lower(), value) for name, value in sent]
     dropped = _HOP_BY_HOP | _named(sent) | {b"date"}  # the gateway's connection adds one
     return [(name, value) for name, value in sent if name not in dropped]
 
 
 def _named(headers: HeaderList) -> frozenset[bytes]:
-    """The headers that the header ``connection`` names."""
+    """The headers that are listed in the header ``connection``."""
     values = [value for name, value in headers if name == b"connection"]
     return frozenset(part.strip().lower() for value in values for part in value.split(b","))

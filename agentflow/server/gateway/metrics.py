@@ -18,7 +18,7 @@ _PREFIX = "agentflow_gateway_"
 
 
 class GatewayMetrics(Collector):
-    """Reads the counters of the gateway."""
+    """Collects the counters of the gateway."""
 
     def __init__(self, targets: list[Target], placement: TargetChoice, proxy: HttpProxy) -> None:
         self._targets, self._placement, self._proxy = targets, placement, proxy
@@ -52,7 +52,7 @@ class GatewayMetrics(Collector):
             ("prompt_bytes", "Bytes of prompts.", self._proxy.num_prompt_bytes),
             (
                 "hit_bytes",
-                "Bytes of prompts that the target was expected to hold.",
+                "Bytes of prompts that the target was expected to have cached.",
                 self._proxy.num_hit_bytes,
             ),
         )

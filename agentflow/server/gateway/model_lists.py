@@ -22,7 +22,7 @@ LISTS = {"/v1/models": ("data", "id"), "/api/tags": ("models", "name")}
 
 
 class ModelLists:
-    """Answers the requests for a list with the lists of all targets, asked with the client's key."""
+    """Answers requests for a list by joining the lists of all targets, requested with the client's key."""
 
     def __init__(self, targets: list[Target], transport: httpx2.AsyncBaseTransport, via: str) -> None:
         self._targets = targets
@@ -66,7 +66,7 @@ class ModelLists:
 
 
 def _merged(bodies: list[bytes], items: str, name: str) -> bytes | None:
-    """The first body with the models of all. A model that several have is the first one's."""
+    """The first body with the models of all bodies. If several have a model, the first entry is kept."""
     first: dict[str, Any] | None = None
     found: dict[str, Any] = {}
     for body in bodies:

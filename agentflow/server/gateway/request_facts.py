@@ -1,9 +1,9 @@
-"""The facts of a request that the gateway reads: its model, its prompt, its place in a program, and the
+"""The facts that the gateway reads from a request: its model, its prompt, its place in a program, and the
 stored objects that it refers to.
 
-The body is passed on unchanged. Here its prompt becomes one text, whose prefix stays the same while a
+The body is forwarded unchanged. Here its prompt becomes one text, whose prefix stays the same while a
 conversation grows: tools, instructions and messages, with their roles, in the order of chat templates. The
-fields of all APIs are read in one way.
+fields of all APIs are read in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agentflow.server.http.caller import ANYONE, Caller, caller_with
 
 MAX_NAME_CHARS = 256
 BLOB_CHARS = 4_096
-"""A string of this length or longer that is a data URL or base64 stands for an image, say."""
+"""A data URL or base64 string of at least this length counts as an image or another file."""
 _BLOB_BYTES = 4_096  # about a thousand tokens
 _BLOB = re.compile(r"data:|[A-Za-z0-9+/_-]{256}")
 _FIELDS = ("tools", "functions", "system", "instructions", "messages", "input", "prompt", "text", "input_ids")
@@ -40,18 +40,18 @@ _STATELESS = ("completions", "embeddings", "messages", "chat", "generate", "embe
 class RequestFacts:
     """One request."""
 
-    model: str = ""  # empty if it has none, or could not be read
-    run: TokenRun | None = None  # its prompt; None: it has none
-    key: tuple[str, str] = ("", "")  # prompts of other keys share no cache
+    model: str = ""  # empty if the request has none, or could not be read
+    run: TokenRun | None = None  # the prompt; None: the request has none
+    key: tuple[str, str] = ("", "")  # prompts with different keys share no cache
     caller: Caller = ANYONE
     program: str = ""
     objective: Objective = "latency"
-    names: tuple[str, ...] = ()  # ids of stored objects that it refers to
-    stores: bool = False  # its answer may have the id of a new one
+    names: tuple[str, ...] = ()  # the ids of stored objects that the request refers to
+    stores: bool = False  # the answer may have the id of a new stored object
 
 
 def read_asked(method: str, path: str, headers: Mapping[str, str], body: bytes) -> RequestFacts:
-    """Reads a request. Nothing in it is wrong for the gateway: its target decides that.
+    """Reads a request. The gateway accepts every request: its target checks it.
 
     Args:
         method: Such as ``POST``.
@@ -162,7 +162,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def _without_blobs(value: Any) -> Any:
-    """The value with digests for images and other files, which are many bytes and few tokens."""
+    """Replaces images and other files, which are many bytes and few tokens, by digests."""
     if isinstance(value, dict):
         return {name: _without_blobs(inner) for name, inner in value.items()}
     if isinstance(value, list):

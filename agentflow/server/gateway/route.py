@@ -1,4 +1,4 @@
-"""Runs the gateway: the check of its targets, the socket, and a clean end.
+"""Runs the gateway: checks its targets, listens, and shuts down cleanly.
 
 ``route`` runs until a signal; ``running_gateway`` runs within a scope.
 """
@@ -43,13 +43,13 @@ async def running_gateway(
 
     Args:
         gateway: The application.
-        host: The address to listen at.
-        port: The port to listen at; 0: any free port.
-        limits: Of its connections.
+        host: The address to listen on.
+        port: The port to listen on; 0: any free port.
+        limits: The limits of its connections.
 
     Raises:
         PortInUse: The port is in use.
-        BadArgument: A target answers and does not have OpenAI's API.
+        BadArgument: A target answers, but does not have OpenAI's API.
         ServerUnreachable: No target answers.
     """
     limits = limits or ServerLimits()

@@ -27,7 +27,7 @@ HeaderList = list[tuple[bytes, bytes]]
 
 
 class NotCompatible(Exception):
-    """A server answers, and does not have OpenAI's API."""
+    """The server answers, but does not have OpenAI's API."""
 
 
 @dataclass(eq=False)
@@ -38,12 +38,12 @@ class Target:
     base: str  # its address, without ``/v1`` and a slash at the end
     circuit: Circuit = field(default_factory=Circuit)
     models: frozenset[str] | None = None  # their names; None: unknown, because the server does not show them
-    cache_tokens: int = CACHE_TOKENS  # the size of its cache, about
-    is_draining: bool = False  # requests end, and no new ones come
-    # nothing listens at its address, so its sessions have ended; otherwise, a server that does not answer may
-    # still have them
+    cache_tokens: int = CACHE_TOKENS  # the approximate size of its cache
+    is_draining: bool = False  # running requests finish, and it gets no new ones
+    # Nothing listens at its address, so its sessions have ended. Otherwise, a server that does not answer may
+    # still have its sessions.
     is_gone: bool = False
-    busy_until_s: float = 0.0  # it asked for no requests until then, on the clock ``time.monotonic``
+    busy_until_s: float = 0.0  # it asked for a pause until this time (``time.monotonic``)
     num_running: int = 0
     num_websockets: int = 0
     why_down: str = ""
@@ -55,20 +55,20 @@ class Target:
 
     @property
     def is_up(self) -> bool:
-        """Whether it may have new requests."""
+        """Whether the target can get new requests."""
         return self.circuit.is_ready and not self.is_draining
 
     @property
     def is_busy(self) -> bool:
-        """Whether it asked for a pause."""
+        """Whether the target asked for a pause that is not over."""
         return time.monotonic() < self.busy_until_s
 
     def has_model(self, name: str) -> bool:
-        """Whether it has the model, or may have it."""
+        """Whether the target has the model, or its models are unknown."""
         return self.models is None or name in self.models
 
     def url(self, raw_path: bytes, query: bytes = b"") -> httpx2.URL:
-        """The address of a path there. ``raw_path``: as the client sent it."""
+        """The URL of a path at this target. ``raw_path``: the path as the client sent it."""
         known = None if query else self._urls.get(raw_path)
         if known is None:
             path = self.origin.raw_path.rstrip(b"/") + raw_path
@@ -80,7 +80,7 @@ class Target:
         return known
 
     async def read_cache_size(self, transport: httpx2.AsyncBaseTransport, api_key: str | None) -> None:
-        """Takes the size of the cache from the server's metrics, if they show it."""
+        """Reads the size of the cache from the server's metrics, if they have it."""
         try:
             status, body = await self._fetch(transport, b"/metrics", api_key)
         except (httpx2.HTTPError, TimeoutError):
@@ -89,7 +89,8 @@ class Target:
         self.cache_tokens = found or self.cache_tokens
 
     async def check(self, transport: httpx2.AsyncBaseTransport, api_key: str | None) -> None:
-        """Asks for the models, which closes or opens the circuit. ``NotCompatible``."""
+        """Requests the list of models, which closes or opens the circuit. ``NotCompatible`` if the server
+        does not have it."""
         attempt = self.circuit.attempt()
         try:
             status, body = await self._fetch(transport, b"/v1/models", api_key)
@@ -110,7 +111,7 @@ class Target:
         if status == 200:
             self.models = _names(body)
             if self.models is None:
-                raise NotCompatible("its /v1/models is no list of models")
+                raise NotCompatible("its /v1/models is not a list of models")
         elif status in (401, 403):
             self.models = None
         elif status != 429:  # a busy server still has its models
@@ -128,7 +129,8 @@ class Target:
 
 
 async def fetch(transport: httpx2.AsyncBaseTransport, request: httpx2.Request) -> tuple[int, bytes]:
-    """The status and the body of an answer, of at most ``MAX_LIST_BYTES`` bytes. ``httpx2.HTTPError``."""
+    """Sends a request. Returns the status and the body. ``httpx2.HTTPError`` if the request fails, or the
+    body has more than ``MAX_LIST_BYTES`` bytes."""
     response = await transport.handle_async_request(request)
     stream = response.stream
     assert isinstance(stream, httpx2.AsyncByteStream)
@@ -157,17 +159,17 @@ def _why(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"did not answer within {CHECK_TIMEOUT_S:g} s"
     if isinstance(error, httpx2.RemoteProtocolError):
-        return f"does not answer as HTTP does ({error})"
+        return f"does not answer with HTTP ({error})"
     return f"does not answer ({error})"
 
 
 def parse_targets(urls: list[str]) -> list[Target]:
-    """The targets at these addresses. ``BadArgument`` for an address that is none, or comes twice."""
+    """The targets at these addresses. ``BadArgument`` for an invalid or repeated address."""
     targets: list[Target] = []
     for url in urls:
         parts = _address(url)
         if parts is None:
-            text = f"--to {url!r:.200} is not the address of a server: it looks like http://127.0.0.1:8000"
+            text = f"--to {url!r:.200} is not the address of a server, such as http://127.0.0.1:8000"
             raise BadArgument(text, param="to")
         base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         if base in [target.base for target in targets]:
@@ -183,7 +185,7 @@ def parse_targets(urls: list[str]) -> list[Target]:
 
 
 def _address(url: str) -> SplitResult | None:
-    """The parts of the address of a server; None if it is none."""
+    """The parts of a server's address; None if it is invalid."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

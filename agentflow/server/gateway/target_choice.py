@@ -1,9 +1,9 @@
 """Chooses the target of each request.
 
-A request goes to the target that has the stored thing which it refers to; else, among the targets that have
-its model, to the one with the least cost (``cluster/text_router``), or with the fewest requests if it has no
-prompt. The members of a task group that come within ``GATHER_S`` are placed together, as in Algorithm 1 of
-Parrot (Lin et al., OSDI 2024, section 5.4); later ones follow their group.
+A request goes to the target with the stored object that it refers to. Otherwise it goes, among the targets
+that have its model, to the target with the least cost (``cluster/routing/text_router``), or with the fewest
+requests if it has no prompt. The members of a task group that arrive within ``GATHER_S`` are placed together,
+as in Algorithm 1 of Parrot (Lin et al., OSDI 2024, section 5.4); later members follow their group.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from agentflow.server.gateway.target import Target, logger
 GATHER_S = 0.003
 """How long a task group waits for further members."""
 MAX_OWNED = 65_536
-"""Stored things whose target is remembered."""
+"""The limit of stored objects whose target is remembered."""
 
 
 class Assignment:
-    """The place of one request, which ``leave`` gives back.
+    """The assignment of one request to a target, until ``leave``.
 
     Args:
         target: The target.
-        router: The router that chose it, with ``call``; None: another reason did.
+        router: The router that chose the target; None: it was chosen for another reason.
+        call: The request that the router placed.
     """
 
     def __init__(
@@ -49,21 +50,21 @@ class Assignment:
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """The bytes of its prompt, and those that the target is expected to hold."""
+        """The bytes of the prompt, and the bytes that the target is expected to have cached."""
         call = self._call
         return (0, 0) if call is None else (TOKEN_BYTES * call.num_tokens, TOKEN_BYTES * call.num_hit)
 
     def started(self) -> None:
-        """The first bytes of the answer came."""
+        """Records that the first bytes of the answer arrived."""
         if self._router is not None and self._call is not None and not self._call.has_started:
             self._router.started(self._call, time.monotonic())
 
     def completed(self, num_output: int) -> None:
-        """The answer is complete. ``num_output``: about how many tokens it has."""
+        """Records that the answer is complete. ``num_output``: its approximate number of tokens."""
         self._num_output = num_output
 
     def leave(self) -> None:
-        """The request is over."""
+        """Records that the request has ended."""
         self.target.num_running -= 1
         if self._router is not None and self._call is not None:
             self._router.ended(self._call, self._num_output, time.monotonic())
@@ -81,7 +82,7 @@ class TargetChoice:
     """Chooses a target for each request.
 
     Args:
-        targets: All of them.
+        targets: All targets.
         check_s: The interval of health checks, after which a client may try again.
     """
 
@@ -95,11 +96,11 @@ class TargetChoice:
         self._gatherings: dict[tuple[str, str, str], _Gathering] = {}
         self._numbers = itertools.count()
 
-    # Stored things
+    # Stored objects
 
     def own(self, name: str, target: Target, *, is_sure: bool = True) -> None:
-        """The target has the stored thing of this name. ``is_sure``: False if a client may have written the
-        name. A known owner stays then, so that no client leads others' requests to another target."""
+        """Records that the target has the stored object with this name. ``is_sure``: False if a client may
+        have written the name. Then a known owner is kept, so that no client redirects others' requests."""
         if not is_sure and name in self._owners:
             return
         self._owners[name] = target
@@ -108,7 +109,7 @@ class TargetChoice:
             self._owners.popitem(last=False)
 
     def owner(self, names: Sequence[str]) -> Target | None:
-        """The target that has one of these things, if it is known."""
+        """The target that has one of these objects, if it is known."""
         for name in names:
             if (found := self._owners.get(name)) is not None:
                 self._owners.move_to_end(name)
@@ -118,8 +119,8 @@ class TargetChoice:
     # Health
 
     def failed(self, target: Target, attempt: Attempt, why: str, *, is_gone: bool = False) -> None:
-        """A request to the target failed. If that opens its circuit, its cache is taken for lost.
-        ``is_gone``: nothing listens there, so the first failure opens it."""
+        """Records that a request to the target failed. If that opens its circuit, its cache is assumed lost.
+        ``is_gone``: nothing listens there, so the first failure opens the circuit."""
         was_closed = target.circuit.status == "closed"
         target.is_gone = is_gone
         attempt.failed(0.0 if is_gone else None)
@@ -127,14 +128,14 @@ class TargetChoice:
             self.lost(target, why)
 
     def lost(self, target: Target, why: str) -> None:
-        """The target does not answer."""
+        """Records that the target does not answer."""
         logger.warning("%s gets no requests until it answers again: %s", target.base, why)
         target.why_down = why
         for router in self._routers.values():
             router.forget(target.number)
 
     def back(self, target: Target) -> None:
-        """The target answers again."""
+        """Records that the target answers again."""
         logger.warning("%s answers again", target.base)
         for router in self._routers.values():
             router.forget(target.number, target.cache_tokens)
@@ -142,17 +143,17 @@ class TargetChoice:
     # Choices
 
     def candidates(self, asked: RequestFacts, barred: Collection[Target] = ()) -> list[Target]:
-        """The targets that may have the request now. Those that asked for a pause are among them only if
-        there are no others."""
+        """The targets that can get the request now. Targets that asked for a pause are included only if there
+        are no others."""
         up = [target for target in self.targets if target.is_up and target not in barred]
         if asked.model:
             having = [target for target in up if target.has_model(asked.model)]
             is_known = any(target.has_model(asked.model) for target in self.targets)
-            up = having if is_known else up  # a target's own error says that no such model is there
+            up = having if is_known else up  # a target answers with its error for an unknown model
         return [target for target in up if not target.is_busy] or up
 
     async def place(self, asked: RequestFacts, barred: Collection[Target] = ()) -> Assignment:
-        """The place of a request. ``ApiError`` if no target can have it.
+        """Assigns a request to a target. ``ApiError`` if no target can get it.
 
         Args:
             asked: The request.
@@ -185,7 +186,7 @@ class TargetChoice:
         return ApiError(503, "no_target", text, retry_after_s=self._check_s)
 
     def _router(self, model: str) -> TextRouter:
-        """The router of a model, or of all that no target shows: clients must not make routers."""
+        """The router of a model. Models that no target lists share one: clients must not create routers."""
         name = model if any(target.models and model in target.models for target in self.targets) else ""
         router = self._routers.get(name)
         if router is None:
@@ -238,7 +239,7 @@ class TargetChoice:
                 gathering.is_placed.set()
 
     def _give_up(self, router: TextRouter, gathering: _Gathering, call: RoutedRequest) -> None:
-        """The client of a waiting member is gone."""
+        """Removes a waiting member whose client is gone."""
         if not gathering.is_placed.is_set():
             gathering.calls.remove(call)
         elif call.replica >= 0:

@@ -1,14 +1,14 @@
-"""Passes websockets on: messages in both directions, unchanged.
+"""Forwards websockets: messages in both directions, unchanged.
 
-A websocket of a session that is resumed goes to the target that has the session: its id is in the address or
-among the subprotocols. The gateway knows the target from the answer to the first handshake, or from the first
-message of agentflow's own sessions, which has the id; it reads no other. Where that is not known, a target
-without the session may refuse the handshake, and the next one is asked. A websocket with a ticket goes to the
-target that issued it.
+A websocket that resumes a session goes to the target that has the session, whose id is in the URL or among
+the subprotocols. The gateway learns the target from the answer to the first handshake, or from the first
+message of agentflow's own sessions, which has the id; it reads no other message. If the target is unknown, a
+target without the session may reject the handshake, and the next target is tried. A websocket with a ticket
+goes to the target that issued the ticket.
 
-A target that is silent, because the network has split or it hangs, keeps its sessions for a while. Their
-websockets are closed with a code at which clients resume, and a handshake for one of them goes to no other
-target: that one would have to refuse the session for good.
+A target that does not respond, because of a network partition or because it hangs, keeps its sessions for a
+while. Their websockets are closed with a code at which clients resume. A handshake for such a session goes to
+no other target, which would have to reject the session for good.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from agentflow.server.gateway.target_choice import TargetChoice
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_QUEUED = 4
-"""Messages that wait while a client does not read."""
+"""The limit of messages that wait while a client does not read."""
 CLOSE_S = 2.0
 PING_S = 4.0
-"""A target is asked for a sign of life this often, and has as long to answer. Both together are less than the
-time for which a server keeps a session without a connection."""
+"""The interval of pings to a target, and the time that it has to answer. Both together are less than the time
+for which a server keeps a session without a connection."""
 TARGET_LOST = 1013  # "try again later": clients resume their session
 """The close code for a target that is lost."""
 _UNSENDABLE = (1005, 1006, 1015)
 _HANDSHAKE = b"sec-websocket-"
 SESSION = "session"
-"""The parameter of the address, and the part of a subprotocol, with the id of a session."""
+"""The query parameter, and the part of a subprotocol, with the id of a session."""
 MAX_NAMES = 4
-"""The ids that are read from one handshake."""
+"""The limit of ids that are read from one handshake."""
 MAX_WELCOME_BYTES = 4_096
 _ID = rb"([A-Za-z0-9._-]{8,250})"
 _SESSION = re.compile(rb'"session":"' + _ID + rb'"|\xa7session(?:[\xa0-\xbf]|\xd9.)' + _ID, re.DOTALL)
@@ -61,7 +61,7 @@ class WebSocketProxy:
 
     Args:
         placement: Chooses the targets.
-        via: The gateway in the header ``via``.
+        via: The gateway's entry in the header ``via``.
     """
 
     def __init__(self, placement: TargetChoice, via: str) -> None:
@@ -87,7 +87,7 @@ class WebSocketProxy:
                 refusal = Response(error.message, error.status, error.headers, "text/plain")
                 break
             target = place.target
-            place.leave()  # a websocket counts as such
+            place.leave()  # counted as a websocket below, not as a request
             tried.append(target)
             attempt = target.circuit.attempt()
             try:
@@ -159,7 +159,7 @@ def _is_silent(target: Target) -> bool:
 
 
 def session_names(scope: Scope, kinds: Collection[str] = (SESSION, "ticket")) -> tuple[str, ...]:
-    """The ids of a session or ticket in the address or the subprotocols of a websocket."""
+    """The ids of sessions and tickets in the query or the subprotocols of a websocket."""
     found = parse_qs(scope.get("query_string", b"").decode("latin-1")).get(SESSION, [])
     for subprotocol in scope.get("subprotocols", []):
         head, _, name = subprotocol.removeprefix("agentflow.").partition(".")
@@ -169,7 +169,7 @@ def session_names(scope: Scope, kinds: Collection[str] = (SESSION, "ticket")) ->
 
 
 def _handshake_headers(connection: ClientConnection) -> HeaderList:
-    """The target's headers for the answer to a handshake, without those of the handshake itself."""
+    """The target's headers for the answer to a handshake, without the headers of the handshake itself."""
     assert connection.response is not None
     headers = [(name.encode(), value.encode()) for name, value in connection.response.headers.raw_items()]
     return [one for one in answer_headers(headers) if not one[0].startswith((_HANDSHAKE, b"content-"))]
@@ -185,8 +185,8 @@ def welcomed_session(message: str | bytes) -> str | None:
 async def _join(
     socket: WebSocket, connection: ClientConnection, on_first: Callable[[str | bytes], None] | None
 ) -> None:
-    """Passes messages on until one side closes, which closes the other. ``on_first``: is called with the
-    target's first message."""
+    """Forwards messages until one side closes, which closes the other. ``on_first``: called with the target's
+    first message."""
     code: int | None = None
     try:
         await socket.accept(connection.subprotocol, _handshake_headers(connection))
@@ -201,13 +201,13 @@ async def _join(
                     data = message.get("text")
                     await connection.send(message["bytes"] if data is None else data)
             except (ConnectionClosed, OSError):
-                return  # the other task closes the client's
+                return  # the other task closes the client's websocket
             group.cancel_scope.cancel()
     except (WebSocketDisconnect, OSError):
         pass
     finally:
         with anyio.CancelScope(shield=True):
-            if code is None or code in _UNSENDABLE:  # the client is lost, and the target must see the same
+            if code is None or code in _UNSENDABLE:  # the client is lost, and the target must see that, too
                 connection.transport.abort()
             else:
                 with suppress(ConnectionClosed, OSError, ValueError):
