@@ -117,7 +117,7 @@ def near_match(name: str, known: Iterable[str]) -> str | None:
 
 
 MODEL_FLAG, MODEL_VARIABLE = "--model", f"{VARIABLE_PREFIX}MODEL"
-FILE_FLAG, FILE_VARIABLE = "--config", f"{VARIABLE_PREFIX}CONFIG"
+FILE_VARIABLE = f"{VARIABLE_PREFIX}CONFIG"
 
 
 @dataclass(frozen=True)
