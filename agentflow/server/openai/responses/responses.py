@@ -26,6 +26,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
 from agentflow.server.compatible.fields import is_given
+from agentflow.server.compatible.forms import ANY_OBJECT
 from agentflow.server.compatible.images import check_media
 from agentflow.server.compatible.sampling import max_answer_tokens, read_nucleus
 from agentflow.server.completion.completion import completing
@@ -325,7 +326,7 @@ def _read_sampling(body: ResponseRequest, generator: TextGenerator) -> SamplingP
 def _read_form(body: ResponseRequest) -> Constraint | None:
     match body.text.format if body.text is not None else None:
         case ObjectFormat():
-            return Constraint("schema", '{"type":"object"}')
+            return ANY_OBJECT
         case SchemaFormat(schema=schema, strict=is_strict):
             constraint = schema_constraint(schema, "text.format.schema")
             return constraint if is_strict else PartedConstraint.relaxable(constraint)
