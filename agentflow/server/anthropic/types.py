@@ -189,7 +189,7 @@ class JsonFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form of the text. ``effort``: for chat templates that have a variable ``reasoning_effort``."""
+    """The format of the text. ``effort``: for chat templates that have a variable ``reasoning_effort``."""
 
     format: JsonFormat | None = None
     effort: str | None = None

@@ -1,7 +1,7 @@
-"""The form of an answer: the fields for it that servers with OpenAI's API have.
+"""The fields for constraints that servers with OpenAI's API have.
 
-Each such field becomes a constraint, and a request may have one of them. ``regex`` and ``grammar`` are
-agentflow's, ``guided_*`` and ``structured_outputs`` vLLM's, and ``ebnf`` SGLang's.
+A request may have one of them. ``regex`` and ``grammar`` are agentflow's, ``guided_*`` and
+``structured_outputs`` vLLM's, and ``ebnf`` SGLang's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ANY_OBJECT = Constraint("schema", '{"type":"object"}')
 
 
 def only_form(found: Sequence[tuple[str, Constraint]], default: str) -> tuple[str, Constraint | None]:
-    """Returns the only field for the form, or ``default``, and its constraint. ``ApiError`` if there are
+    """Returns the only constraint and its field; ``default`` and None without one. ``ApiError`` if there are
     several."""
     if len(found) > 1:
         raise invalid_field(found[-1][0], f"it excludes {found[0][0]}: give one of them")
@@ -43,7 +43,7 @@ def read_forms(
     Args:
         prefix: the beginning of the fields' names.
         json: a JSON schema, or its text.
-        json_schema: the same, under another name.
+        json_schema: another name for ``json``.
         regex: a pattern.
         choice: the allowed answers.
         grammar: a grammar in Lark's notation, or in EBNF.

@@ -112,7 +112,7 @@ def list_unset(body: Generation) -> tuple[str, ...]:
 
 
 def read_constraint(form: Unread) -> Constraint | None:
-    """The form of the answer: any object, one that conforms to a schema, or None for any text."""
+    """The constraint: any object, or an object that conforms to a schema. None for any text."""
     if form is None or not is_given(form):
         return None
     first = bytes(memoryview(form)[:1])

@@ -104,8 +104,8 @@ async def create_chat_completion(call: ApiCall) -> None:
 def _make_request(
     call: ApiCall, body: ChatRequest, generator: TextGenerator
 ) -> tuple[str, CompletionRequest]:
-    """Returns the field of the form, and the request in the common form of all APIs. ``ApiError``, with the
-    field, for a field that is wrong or not supported."""
+    """Returns the field of the constraint, and the request in the common form of all APIs. ``ApiError``, with
+    the field, for a field that is wrong or not supported."""
     limits = call.service.http_limits
     check_fields(body, limits.max_n)
     tools = read_tools(body.tools or ())

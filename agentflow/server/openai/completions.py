@@ -129,7 +129,7 @@ async def create_completion(call: ApiCall) -> None:
 def _make_requests(
     call: ApiCall, body: TextRequest, generator: TextGenerator
 ) -> tuple[str, list[CompletionRequest]]:
-    """Returns the field of the form, and a request for each prompt."""
+    """Returns the field of the constraint, and a request for each prompt."""
     limits = call.service.http_limits
     check_fields(body, limits.max_n, takes=("best_of", "echo"))
     prompts = read_prompts(body.prompt)

@@ -319,8 +319,8 @@ def read_template_values(given: msgspec.Raw | None) -> dict[str, Any]:
 def read_constraint(
     request: SharedFields, response_format: Constraint | None = None
 ) -> tuple[str, Constraint | None]:
-    """The field for the answer's form, and its constraint. ``ApiError`` if there are several, ``BadArgument``
-    for an invalid schema or grammar."""
+    """The field of the constraint, and the constraint. ``ApiError`` if there are several, ``BadArgument`` for
+    an invalid schema or grammar."""
     found = [*_forms(request)]
     if response_format is not None:
         found.append(("response_format", response_format))

@@ -62,7 +62,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form of the answer, in vLLM's fields: one of ``json`` (a schema, or its text), ``regex``,
+    """The constraint of the answer, in vLLM's fields: one of ``json`` (a schema, or its text), ``regex``,
     ``choice``, ``grammar`` (Lark or EBNF) and ``json_object``."""
 
     json: GivenSchema = None

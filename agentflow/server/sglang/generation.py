@@ -84,7 +84,7 @@ async def generate(call: ApiCall) -> None:
 def _make_requests(
     call: ApiCall, body: SglangRequest, generator: EngineGenerator
 ) -> tuple[str, list[CompletionRequest]]:
-    """Returns the field of the form, and a request for each prompt."""
+    """Returns the field of the constraint, and a request for each prompt."""
     limits, fields = call.service.http_limits, body.sampling_params or SamplingFields()
     _check_fields(body, fields)
     prompts, n = _list_prompts(body), fields.n or 1
@@ -174,7 +174,7 @@ def _read_sampling(
 
 
 def _read_constraint(fields: SamplingFields) -> tuple[str, Constraint | None]:
-    """The field for the answer's form, and its constraint."""
+    """The field of the constraint, and the constraint."""
     prefix = f"{_SAMPLING}."
     with naming_param():
         found = [*read_forms(prefix, regex=fields.regex, json_schema=fields.json_schema, ebnf=fields.ebnf)]

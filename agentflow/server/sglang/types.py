@@ -44,8 +44,8 @@ Pattern: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_REGEX
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters, and the form of the answer: one of ``regex``, ``json_schema`` (a schema, or its
-    text) and ``ebnf``."""
+    """Sampling parameters, and the constraint: one of ``regex``, ``json_schema`` (a schema, or its text) and
+    ``ebnf``."""
 
     max_new_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None

@@ -74,7 +74,7 @@ class SchemaFormat(
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form of the text. ``verbosity`` has no effect."""
+    """The format of the text. ``verbosity`` has no effect."""
 
     format: TextFormat | ObjectFormat | SchemaFormat | None = None
     verbosity: str | None = None
