@@ -247,7 +247,7 @@ class _Answer:
         self._on_delta = on_delta
         self._notation = ReplyReader()
         self._call = -1
-        self._arguments: list[str] = []  # of the latest call
+        self._arguments: list[str] = []  # the arguments of the latest call
 
     def add_text(self, text: str) -> None:
         self._emit(TextDelta(self.index, text), text)

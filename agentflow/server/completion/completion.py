@@ -103,7 +103,7 @@ class Completion:
         self._failure: Exception | None = None
         self._deltas: list[CompletionDelta] = []
         self._checks: list[CheckedOutput] = []
-        self._usages: dict[int, Usage] = {}  # of each answer that has ended
+        self._usages: dict[int, Usage] = {}  # the usage of each finished answer, by index
         self._changed = anyio.Event()
 
     @property

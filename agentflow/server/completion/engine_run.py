@@ -118,7 +118,7 @@ class EngineRun:
         self._context: EngineContext | None = None
         self._scored: Finished | None = None
         self.relaxed: tuple[Relaxed, ...] = ()
-        self.num_output_tokens = [0] * request.n  # of each answer
+        self.num_output_tokens = [0] * request.n  # the tokens of each answer so far
         self.times = Times()
 
     @property
@@ -170,8 +170,8 @@ class EngineRun:
             num_logprobs = len(token_ids) * (1 + num_top) * request.n
             if num_logprobs > self._most_logprobs:
                 raise BadArgument(
-                    f"the prompt has {num_logprobs:,} log-probabilities with those of its alternatives; the "
-                    f"limit is {self._most_logprobs:,}: request fewer alternatives, or shorten it",
+                    f"with its alternatives, the prompt has {num_logprobs:,} log-probabilities; the limit is "
+                    f"{self._most_logprobs:,}: request fewer alternatives, or shorten the prompt",
                     param="prompt",
                 )
             if len(token_ids) > 1:

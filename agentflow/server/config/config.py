@@ -134,7 +134,7 @@ class Effective:
     """A configuration with its sources."""
 
     config: ServeConfig
-    sources: dict[str, str]  # of each setting, such as ``flag --port`` or ``default``
+    sources: dict[str, str]  # the source of each setting, such as ``flag --port`` or ``default``
     own: dict[str, dict[str, Any]]  # each model's own table
     models_source: str  # the source of the list of models
 

@@ -72,7 +72,9 @@ class ServerLimits(Declared, frozen=True, kw_only=True):
     max_connections_per_address: Annotated[
         Count, doc("connections of both kinds from one address other than this machine")
     ] = 512
-    max_sessions: Annotated[Count, doc("open websocket sessions, with those that wait to be resumed")] = 1_000
+    max_sessions: Annotated[
+        Count, doc("open websocket sessions, including sessions that wait to be resumed")
+    ] = 1_000
     session_bytes: Annotated[Count, doc("memory for the ops, states and values of one session")] = 256_000_000
     sessions_bytes: Annotated[Count, doc("memory for all sessions together")] = 2_000_000_000
     resume_grace_s: Annotated[SecondsOrZero, doc("time in which a lost session can be resumed")] = 10.0

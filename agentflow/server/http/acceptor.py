@@ -161,7 +161,7 @@ class Acceptor:
             while self.num_connections >= self._max_connections:
                 self._log(
                     "full",
-                    "%d connections are open, which is the limit: new ones wait",
+                    "%d connections are open, which is the limit: new connections wait",
                     self._max_connections,
                 )
                 await self._one_closed.wait()
@@ -233,7 +233,10 @@ class Acceptor:
 
     def _reject(self, connection: socket.socket, client: str) -> None:
         self._log(
-            "address", "%s has %d open connections: further ones are rejected", client, self._max_per_address
+            "address",
+            "%s has %d open connections: further connections are rejected",
+            client,
+            self._max_per_address,
         )
         try:
             if self._tls is None:

@@ -21,5 +21,5 @@ class ApiRoute:
     response: type[Any] | tuple[type[Any], ...]  # the type, or types, of the answer with status 200
     request: type[msgspec.Struct] | None = None  # the type of the body
     query: type[msgspec.Struct] | None = None  # the type of the query parameters
-    statuses: tuple[int, ...] = ()  # of errors that not every route has
+    statuses: tuple[int, ...] = ()  # error statuses that not every route has
     streams: bool = False  # the answer can be a stream, in the format's ``stream_type``

@@ -16,7 +16,7 @@ from agentflow.engine.request import Submit
 
 WAIT_BOUNDS_S = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TPOT_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-# The limit of tenants with their own label, which takes memory here and in Prometheus. The others share one.
+# The limit of tenants with their own label, which uses memory here and in Prometheus. The others share one.
 MAX_TENANTS = 100
 MAX_TENANT_CHARS = 64
 NO_TENANT = "default"

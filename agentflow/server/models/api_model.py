@@ -564,7 +564,7 @@ class _TenantPayer:
         def end(cost: float | None) -> None:
             if settle is not None:
                 settle(cost)
-            paid = highest if cost is None else cost  # as the limit takes it
+            paid = highest if cost is None else cost  # the amount that stays charged to the limit
             if paid:
                 self._generator.charge(Usage(cost=paid))
                 if self._call is not None:

@@ -146,7 +146,7 @@ class EngineModel:
             generator.tenant = self._tenants[name]
 
     def unload_adapter(self, name: str) -> None:
-        """Unloads an adapter. Running requests keep it until they end; later ones get ``UnknownModel``."""
+        """Unloads an adapter. Running requests keep it; later requests get ``UnknownModel``."""
         self.client.unload_adapter(name)
         self._generators = {key: one for key, one in self._generators.items() if key[2] != name}
 

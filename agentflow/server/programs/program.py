@@ -304,8 +304,9 @@ class ServedProgram:
                 await self._send(ops.Provide(variable.record.id, value))
 
     async def prefer(self, variable: ProgramVariable, criteria: ops.Objective, how: How = "value") -> None:
-        """Tells the scheduler that a reader wants the variable (as ``how``), and what for (``criteria``), for
-        all requests that its value depends on. Latency takes precedence over throughput. ``ProgramEnded``."""
+        """Advises the scheduler that a reader waits for the variable, or reads it in another way (``how``).
+        All requests that its value depends on get the objective ``criteria``; latency takes precedence over
+        throughput. ``ProgramEnded``."""
         if variable.request is None or variable.record.has_ended:
             return
         async with self._submitting:  # an op is submitted after the last step of the previous one

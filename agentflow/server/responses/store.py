@@ -60,10 +60,10 @@ class StoredResponse:
     id: str
     body: bytes  # the response as JSON
     history: History | None  # up to its end, without instructions; None unless it was completed
-    input_items: tuple[Item, ...]  # of this turn
+    input_items: tuple[Item, ...]  # the input of this turn
     output_items: tuple[Item, ...]
     is_background: bool = False
-    events: EventLog | None = None  # of a background response that is streamed
+    events: EventLog | None = None  # the events of a streamed background response
     runs_on: str | None = None  # the front that runs it, or did when it was lost
 
     @property

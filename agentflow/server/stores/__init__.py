@@ -3,5 +3,5 @@
 A *front* is one server process before its engines. ``shared`` is the connection to Redis and a front's place
 in it, ``fronts`` knows which fronts are alive and sends requests from one to another, and ``entries`` has
 bounded values of tenants. Session tickets, stored responses, rate limits and the values of programs have
-their shared implementations next to those in the process.
+shared implementations next to the implementations for one process.
 """

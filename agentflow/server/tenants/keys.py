@@ -12,7 +12,7 @@ The keys file has the hashes of each tenant's keys, and its limits::
     [tenants.alice]
     keys = ["sha256:9f86d0…"]        # printed by `agentflow key`; never the key itself
     weight = 2.0                     # relative weight of the tenant's work (default: 1)
-    requests_per_minute = 600        # without this or one of the next three, there is no such limit
+    requests_per_minute = 600        # default of this and the next three limits: none
     tokens_per_minute = 100_000
     max_cost_per_day = 5.0           # US dollars, for models behind an API
     max_unfinished = 64

@@ -1,4 +1,4 @@
-"""The headers that show a client the rest of its tenant's limits, in the spelling of each API.
+"""The headers that show a client the remaining limits of its tenant, in the format of each API.
 
 They show the buckets that admit requests (``rate_limit``): while at least 1 of each limit remains, another
 request is admitted. A limit that the tenant does not have has no headers.
@@ -63,7 +63,7 @@ def _dollars(amount: int) -> str:
 
 
 def duration(ns: int) -> str:
-    """A duration in the form of OpenAI's API, rounded up to milliseconds.
+    """A duration in the format of OpenAI's API, rounded up to milliseconds.
 
     >>> duration(0), duration(120_000_000), duration(1_500_000_000), duration(360_000_000_000)
     ('0s', '120ms', '1.5s', '6m0s')
