@@ -93,7 +93,7 @@ def _tools_error(call: ApiCall) -> ApiError | None:
     for number, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
             param = f"tools[{number}].type"
-            text = f"{param}: {tool.type[:100]!r} is not supported: the server runs no tools: define your own"
+            text = f"{param}: {tool.type[:100]!r} is not supported: the server runs no tools; define your own"
             return ApiError(400, "unsupported", text, param)
     return None
 

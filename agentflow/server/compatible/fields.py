@@ -1,6 +1,6 @@
 """The types of fields that OpenAI's API shares with SGLang's and Ollama's.
 
-Every bound is part of a type, so the OpenAPI document has it too. Null is the same as leaving a field out.
+All bounds are part of the types, so the OpenAPI document has them. Null is the same as leaving a field out.
 """
 
 from __future__ import annotations

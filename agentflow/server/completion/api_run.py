@@ -159,7 +159,7 @@ class ApiRun:
             most = request.max_prompt_tokens
             if most is not None and self.num_prompt_tokens > most:
                 raise PromptTooLong(
-                    f"the prompt has about {self.num_prompt_tokens:,} tokens, and {most:,} are the limit"
+                    f"the prompt has about {self.num_prompt_tokens:,} tokens, and the limit is {most:,}"
                 )
             if request.n > 1:
                 contexts += await generator.fork(contexts[0], request.n - 1)
@@ -294,4 +294,4 @@ def _counted(usage: Usage) -> Usage:
 
 
 def _nothing() -> None:
-    """Before a call begins."""
+    """The default of ``on_begin``."""

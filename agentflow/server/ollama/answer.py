@@ -98,7 +98,7 @@ class AnswerLines:
         self._end: AnswerEnded | None = None
 
     def start(self, prompt_tokens: int) -> bytes:
-        """Nothing: each answer begins with its first text."""
+        """Returns no bytes: each answer begins with its first text."""
         return b""
 
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:

@@ -1,4 +1,4 @@
-"""Translates the fields of Ollama's requests: the model, options, form, tools, and conversation.
+"""Translates the fields of Ollama's requests: the model, options, constraint, tools, and conversation.
 
 Errors contain the field that is wrong or not supported.
 """

@@ -139,7 +139,7 @@ class ChunkWriter:
         self.rest = b',"logprobs":null,"finish_reason":null' + self.tail
 
     def start(self, prompt_tokens: int) -> bytes:
-        """Nothing: each answer begins with its first delta."""
+        """Returns no bytes: each answer begins with its first delta."""
         return b""
 
     def end(self, usage: Usage) -> bytes:

@@ -141,7 +141,7 @@ class AnswerEvents:
         self._written: dict[int, _Written] = {}
 
     def start(self, prompt_tokens: int) -> bytes:
-        """Nothing: each answer begins with its first text."""
+        """Returns no bytes: each answer begins with its first text."""
         return b""
 
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:

@@ -300,7 +300,7 @@ def read_tools(given: Sequence[msgspec.Raw]) -> tuple[ToolSpec, ...]:
 def _tool(raw: msgspec.Raw, place: str, scan: JsonScan) -> ToolSpec:
     kind = decoded(raw, _Head, place).type
     if kind != "function":
-        why = f"{(kind or '')[:100]!r}: the server runs no tools: define functions"
+        why = f"{(kind or '')[:100]!r}: the server runs no tools; define functions"
         raise unsupported(f"{place}.type", why)
     tool, parameters = decoded(raw, FunctionTool, place), NO_PARAMETERS
     if tool.parameters is not None and is_given(tool.parameters):

@@ -285,7 +285,7 @@ async def _find_history(call: ApiCall, response_id: str) -> History:
     if call.service.background.find(call.tenant.name, response_id) is None:
         found = await stored_response(call, response_id, param, to_continue=True)
     if found is None or found.runs_on is not None:
-        raise invalid_field(param, "this response still runs: wait until it has ended")
+        raise invalid_field(param, "this response is still running: wait until it has ended")
     history = found.history
     if history is None:
         raise invalid_field(param, "this response failed or was cancelled, so it cannot be continued")
