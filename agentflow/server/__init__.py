@@ -1,4 +1,4 @@
-"""The server: sessions over websockets, the APIs of others, health checks and metrics.
+"""The server: sessions over websockets, the APIs of other vendors, health checks and metrics.
 
 In the order of imports: ``log`` formats the log, ``addresses`` knows loopback addresses and clients,
 ``errors`` has the status and code of each error, and ``event_stream`` writes server-sent events. ``config``
@@ -8,7 +8,7 @@ responses, ``programs`` the programs that outlive their requests, and ``metrics`
 the state of a running server. ``http`` reads requests and answers them, and ``completion`` runs them.
 ``openai``, ``anthropic``, ``ollama``, ``sglang`` and ``programs_api`` are the APIs, and ``compatible`` has
 their common fields. ``replicas`` shows and drains the replicas of models. ``routes`` joins all paths, which
-``openapi`` describes, ``origin_guard`` rejects pages of other sites, and ``ui`` serves the server's own.
+``openapi`` describes, ``origin_guard`` rejects pages of other sites, and ``ui`` serves the server's page.
 ``app`` assembles the application, and ``serve`` runs it. ``gateway`` is an application that distributes
 requests among other servers.
 """

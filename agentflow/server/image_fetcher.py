@@ -40,7 +40,7 @@ FETCH_S: Final = 20.0
 """The time limit for one file, including redirects, once its fetch begins."""
 MAX_REDIRECTS: Final = 3
 MAX_FETCHES: Final = 16
-"""The most files that are fetched at the same time."""
+"""The limit of files that are fetched concurrently."""
 MAX_WAITING: Final = 256
 HTTPS_PORT: Final = 443
 _MAX_HEAD_BYTES: Final = 65_536
@@ -143,7 +143,8 @@ class ImageFetcher:
             raise _wrong(f"{url[:80]!r} is not a URL") from None
         if parts.scheme != "https" or not host or port not in (None, HTTPS_PORT) or "@" in parts.netloc:
             raise _wrong(
-                f"{_shown(parts)!r} cannot be fetched: only https: URLs are, on port 443 and without a user"
+                f"{_shown(parts)!r} cannot be fetched: the server fetches only https: URLs, on port 443 and "
+                "without a user"
             )
         if not self._allows(host):
             raise _wrong(

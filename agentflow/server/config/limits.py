@@ -81,6 +81,6 @@ class ServerLimits(Declared, frozen=True, kw_only=True):
     hello_timeout_s: Annotated[Seconds, doc("time for a new websocket to send its first frame")] = 10.0
     ping_interval_s: Annotated[Seconds, doc("interval of pings on silent websockets")] = 20.0
     idle_timeout_s: Annotated[
-        Seconds, doc("time for an open connection to begin its next request; more than a proxy's")
+        Seconds, doc("time until the next request on an open connection; set it above a proxy's")
     ] = 75.0
     header_timeout_s: Annotated[Seconds, doc("time for a request's headers to arrive")] = 20.0

@@ -67,7 +67,7 @@ class ErrorFormat(Protocol):
     """How an API writes its errors and streams, and the headers of its answers."""
 
     request_id_header: bytes
-    processing_header: bytes  # for the milliseconds until the answer began; empty: the API has none
+    processing_header: bytes  # the header of the milliseconds until the answer began; empty: none
     stream_type: str  # the Content-Type of streams
     keepalive: bytes  # bytes in a stream that clients ignore
     body_type: type[msgspec.Struct]  # the type that ``body`` encodes

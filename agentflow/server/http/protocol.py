@@ -190,7 +190,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
             raise _Unreadable(400, "The Host header is missing.")
         cycle = self.cycle
         super().on_headers_complete()
-        if self.cycle is not cycle:  # a websocket has none
+        if self.cycle is not cycle:  # a websocket has no cycle
             self._stop_timer()
 
     def on_chunk_header(self) -> None:

@@ -11,7 +11,7 @@ from agentflow.server.metrics.request_times import PendingRequest, RequestTimes,
 
 
 class ApiCallTimes(RequestTimes):
-    """A ``CallObserver``. Its calls wait in no queue, so that ``queue_wait`` stays empty."""
+    """A ``CallObserver``. Calls are not queued, so ``queue_wait`` stays empty."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         super().__init__(clock)

@@ -168,7 +168,7 @@ class MetricFamilies(Collector):
         yield prompts
         missed = CounterMetricFamily(
             "agentflow_missed_tokens",
-            "Prompt tokens that were not cached, of finished requests with 256 or more of them, by reason.",
+            "Uncached prompt tokens of finished requests with 256 or more of them, by reason.",
             labels=["model", "reason"],
         )
         for model, of in self._engines.items():

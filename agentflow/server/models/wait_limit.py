@@ -91,8 +91,8 @@ class WaitLimit:
         wait_s = self.expected_wait_s(tenant, priority)
         if wait_s > self._max_wait_s:
             error = Overloaded(
-                f"the server is busy: a request would wait about {wait_s:.0f} s, and {self._max_wait_s:g} s "
-                "are the limit; try again later"
+                f"the server is busy: a request would wait about {wait_s:.0f} s, and the limit is "
+                f"{self._max_wait_s:g} s; try again later"
             )
             error.retry_after_s = max(1.0, wait_s - self._max_wait_s)
             raise error

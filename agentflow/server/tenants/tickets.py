@@ -21,7 +21,7 @@ from agentflow.errors import RateLimited
 
 TICKET_LIFE_S = 30
 MAX_UNUSED_TICKETS = 64
-"""The most unused tickets of one tenant."""
+"""The limit of unused tickets of one tenant."""
 TICKET_BYTES = 32
 TICKET_SUBPROTOCOL = "agentflow.ticket."
 """The prefix of the ticket in a subprotocol that a websocket offers."""

@@ -208,7 +208,7 @@ class Sessions(Generic[ContextT]):
             )
         elif self._num_connections_of[tenant] >= most:
             error = Overloaded(
-                f"this tenant has {most} open connections, which is the limit for one: try again later"
+                f"this tenant has {most} open connections, which is its limit: try again later"
             )
         if error is not None:
             yield error
@@ -238,9 +238,7 @@ class Sessions(Generic[ContextT]):
         most = tenant_part(self.limits.max_sessions, tenant)
         num_open = sum([session.tenant == tenant for session in self._sessions.values()])
         if num_open + list(self._opening.values()).count(tenant) >= most:
-            raise Overloaded(
-                f"this tenant has {most} open sessions, which is the limit for one: try again later"
-            )
+            raise Overloaded(f"this tenant has {most} open sessions, which is its limit: try again later")
         self._opening[holder] = tenant
         try:
             session: ServedSession[ContextT] = await self._tasks.start(
