@@ -188,7 +188,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     }
     assert shown.keys() == set(ServerLimits.__struct_fields__)
     assert f"| {state_tree.MAX_STATES:,} |" in PAGE
-    assert f"concern | {state_tree.MAX_LIMITS:,} |" in PAGE
+    assert f"apply | {state_tree.MAX_LIMITS:,} |" in PAGE
     assert f"| {interpreter.MAX_PENDING_OPS:,} |" in PAGE
     assert ops.MAX_NUMBER == 2**53 - 1
     assert f"nested causes of an error | {events.MAX_CAUSES};" in PAGE

@@ -117,18 +117,20 @@ export interface OpenOp {
   op: "open";
   /** Its number. */
   state: number;
-  /** States share cached KV only under an equal salt; by default `""`. */
+  /** Only states with the same salt share cached KV; by default `""`. */
   cache_salt?: string;
   /** As in `hint`. */
   objective?: "latency" | "throughput" | null;
-  /** States with the same value are siblings to the scheduler, like branches of a fork; by default `""`. */
+  /**
+   * The scheduler treats states with the same value as siblings, like branches of a fork; by default `""`.
+   */
   program?: string;
-  /** A name that `watched` shows instead of `program`; it changes nothing else; by default `""`. */
+  /** A name that `watched` shows instead of `program`; it has no other effect; by default `""`. */
   label?: string;
-  /** One of the `models` of `welcome`; empty: the session's; by default `""`. */
+  /** One of the `models` of `welcome`; empty: the session's default; by default `""`. */
   model?: string;
   /**
-   * States with the same value are one stage, of which the client waits for all results, like the runs of
+   * States with the same value form one stage: the client waits for all their results, as for the runs of
    * a map; by default `""`.
    */
   group?: string;
@@ -136,13 +138,14 @@ export interface OpenOp {
 
 /**
  * Runs a whole graph of ops. In the graph, states and variables are numbered from 1, and its first op is
- * the `open` of state 1; number n is number `state` + n - 1 of the session. The graph may contain
- * `text`, `image`, `converse`, `tools`, `begin`, `end`, `gen`, `select`, `set`, `read`, `done`,
- * `expect`, `hint`, `limit`, `fork`, `taskgroup` and `seal`, at most 10,000 ops. The server reports only
- * the variables in `outputs`, each with one `value` (or `varfailed`), and with `live` also with `delta`s
- * while its text is generated. When all states have ended, the root is `reached` with ticket 1, or has
- * failed. `close` of the root closes all states of the graph and cancels what they still run. The states
- * of a graph have numbers of the session, so `cancel` of one of them cancels that branch alone.
+ * the `open` of state 1; number n in the graph is number `state` + n - 1 in the session. The graph may
+ * contain `text`, `image`, `video`, `converse`, `tools`, `begin`, `end`, `gen`, `select`, `decide`,
+ * `set`, `read`, `embed`, `done`, `expect`, `hint`, `limit`, `fork`, `taskgroup` and `seal`, at most
+ * 10,000 ops. The server reports only the variables in `outputs`, each with one `value` (or
+ * `varfailed`), and with `live` also with `delta`s while its text is generated. When all states have
+ * ended, the root is `reached` with ticket 1, or has failed. `close` of the root closes all states of
+ * the graph and cancels their unfinished ops. `cancel` of another of its states cancels only that
+ * branch.
  */
 export interface SubmitGraphOp {
   op: "submit";
@@ -156,29 +159,29 @@ export interface SubmitGraphOp {
   /** The common part of this run's derived seeds; by default `""`. */
   seeds?: string;
   /**
-   * The place of each gen without a seed; its seed is the first 8 bytes of BLAKE2b (digest size 8) of
-   * `seeds` + `/` + the place, big-endian, shifted right by one; by default `{}`.
+   * A unique path for each gen without a seed, by its variable; its seed is the first 8 bytes of BLAKE2b
+   * (digest size 8) of `seeds` + `/` + the path, big-endian, shifted right by one; by default `{}`.
    */
   places?: Record<number, string>;
   /** Report the outputs while they are generated; by default `false`. */
   live?: boolean;
 }
 
-/** Appends text, as content: special tokens of the model in it stay text. */
+/** Appends text. Special tokens in it are encoded as plain text. */
 export interface TextOp {
   op: "text";
   state: number;
   /**
-   * A reference inserts the value of its variable, once there is one; the text before it is appended
-   * meanwhile.
+   * A reference inserts the value of its variable as soon as there is one; the text before it is appended
+   * immediately.
    */
   parts: (string | Ref)[];
 }
 
 /**
- * Part of `text` and `set`: the value of a variable of any state of the session (of a reply its prose).
- * If the variable has no value yet, the state waits for it. An op whose text with all its values exceeds
- * 8,388,608 characters fails (`run_failed`).
+ * Part of `text` and `set`: inserts the value of a variable of any state of the session (for a reply its
+ * prose). If the variable has no value yet, the state waits for it. An op whose text with all inserted
+ * values exceeds 8,388,608 characters fails (`run_failed`).
  */
 export interface Ref {
   op: "ref";
@@ -189,12 +192,12 @@ export interface Ref {
 
 /**
  * Part of `ref`, as a list of its name and its argument: `strip`, `lower`, `upper`, `first_line`, `json`
- * and `yaml` (the argument is a path such as `a.b.0`), `regex` (a pattern; the result is its first
- * group, or its first match), `items` (`numbered`, `bulleted` or `comma`, for all items, one a line, or
- * with an index as in `comma.0`), `xml` (a tag), `number`, `date` (a format of Python's `strptime`, or
- * empty for ISO's), `enum` (the values as a JSON list, as text). At most 16 may follow each other
- * (`bad_argument`). A transform that cannot be applied fails its state with `run_failed`; an invalid
- * argument, with `bad_argument`.
+ * and `yaml` (the argument is a path such as `a.b.0`), `regex` (a pattern; the result is the first group
+ * of its first match, or the whole match), `items` (`numbered`, `bulleted` or `comma`: all items, one
+ * per line, or one item with an index as in `comma.0`), `xml` (a tag), `number`, `date` (a format of
+ * Python's `strptime`, or empty for ISO 8601), `enum` (the allowed values as the text of a JSON list).
+ * At most 16 may be chained (`bad_argument`). A transform that cannot be applied fails its state with
+ * `run_failed`; an invalid argument, with `bad_argument`.
  */
 export type Transform = [name: "date" | "enum" | "first_line" | "items" | "json" | "lower" | "number" | "regex" | "strip" | "upper" | "xml" | "yaml", argument?: string];
 
@@ -202,9 +205,9 @@ export type Transform = [name: "date" | "enum" | "first_line" | "items" | "json"
  * Sends bytes of an image or a video, once for all states of the session. The parts of a file come in
  * order, without gaps; an image has 20,000,000 bytes at most, a video 50,000,000, and at most 16 files
  * are uploaded in part at the same time. The session's memory counts the size of the file from its first
- * part on. An upload fails no state: a wrong digest, an image that is no PNG, JPEG, GIF or WebP, a video
- * that is no MP4, MOV, WebM, Matroska, AVI or MPEG, and a lack of memory are the errors of the ops that
- * use the file.
+ * part on. An upload does not fail a state. Instead, the ops that use the file fail if its digest is
+ * wrong, if an image is not a PNG, JPEG, GIF or WebP, if a video is not an MP4, MOV, WebM, Matroska, AVI
+ * or MPEG, or if there was not enough memory.
  */
 export interface UploadOp {
   op: "upload";
@@ -216,11 +219,11 @@ export interface UploadOp {
   at: number;
   /** In JSON: base64. */
   data: string;
-  /** Or `"video"`: the ops for which the file may be used; by default `"image"`. */
+  /** Or `"video"`; the file may be used only by ops of this kind; by default `"image"`. */
   kind?: "image" | "video";
 }
 
-/** No later op refers to this image or video. Ops that refer to it already keep it. */
+/** Declares that no later op refers to this image or video. Earlier ops that refer to it keep it. */
 export interface ReleaseOp {
   op: "release";
   /** As in `upload`. */
@@ -234,30 +237,34 @@ export interface ReleaseOp {
 export interface ImageOp {
   op: "image";
   state: number;
-  /** The `source` of an upload, or an `https:` URL, which the model's provider fetches. */
+  /** The `source` of an upload, or an `https:` URL, which the model's provider or the server fetches. */
   source: string;
 }
 
 /**
  * Appends a video, in a turn of the user or of a tool. The model sees some of its frames, evenly spaced,
- * and not its sound. Rejected if `capabilities.videos` is false, with `num_frames` also if
+ * but does not hear its sound. Rejected if `capabilities.videos` is false, if it has `num_frames` and
  * `capabilities.video_frames` is false, and with `bad_argument` if the video was not uploaded.
  */
 export interface VideoOp {
   op: "video";
   state: number;
   /**
-   * The `source` of an upload of the kind `video`, or an `https:` URL, which the model's provider fetches.
+   * The `source` of an upload of the kind `video`, or an `https:` URL, which the model's provider or the
+   * server fetches.
    */
   source: string;
-  /** How many frames the model sees, 1 to 512; without it, as many as it is made for. */
+  /**
+   * The number of frames that the model sees, 1 to 512 (models of an engine: 256); null: the model's
+   * default.
+   */
   num_frames?: number | null;
 }
 
 /**
  * Starts an empty state with a whole conversation, and opens the assistant's turn after it. Rejected if
  * `capabilities.conversations` is false. Messages that the model generated earlier in the same
- * conversation become the tokens that were generated then.
+ * conversation keep their generated tokens.
  */
 export interface ConverseOp {
   op: "converse";
@@ -267,7 +274,7 @@ export interface ConverseOp {
 
 /** Part of `converse`. */
 export interface Conversation {
-  /** The assistant's turn follows; if the last message is the assistant's, it is continued. */
+  /** The assistant's turn follows them; if the last message is the assistant's, it is continued. */
   messages: Message[];
   /** The tools that the model may call; by default `[]`. */
   tools?: ToolSpec[];
@@ -279,27 +286,27 @@ export interface Conversation {
 export interface Message {
   /** `system`, `user`, `assistant` or `tool`. */
   role: string;
-  /** As content: special tokens of the model in it stay text. */
+  /** Its text; special tokens in it are encoded as plain text. */
   content: string;
   /** Whether a model generated part of it; ignored here; by default `false`. */
   generated?: boolean;
-  /** Of an assistant's turn; by default `[]`. */
+  /** Only in an assistant's turn; by default `[]`. */
   tool_calls?: CalledTool[];
-  /** Of a tool's turn: which call it answers. */
+  /** In a tool's turn: the id of the call that it answers. */
   tool_call_id?: string | null;
-  /** Of a tool's turn: the name of the tool, if the call does not determine it. */
+  /** In a tool's turn: the name of the tool, if the call does not determine it. */
   name?: string | null;
-  /** Of an assistant's turn: the reasoning before it; the chat template decides where it is shown. */
+  /** In an assistant's turn: the reasoning before it; the chat template decides whether the model sees it. */
   reasoning?: string | null;
-  /** Of a turn of the user or of a tool: its images and videos, in order; by default `[]`. */
+  /** In a turn of the user or of a tool: its images and videos, in order; by default `[]`. */
   images?: PlacedImage[];
 }
 
 /** Part of a message and of a reply. */
 export interface CalledTool {
-  /** Identifies the call in its answer. */
+  /** Identifies the call; its result refers to it. */
   id: string;
-  /** Of the tool. */
+  /** The name of the tool. */
   name: string;
   /** A JSON object, as text. */
   arguments: string;
@@ -307,13 +314,13 @@ export interface CalledTool {
 
 /** Part of a message: an image or a video in its content. */
 export interface PlacedImage {
-  /** It stands before this character of the content. */
+  /** The index of the character of the content that it precedes. */
   at: number;
   /** The file or the URL. */
   image: Image;
   /** Whether it is a video; by default `false`. */
   video?: boolean;
-  /** Of a video: as in video. */
+  /** For a video: as in the op video. */
   num_frames?: number | null;
 }
 
@@ -321,9 +328,9 @@ export interface PlacedImage {
 export interface Image {
   /** As in the op `image`. */
   source: string;
-  /** Not read from clients; by default `""`. */
+  /** Ignored if a client sends it; by default `""`. */
   media_type?: string;
-  /** Not read from clients; by default `""`. */
+  /** Ignored if a client sends it; by default `""`. */
   data?: string;
 }
 
@@ -334,8 +341,8 @@ export interface ToolSpec {
   /** The JSON schema of an object; nested at most 200 deep. */
   parameters: Record<string, unknown>;
   /**
-   * False: what cannot be enforced of the schema is relaxed, and the application must check the arguments;
-   * by default `true`.
+   * False: keywords of the schema that cannot be enforced are relaxed, and the application must check the
+   * arguments; by default `true`.
    */
   strict?: boolean;
 }
@@ -343,26 +350,26 @@ export interface ToolSpec {
 /** Part of a conversation. */
 export interface ToolChoice {
   /**
-   * The model may call tools; or calls at least one, without other text; or calls none; by default
-   * `"auto"`.
+   * `auto`: the model may call tools; `required`: it calls at least one, without other text; `none`: it
+   * calls none; by default `"auto"`.
    */
   mode?: "auto" | "none" | "required";
-  /** With `required`: this tool, once. */
+  /** With `required`: the model calls this tool, once. */
   name?: string | null;
-  /** It may call several; by default `true`. */
+  /** The model may make several calls; by default `true`. */
   parallel?: boolean;
 }
 
 /**
- * Sets the tools that a following `gen` with `reply` may call, in place of those of the state's
- * conversation or of an earlier `tools`. The chat template describes them to the model, so the tokens of
- * earlier turns may change. Rejected if `capabilities.conversations` is false.
+ * Sets the tools that a following `gen` with `reply` may call, replacing the tools of the state's
+ * conversation or of an earlier `tools` op. The chat template describes them to the model, so the tokens
+ * of earlier turns may change. Rejected if `capabilities.conversations` is false.
  */
 export interface ToolsOp {
   op: "tools";
   state: number;
   tools: ToolSpec[];
-  /** Which of them a reply may call; by default `{}`. */
+  /** Which of these tools a reply may call; by default `{}`. */
   choice?: ToolChoice;
 }
 
@@ -371,9 +378,9 @@ export interface BeginOp {
   op: "begin";
   state: number;
   role: "assistant" | "system" | "tool" | "user";
-  /** Of a tool's turn: which call it answers. */
+  /** In a tool's turn: the id of the call that it answers. */
   tool_call_id?: string | null;
-  /** Of a tool's turn: the name of the tool. */
+  /** In a tool's turn: the name of the tool. */
   name?: string | null;
 }
 
@@ -392,20 +399,17 @@ export interface GenOp {
   /** The variable's name, for error messages. */
   name: string;
   params: GenParams;
-  /** The form of the text. */
+  /** The form that the text must have. */
   constraint?: Constraint | null;
   /** The value is a reply, which may call the tools of `converse` or `tools`; by default `false`. */
   reply?: boolean;
-  /**
-   * A W3C `traceparent`: the span below which the server's spans come; 256 characters at most; by default
-   * `""`.
-   */
+  /** A W3C `traceparent` of at most 256 characters: the parent of the server's spans; by default `""`. */
   trace?: string;
 }
 
 /**
- * Part of `gen`. Other fields are rejected. A parameter that is `null` or left out is the choice of the
- * model's server: an engine takes the default in brackets.
+ * Part of `gen`. Other fields are rejected. If a parameter is `null` or omitted, the model's server
+ * chooses its value; an engine uses the default in brackets.
  */
 export interface GenParams {
   /** The maximum number of tokens to generate [256]. */
@@ -435,45 +439,45 @@ export interface GenParams {
   logit_bias?: [number, number][];
   /** The same seed and prompt give the same text. */
   seed?: number | null;
-  /** End the text, and are not part of it; by default `[]`. */
+  /** The text ends before the first of them; by default `[]`. */
   stop?: string[];
   /** A regular expression of Python's `re`; the text ends before its first match. */
   stop_regex?: string | null;
-  /** End the text; by default `[]`. */
+  /** Tokens that end the text; by default `[]`. */
   stop_token_ids?: number[];
-  /** The model's own end token does not end the text; by default `false`. */
+  /** The model's end token does not end the text; by default `false`. */
   ignore_eos?: boolean;
   /** Return each token's log-probability; by default `false`. */
   logprobs?: boolean;
   /** 0 to 20: also return this many likeliest tokens at each position; implies `logprobs`; by default `0`. */
   top_logprobs?: number;
   /**
-   * The most tokens of reasoning before the text, of a reasoning model: 0 is none; without it there is no
-   * limit, and no reasoning before a constrained text.
+   * The maximum number of tokens of a reasoning model's reasoning: 0 turns it off; null: no limit, but no
+   * reasoning before a constrained text.
    */
   max_reasoning_tokens?: number | null;
   /** `delta`s have the reasoning while it is generated; a `value` has it in any case; by default `false`. */
   stream_reasoning?: boolean;
 }
 
-/** Part of `gen`. Rejected if `capabilities.constraints` does not name its kind. */
+/** Part of `gen`. Rejected if its kind is not in `capabilities.constraints`. */
 export interface Constraint {
   kind: "choices" | "grammar" | "regex" | "schema" | "tags";
   /**
-   * The pattern that all of the text matches, the JSON schema as JSON, the grammar in Lark's notation, or
-   * the tags as a JSON list; by default `""`.
+   * The pattern that the whole text must match, the JSON schema as JSON, the grammar in Lark's notation,
+   * or the tags as a JSON list; by default `""`.
    */
   source?: string;
   /** The text is one of these; by default `[]`. */
   choices?: string[];
   /**
-   * Between the parts of a JSON value: one line with `, ` and `: `, none, or any; only with a schema; by
-   * default `"compact"`.
+   * The white space between the parts of a JSON value: one line with `, ` and `: `, none, or any; only
+   * with a schema; by default `"compact"`.
    */
   whitespace?: "compact" | "free" | "tight";
-  /** Text that the constraint forces may be appended without sampling it; by default `true`. */
+  /** Text that the constraint forces may be appended without sampling; by default `true`. */
   jump_forward?: boolean;
-  /** Only with tags: there is no free text; there is at least one tag, and exactly this text between two. */
+  /** Only with tags: there is no free text, but at least one tag, and exactly this text between two tags. */
   between?: string | null;
   /** Only with tags: their maximum number, 1 to 100; the text ends after the last one. */
   max_tags?: number | null;
@@ -482,11 +486,13 @@ export interface Constraint {
    * in free text.
    */
   instead?: Constraint | null;
-  /** Only with `instead`: a text of the alternative form begins with none of these; by default `[]`. */
+  /**
+   * Only with `instead`: a text of the alternative form does not begin with any of these; by default `[]`.
+   */
   apart?: string[];
-  /** Only with a schema: a string ends at the first chance after this many characters. */
+  /** Only with a schema: after this many characters, a string ends as soon as the schema allows it. */
   string_chars?: number | null;
-  /** Only with a schema: a list or object ends at the first chance after this many members. */
+  /** Only with a schema: after this many members, a list or object ends as soon as the schema allows it. */
   list_items?: number | null;
 }
 
@@ -506,9 +512,9 @@ export interface SelectOp {
 }
 
 /**
- * Answers questions about the state's content at this point, each by itself, and stores the answers in a
- * new variable. The state's own text does not change, and its assistant's turn must not be open.
- * Rejected unless `capabilities.decisions`.
+ * Answers questions about the state's content at this point, independently of each other, and stores the
+ * answers in a new variable. The state's text does not change. The assistant's turn must not be open.
+ * Rejected if `capabilities.decisions` is false.
  */
 export interface DecideOp {
   op: "decide";
@@ -517,15 +523,15 @@ export interface DecideOp {
   var: number;
   /** The variable's name, for error messages. */
   name: string;
-  /** 1 to 400, of different names. */
+  /** 1 to 400, with different names. */
   questions: Question[];
   /** As in `gen`; by default `""`. */
   trace?: string;
 }
 
 /**
- * Part of `decide`. A `predicate` is true or false, with the answers `yes` and `no`. A `choice` has
- * options in any order, and a `score` has levels from the lowest to the highest.
+ * Part of `decide`. A `predicate` is true or false, with the answers `yes` and `no`. The options of a
+ * `choice` may have any order, the options of a `score` are levels from the lowest to the highest.
  */
 export interface Question {
   name: string;
@@ -538,16 +544,13 @@ export interface Question {
 
 /** Part of a Question. */
 export interface Option {
-  /** The answer; no other option has it. */
+  /** The answer, unique among the options. */
   text: string;
   /** By default `""`. */
   description?: string;
 }
 
-/**
- * Stores a text in a new variable; the state's own text does not change. A sealed state may have one,
- * too.
- */
+/** Stores a text in a new variable. The state's text does not change. Also allowed in a sealed state. */
 export interface SetOp {
   op: "set";
   state: number;
@@ -559,7 +562,7 @@ export interface SetOp {
   parts: (string | Ref)[];
 }
 
-/** Stores the state's content at this point in a new variable. Sealed states can be read as well. */
+/** Stores the state's content at this point in a new variable. Also allowed in a sealed state. */
 export interface ReadOp {
   op: "read";
   state: number;
@@ -569,18 +572,18 @@ export interface ReadOp {
   name: string;
   /**
    * The whole text including the template's markers, the token ids as a JSON list, or the texts of the
-   * tokens as a JSON list of strings, which joined are the text of the tokens; `""` for a token that ends
-   * within a character, which the last of its tokens has.
+   * tokens as a JSON list of strings; a character of several tokens is in the text of its last token, and
+   * the others have `""`.
    */
   what: "text" | "token_ids" | "tokens";
 }
 
 /**
- * Stores the embeddings of texts in a new variable, and appends nothing. Does not need the state's
- * content: a sealed state may have one, too. Its variable's text is a JSON list of strings, one for each
- * text in their order: the float32 values of the embedding, little-endian, in base64. An op is one
- * request to the rate limits of the tenant; its texts count as prompt tokens. Rejected if
- * `capabilities.embedding_models` is empty.
+ * Stores the embeddings of texts in a new variable. The state's text does not change. Also allowed in a
+ * sealed state. The variable's text is a JSON list of strings, one for each text in their order: the
+ * float32 values of the embedding, little-endian, in base64. An op counts as one request towards the
+ * rate limits of the tenant, and its texts as prompt tokens. Rejected if `capabilities.embedding_models`
+ * is empty.
  */
 export interface EmbedOp {
   op: "embed";
@@ -589,21 +592,23 @@ export interface EmbedOp {
   var: number;
   /** The variable's name, for error messages. */
   name: string;
-  /** 1 to 256, none empty; several have at most 200,000 characters together, each with its prompt. */
+  /**
+   * 1 to 256 texts, none empty; several together have at most 200,000 characters, including their prompts.
+   */
   texts: string[];
   /** One of `capabilities.embedding_models`; empty: the first; by default `""`. */
   model?: string;
-  /** The number of dimensions to keep, the first ones, for models that are trained for it; null: all. */
+  /** Keep only the first `dimensions` dimensions, for models that are trained for it; null: all. */
   dimensions?: number | null;
-  /** Put before each text. */
+  /** Inserted before each text. */
   prompt?: string | null;
-  /** The model's own prompt of this name, instead of `prompt`. */
+  /** The model's own prompt with this name, instead of `prompt`. */
   prompt_name?: string | null;
 }
 
 /**
  * Sets a new variable to the empty text when all earlier ops of the state are done. A reference to it
- * makes another state wait for this one, as a join does. A sealed state may have one, too.
+ * makes another state wait for this one, as a join does. Also allowed in a sealed state.
  */
 export interface DoneOp {
   op: "done";
@@ -615,8 +620,8 @@ export interface DoneOp {
 }
 
 /**
- * Declares a variable whose text the client sends with `provide`. Does not wait. The client receives its
- * `value` or `varfailed`, and no `delta` before the end.
+ * Declares a variable whose text the client sends with `provide`, without waiting for it. The client
+ * receives its `value` or `varfailed`, but no `delta`.
  */
 export interface ExpectOp {
   op: "expect";
@@ -628,23 +633,23 @@ export interface ExpectOp {
 }
 
 /**
- * The text of an expected variable, whole or in parts, or the error in its place. Takes effect
+ * Provides the text of an expected variable, whole or in parts, or an error instead. Takes effect
  * immediately; ignored if the variable or its state has ended. `protocol_error` for a variable that no
  * `expect` declared.
  */
 export interface ProvideOp {
   op: "provide";
   var: number;
-  /** Follows the text of earlier parts; by default `""`. */
+  /** Appended to the text of earlier parts; by default `""`. */
   text?: string;
-  /** Ends the variable without a value. */
+  /** The variable fails with it. */
   error?: ErrorInfo | null;
   /** More parts follow; by default `false`. */
   more?: boolean;
 }
 
 export interface ErrorInfo {
-  /** Of a class in `agentflow/errors.py`. */
+  /** The code of a class in `agentflow/errors.py`. */
   code: string;
   /** Human-readable. */
   message: string;
@@ -652,38 +657,41 @@ export interface ErrorInfo {
   cause?: ErrorInfo | null;
   /** The state whose op failed. */
   state?: number | null;
-  /** The number of the op in that state: from 1, not counting `await`, `seal`, `close` and `expect`. */
+  /**
+   * The number of the op in that state, from 1, not counting `open`, `done`, `expect`, `limit`,
+   * `taskgroup`, `seal`, `await`, `cancel` and `close`.
+   */
   op?: number | null;
-  /** Of `overloaded` and `rate_limited`, if known: the seconds after which to retry. */
+  /** With `overloaded` and `rate_limited`, if known: the seconds after which to retry. */
   retry_after_s?: number | null;
   /** The name of the invalid argument or field, if the error concerns one. */
   param?: string | null;
-  /** Of `invalid_value`: the whole text of the answer, if it has at most 20,000 characters. */
+  /** With `invalid_value`: the whole text of the answer, if it has at most 20,000 characters. */
   text?: string | null;
-  /** Of `invalid_value`: the usage of an answer that the backend found invalid. */
+  /** With `invalid_value`: the usage of an answer that the backend found invalid. */
   usage?: Usage | null;
 }
 
 /** Tokens of one generation. */
 export interface Usage {
   prompt_tokens: number;
-  /** Of the prompt, those found in the cache. */
+  /** Prompt tokens found in the cache. */
   cached_tokens: number;
   output_tokens: number;
-  /** Of the output, those that a constraint forced and that were not sampled. */
+  /** Output tokens that a constraint forced, so they were not sampled. */
   forced_tokens: number;
-  /** Of the output, the tokens of reasoning. */
+  /** Output tokens of reasoning. */
   reasoning_tokens: number;
-  /** Of the prompt, those written to a provider's cache. */
+  /** Prompt tokens written to a provider's cache. */
   written_tokens: number;
-  /** In US dollars, of models behind an API whose price is known. */
+  /** In US dollars, for models behind an API whose price is known. */
   cost: number;
   /**
    * Generations that took their text from an earlier call to an API: by speculation, or because an input
    * of a map in batches ran again.
    */
   saved_calls: number;
-  /** The prompt tokens that these calls would have had, estimated. */
+  /** The estimated number of prompt tokens that these calls would have had. */
   saved_tokens: number;
   /**
    * Why 256 or more tokens of the prompt were not cached: `first_seen`, `evicted`, `salt`, `adapter`,
@@ -696,19 +704,19 @@ export interface Usage {
 }
 
 /**
- * Advice to the scheduler: somebody waits for the value of a variable, or reads its text while it grows.
- * It takes effect immediately, changes no result, and has no effect if the variable has ended.
+ * Tells the scheduler that the client waits for the value of a variable, or reads its text while it
+ * grows. Takes effect immediately; ignored if the variable has ended. Does not affect results.
  */
 export interface WantOp {
   op: "want";
   var: number;
   /** By default `"value"`. */
   how?: "stream" | "value";
-  /** Of the request that generates it. */
+  /** The objective of the request that generates the variable. */
   objective?: "latency" | "throughput" | null;
-  /** The wanted time until its first token, in seconds. */
+  /** The target for the time to its first token, in seconds. */
   ttft_s?: number | null;
-  /** The wanted time of each further token, in seconds. */
+  /** The target for the time per further token, in seconds. */
   tpot_s?: number | null;
 }
 
@@ -718,20 +726,20 @@ export interface HintOp {
   state: number;
   /** Optimise for response time, or for total throughput. */
   objective?: "latency" | "throughput" | null;
-  /** The expected number of tokens of the next generations. */
+  /** The expected number of tokens of each next generation. */
   output_tokens?: number | null;
-  /** The number of forks that follow; a provider may be sent their prefix ahead. */
+  /** The number of forks that follow; their common prefix may be sent to a provider in advance. */
   forks?: number | null;
-  /** Seconds from now in which the next generations should end. */
+  /** The next generations should end within this many seconds from now. */
   deadline_s?: number | null;
-  /** Whether a call to an API goes on for the later gens of its turn. */
+  /** Whether one call to an API also generates the later gens of its turn. */
   speculate?: boolean | null;
 }
 
 /**
- * From now on, the state and its forks share a limit. Work beyond it fails with `deadline_exceeded` or
- * `budget_exceeded`. Several limits apply together. Takes effect immediately. `protocol_error` for a
- * negative limit.
+ * From now on, the state and its forks share a limit. Ops beyond it fail with `deadline_exceeded` or
+ * `budget_exceeded`. Several limits apply together. Takes effect immediately. An invalid limit fails the
+ * state with `bad_argument`; for state 0 it ends the session (`protocol_error`).
  */
 export interface LimitOp {
   op: "limit";
@@ -739,40 +747,40 @@ export interface LimitOp {
   state: number;
   /** Seconds from now. */
   deadline_s?: number | null;
-  /** Of all generations together. */
+  /** Tokens of all generations together. */
   output_tokens?: number | null;
 }
 
 /**
- * Creates states that continue from here independently. They start when the ops before are done. On a
- * model that is not the state's they begin empty, because the content of a state belongs to its model:
- * the client appends it again.
+ * Creates states that continue independently from this point, once the ops before the fork are done. On
+ * a different model they begin empty, because the content of a state belongs to its model: the client
+ * appends it again.
  */
 export interface ForkOp {
   op: "fork";
   state: number;
   /** The numbers of the new states, at least one. */
   children: number[];
-  /** One of the `models` of `welcome`; empty: the state's; by default `""`. */
+  /** One of the `models` of `welcome`; empty: the model of the forked state; by default `""`. */
   model?: string;
 }
 
 /**
- * Makes a task group of forked states: when one fails, the others are cancelled and `state` fails. Takes
- * effect immediately.
+ * Combines forked states in a task group: when one fails, the others are cancelled and `state` fails.
+ * Takes effect immediately.
  */
 export interface TaskGroupOp {
   op: "taskgroup";
   /** The state that was forked. */
   state: number;
-  /** Forks of it. */
+  /** Its forks. */
   children: number[];
 }
 
 /**
  * Ends the state: nothing more can be appended. Its variables remain readable, and its content can be
- * read until it is closed. The server keeps the newest 16,777,216 bytes of a session's sealed states;
- * reading an older one fails that variable alone (`state_closed`).
+ * read until it is closed. The server keeps the contents of the newest sealed states of a session, at
+ * most 16,777,216 bytes; reading an older one fails only that variable (`state_closed`).
  */
 export interface SealOp {
   op: "seal";
@@ -783,13 +791,13 @@ export interface SealOp {
 export interface AwaitOp {
   op: "await";
   state: number;
-  /** Larger than that of the state's last `await`. */
+  /** Larger than the ticket of the state's last `await`. */
   ticket: number;
 }
 
 /**
- * Aborts running and waiting ops of the state and its forks: unfinished variables end with `varfailed`,
- * the states with `statefailed` (`cancelled`). Takes effect immediately.
+ * Aborts the running and waiting ops of the state and its forks: unfinished variables end with
+ * `varfailed`, the states with `statefailed` (`cancelled`). Takes effect immediately.
  */
 export interface CancelOp {
   op: "cancel";
@@ -815,17 +823,16 @@ export interface GetGraphOp {
   /** Repeated in the answer. */
   ticket: number;
   /**
-   * The answer has the graphs of the tenant's other sessions, and of its programs over HTTP, too; by
+   * The answer also has the graphs of the tenant's other sessions, and of its programs over HTTP; by
    * default `false`.
    */
   of_tenant?: boolean;
 }
 
 /**
- * Requests `watched` events, from now on until `unwatch`, at most one per interval. They are for pages
- * and tools that show what the engine and its programs do. A session has one watch: another one replaces
- * it, and starts with all nodes. Invalid values are answered with a `watched` that has an error, and do
- * not end the session.
+ * Requests `watched` events until `unwatch`, at most one per interval, for pages and tools that show the
+ * engine and its programs at work. A session has one watch: another one replaces it, and starts with all
+ * nodes. Invalid values are answered with a `watched` that has an error, and do not end the session.
  */
 export interface WatchOp {
   op: "watch";
@@ -835,9 +842,9 @@ export interface WatchOp {
   steps?: boolean;
   /** Whether the events have a `tree`; by default `true`. */
   tree?: boolean;
-  /** Seconds between two events, at least: 0.1 to 60; by default `0.5`. */
+  /** The minimum number of seconds between two events, 0.1 to 60; by default `0.5`. */
   interval_s?: number;
-  /** 1 to 5,000: the tree has the most recently used nodes, and those above them; by default `1000`. */
+  /** 1 to 5,000: the tree has only the most recently used nodes and their ancestors; by default `1000`. */
   max_nodes?: number;
   /** Whether the events have `graphs`; by default `false`. */
   graphs?: boolean;
@@ -867,8 +874,8 @@ export interface DeltaEvent {
   /** More reasoning, with `stream_reasoning`; by default `""`. */
   reasoning?: string;
   /**
-   * The position of `reasoning` in all reasoning, in code points; after a broken connection, reasoning is
-   * sent again from its start; by default `0`.
+   * The position of `reasoning` in the whole reasoning, in code points; after a broken connection,
+   * reasoning is sent again from its start; by default `0`.
    */
   reasoning_at?: number;
 }
@@ -892,34 +899,34 @@ export interface ValueEvent {
   /** For a select: each choice with the score that `method` compares; `text` has the highest. */
   choices?: Record<string, number> | null;
   /**
-   * For each token the likeliest ones at its position, if `params` requested them; `null` as in
+   * For each token the likeliest tokens at its position, if `params` requested them; `null` as in
    * `logprobs`.
    */
   top_logprobs?: (TokenLogprob[] | null)[] | null;
   /**
-   * The parts of the variable's whole text that its constraint forced and that were not sampled: the
-   * position of each in code points and its length, in order; `null` if nothing was forced.
+   * The parts of the variable's whole text that its constraint forced, so they were not sampled: the
+   * position and the length of each in code points, in order; `null` if nothing was forced.
    */
   forced?: [number, number][] | null;
-  /** The reasoning before the text, which is no part of it. */
+  /** The reasoning before the text, which is not part of it. */
   reasoning?: string | null;
-  /** The text of each token that `logprobs` has an entry for. */
+  /** The text of each token with an entry in `logprobs`. */
   tokens?: string[] | null;
   /**
-   * For a `select` or a `decide`: by the log-probabilities of all choices, by a provider's endpoint for
-   * decisions, or by the text that the model wrote, which says nothing about the other choices.
+   * How a `select` or a `decide` was decided: by the log-probabilities of all choices, by a provider's
+   * endpoint for decisions, or by the text that the model wrote, without scores of the other choices.
    */
   decided_by?: "endpoint" | "logprobs" | "text" | null;
   /** The model that answered, if the session chose among several; by default `""`. */
   model?: string;
-  /** The models before it, which did not answer; by default `[]`. */
+  /** The models that were asked before it and did not answer; by default `[]`. */
   passed_over?: PassedOver[];
 }
 
 /** Part of `value`. Written as a list of its fields, in this order. */
 export type TokenLogprob = [token_id: number, text: string, logprob: number];
 
-/** A model that did not answer, so that the next one was asked. */
+/** A model that did not answer, so the next one was asked. */
 export interface PassedOver {
   /** As in value. */
   model: string;
@@ -935,8 +942,8 @@ export interface VarFailedEvent {
 }
 
 /**
- * All ops of the state before the `await` with this ticket are done. This also answers the state's
- * smaller tickets.
+ * All ops of the state before the `await` with this ticket are done. Also implies the state's smaller
+ * tickets.
  */
 export interface ReachedEvent {
   event: "reached";
@@ -951,7 +958,10 @@ export interface StateFailedEvent {
   error: ErrorInfo;
 }
 
-/** The answer to `getstats`. An error does not end the session: an engine that restarts has no counters. */
+/**
+ * The answer to `getstats`. An error does not end the session: while an engine restarts, it has no
+ * counters.
+ */
 export interface StatsReplyEvent {
   event: "statsreply";
   ticket: number;
@@ -962,18 +972,19 @@ export interface StatsReplyEvent {
 }
 
 /**
- * Counters of the server since its start, for all sessions together, and current gauges. For a tenant
- * without `sees_metrics`: `prompt_tokens`, `cached_tokens`, `generated_tokens` and `rerendered_tokens`
- * of the tenant's own finished requests of this model, and `null` in all other fields.
+ * Counters since the start of the server, for all sessions together, and current gauges. A tenant
+ * without `sees_metrics` gets `prompt_tokens`, `cached_tokens`, `generated_tokens` and
+ * `rerendered_tokens` of its own finished requests to this model, and `null` in each counter and gauge
+ * that may be `null`.
  */
 export interface Stats {
   model: string;
   /** Forward passes. */
   steps: number | null;
   prompt_tokens: number;
-  /** Of the prompts, those found in the cache. */
+  /** Prompt tokens found in the cache. */
   cached_tokens: number;
-  /** Of these, those that were generated earlier. */
+  /** Those of them that were generated earlier. */
   cached_output_tokens: number | null;
   computed_tokens: number | null;
   generated_tokens: number;
@@ -996,41 +1007,40 @@ export interface Stats {
   waiting: number | null;
   /** Peak resident memory of the engine's process. */
   peak_resident_bytes: number | null;
-  /** How often the engine was restarted after it died; the counters restart then. */
+  /** How often the engine was restarted after it died; each time, the counters restart, too. */
   restarts: number | null;
-  /** Of the generated tokens, those that a constraint forced and that were not sampled. */
+  /** Generated tokens that a constraint forced, so they were not sampled. */
   forced_tokens: number | null;
-  /** Of models behind an API: as in Usage. */
+  /** Models behind an API: as in Usage. */
   cost: number;
-  /** Of models behind an API: as in Usage. */
+  /** Models behind an API: as in Usage. */
   saved_calls: number;
-  /** Of models behind an API: as in Usage. */
+  /** Models behind an API: as in Usage. */
   saved_tokens: number;
-  /** Of models behind an API: texts of earlier calls that did not fit. */
+  /** Models behind an API: texts of earlier calls that did not match the program. */
   failed_speculations: number;
-  /** The models that may answer in the place of one another. */
+  /** The models that may replace each other. */
   endpoints: EndpointStats[];
   /**
-   * Of models behind an API: requests that were sent a second time, because the answer did not begin in
-   * time.
+   * Models behind an API: requests that were sent a second time, because the answer did not begin in time.
    */
   hedged_calls: number;
 }
 
-/** A model that may answer in the place of others, with its address. */
+/** A model at one address that may replace others. */
 export interface EndpointStats {
   /** As in value. */
   model: string;
   /**
-   * `closed`: it is asked; `open`: it is left out after failures; `half_open`: one request may try it
-   * again.
+   * Its circuit breaker. `closed`: it gets requests; `open`: it gets none after failures; `half_open`: one
+   * request may try it again.
    */
   circuit: "closed" | "half_open" | "open";
-  /** Requests, with repeated ones. */
+  /** Requests that it answered, counting repeated ones. */
   answered: number;
-  /** Requests, with repeated ones. */
+  /** Requests that failed, counting repeated ones. */
   failed: number;
-  /** Until an open circuit is half open. */
+  /** Seconds until an open circuit becomes half open. */
   retry_after_s: number | null;
 }
 
@@ -1043,25 +1053,26 @@ export interface GraphReplyEvent {
   /** Why there is no graph now. */
   error?: ErrorInfo | null;
   /**
-   * Of the tenant's other sessions and programs with open states, if they were requested; each has its own
-   * numbers; by default `[]`.
+   * The graphs of the tenant's other sessions and programs with open states, if they were requested; each
+   * has its own numbers; by default `[]`.
    */
   others?: LiveGraph[];
 }
 
 /**
- * Part of `graphreply`, and in parts of `watched`: the open states, and the requests, other variables
- * and forks that are unfinished, with those that they depend on. All graphs of an answer together have
- * at most 1,000 states and 1,000 nodes. What is cancelled leaves immediately.
+ * Part of `graphreply`, and in pieces of `watched`: the open states, and as nodes the unfinished
+ * requests, other variables and forks, with the nodes on which they depend. All graphs of an answer
+ * together have at most 1,000 states and 1,000 nodes. Cancelled states and nodes are removed
+ * immediately.
  */
 export interface LiveGraph {
   /** By default `[]`. */
   states?: LiveState[];
-  /** Each one after the nodes that it needs; by default `[]`. */
+  /** Each after the nodes on which it depends; by default `[]`. */
   nodes?: LiveNode[];
-  /** Further states; by default `0`. */
+  /** The number of omitted states; by default `0`. */
   num_states_left_out?: number;
-  /** Further nodes of these states; by default `0`. */
+  /** The number of omitted nodes of these states; by default `0`. */
   num_nodes_left_out?: number;
 }
 
@@ -1069,24 +1080,27 @@ export interface LiveGraph {
 export interface LiveState {
   /** Its number in the session. */
   id: number;
-  /** Equal for the states of one program, in this answer. */
+  /** The same number for all states of one program, within this answer. */
   program: number;
   /** The `label` of `open`, or the `program` if it has none; by default `""`. */
   label?: string;
-  /** Of its next request; by default `"latency"`. */
+  /** The objective of its next request; by default `"latency"`. */
   objective?: "latency" | "throughput";
-  /** Equal for the next requests of one task group, in this answer; 0: none; by default `0`. */
+  /** The same number for all next requests of one task group, within this answer; 0: none; by default `0`. */
   group?: number;
   /**
-   * The requests that must end, one after the other, before its next one can begin, at most 8; `null`: it
-   * waits for its client; by default `0`.
+   * The number of requests that must end, one after the other, before its next one can begin, at most 8;
+   * `null`: it waits for its client; by default `0`.
    */
   steps?: number | null;
   /** It has failed or was cancelled, and is not closed; by default `false`. */
   has_ended?: boolean;
-  /** Of its last request, as in `usage`; by default `""`. */
+  /** The miss reason of its last request, as in `usage`; by default `""`. */
   miss_reason?: string;
-  /** The tokens of that request's prompt that were not cached, if there is a reason; by default `0`. */
+  /**
+   * The number of prompt tokens of that request that were not cached, if there is a reason; by default
+   * `0`.
+   */
   missed_tokens?: number;
 }
 
@@ -1098,7 +1112,7 @@ export interface LiveNode {
   state: number;
   /** Its op, `reply`, or `gather`: the end of a submitted graph. */
   kind: string;
-  /** 0: a fork, or the end of a submitted graph; by default `0`. */
+  /** Its variable; 0 for a fork, and for the end of a submitted graph; by default `0`. */
   var?: number;
   /** By default `""`. */
   name?: string;
@@ -1111,16 +1125,16 @@ export interface LiveNode {
   needs?: number[];
   /** By default `"latency"`. */
   objective?: "latency" | "throughput";
-  /** The task group of the request, in this answer; 0: none; by default `0`. */
+  /** The task group of the request, within this answer; 0: none; by default `0`. */
   group?: number;
-  /** Somebody awaits the value, or reads it as it grows; by default `""`. */
+  /** Whether the client awaits the value, or reads it while it grows; by default `""`. */
   awaited?: "" | "stream" | "value";
   /**
-   * The first images and videos, at most 4, that were appended since the request before it; by default
+   * The first images and videos, at most 4, that were appended since the previous request; by default
    * `[]`.
    */
   media?: LiveMedium[];
-  /** The number of all of these; by default `0`. */
+  /** The number of all images and videos since the previous request; by default `0`. */
   num_media?: number;
   /** The replica on which the request runs or waits, if its model has several. */
   replica?: number | null;
@@ -1132,44 +1146,44 @@ export interface LiveMedium {
   source: string;
   /** By default `"image"`. */
   kind?: "image" | "video";
-  /** Of a file; by default `""`. */
+  /** The media type of a file; by default `""`. */
   media_type?: string;
-  /** Of a file; by default `0`. */
+  /** The size of a file; by default `0`. */
   num_bytes?: number;
 }
 
 /**
- * What a `watch` sees. A tenant without `sees_metrics` sees only its own requests and nodes, its own
- * Stats, and no `steps`. On a server without keys, every client sees everything. Tenants and programs
- * have the names that their owners gave them.
+ * An event of a `watch`. A tenant without `sees_metrics` sees only its own requests and nodes, its own
+ * Stats, and no `steps`. On a server without keys, every client sees everything. Names of tenants and
+ * programs are shown unchanged.
  */
 export interface WatchedEvent {
   event: "watched";
-  /** That of the `watch`. */
+  /** The ticket of the `watch`. */
   ticket: number;
-  /** When, in seconds of the engine's clock; the clock starts over with the engine; by default `0.0`. */
+  /** The time on the engine's clock, in seconds; the clock restarts with the engine; by default `0.0`. */
   time_s?: number;
   /** The engine's steps since the last event, at most the newest 512; by default `[]`. */
   steps?: StepRecord[];
-  /** The number of older steps since the last event, which are left out; by default `0`. */
+  /** The number of older steps since the last event, which are omitted; by default `0`. */
   steps_skipped?: number;
   /**
    * Unfinished requests, at most 200: running ones first, then in the order of their arrival; `stats`
    * counts all; by default `[]`.
    */
   requests?: WatchedRequest[];
-  /** As in `statsreply`, of the same moment. */
+  /** As in `statsreply`, at `time_s`. */
   stats?: Stats | null;
   /** The radix tree, if the watch has it. */
   tree?: TreeDelta | null;
   /**
-   * Why there is nothing to see: with `engine_down` the watch goes on, and the next event with a tree
-   * resets it; after other errors it has ended.
+   * Why there is no data: with `engine_down` the watch continues, and the next event with a tree resets
+   * it; after other errors it has ended.
    */
   error?: ErrorInfo | null;
   /**
-   * The live graphs of the tenant's sessions and programs, if the watch has them; of no other tenant, also
-   * with `sees_metrics`.
+   * The live graphs of the tenant's sessions and programs, if the watch has them; never of other tenants,
+   * even with `sees_metrics`.
    */
   graphs?: GraphsDelta | null;
 }
@@ -1186,22 +1200,22 @@ export interface WatchedRequest {
   program: string;
   status: "running" | "waiting";
   prompt_tokens: number;
-  /** Of the prompt, those found in the cache when it was admitted. */
+  /** Prompt tokens found in the cache when it was admitted. */
   cached_tokens: number;
-  /** Of prompt and output, cached ones included. */
+  /** Tokens of prompt and output whose keys and values exist, including cached ones. */
   computed_tokens: number;
-  /** Generated so far. */
+  /** Tokens generated so far. */
   output_tokens: number;
   /** Seconds since the engine received it. */
   age_s: number;
-  /** The replica that has it, if its model has several. */
+  /** Its replica, if the model has several. */
   replica?: number | null;
 }
 
 /**
  * Part of `watched`: the changes of the watched part of the radix tree since the last event. A client
- * that keeps the nodes in a map, clears it at a `reset`, adds and replaces `nodes`, and removes those
- * that are `gone`, has the tree.
+ * keeps the nodes in a map, clears it at a `reset`, adds or replaces the `nodes`, and removes the nodes
+ * in `gone`.
  */
 export interface TreeDelta {
   /**
@@ -1213,53 +1227,56 @@ export interface TreeDelta {
   nodes?: TreeNode[];
   /** The ids of nodes that were evicted, merged, or displaced by more recently used ones; by default `[]`. */
   gone?: number[];
-  /** The names of the tenants of all nodes, those of earlier events included; by default `[]`. */
+  /** The names of the tenants of all nodes, including nodes of earlier events; by default `[]`. */
   tenants?: string[];
-  /** Nodes of the tree that the watch does not see because of `max_nodes`; by default `0`. */
+  /** The number of nodes omitted because of `max_nodes`; by default `0`. */
   num_nodes_left_out?: number;
 }
 
 /**
- * Part of a `TreeDelta`: a run of tokens below those of its parent. Written as a list of its fields, in
- * this order. A node that only grew older is not repeated.
+ * Part of a `TreeDelta`: a run of tokens that follows the tokens of its parent. Written as a list of its
+ * fields, in this order. A node is not repeated only because its age changed.
  */
 export type TreeNode = [id: number, parent: number, num_tokens: number, num_generated: number, locks: number, keeps: number, age_s: number, tenant: number];
 
 /**
  * Part of `watched`: the changes of the tenant's live graphs since the last event. A client keeps a map
- * of graphs by their `id`, clears it at a `reset`, removes those that are `gone`, and applies each
- * GraphDelta to its graph, or to a new one. It has the answer of a `getgraph` with `of_tenant` then,
- * with the same limits, but with graphs, states and nodes in any order.
+ * of graphs by `id`, clears it at a `reset`, removes the graphs in `gone`, and applies each GraphDelta
+ * to its graph, or to a new one. The map then has the same graphs as the answer to a `getgraph` with
+ * `of_tenant`, within the same limits, but in any order.
  */
 export interface GraphsDelta {
   /** Forget all graphs first: the first event, and after the connection was replaced; by default `false`. */
   reset?: boolean;
-  /** New and changed graphs; that of the watching session comes with its first state; by default `[]`. */
+  /**
+   * New and changed graphs; the graph of the watching session appears with its first state; by default
+   * `[]`.
+   */
   graphs?: GraphDelta[];
   /**
-   * The ids of graphs whose session has ended or has no open state, or which no longer fit; by default
+   * The ids of graphs whose session has ended or has no open state, or which exceed the limits; by default
    * `[]`.
    */
   gone?: number[];
-  /** Further sessions with open states; by default `0`. */
+  /** The number of omitted sessions with open states; by default `0`. */
   num_graphs_left_out?: number;
 }
 
 /**
  * Part of `watched`: the changes of the live graph of one session or program. A client removes the
- * states and nodes that are gone, and then adds or replaces the others. Its numbers of programs and task
- * groups are kept over the events.
+ * states and nodes that are gone, and then adds or replaces the others. The numbers of programs and task
+ * groups stay the same in all events.
  */
 export interface GraphDelta {
   /** Its number in this watch; 1: the session that watches. */
   id: number;
   /** New and changed states; by default `[]`. */
   states?: LiveState[];
-  /** New and changed nodes, each one after those of them that it needs; by default `[]`. */
+  /** New and changed nodes, in an order in which no node depends on a later one; by default `[]`. */
   nodes?: LiveNode[];
-  /** The ids of states that were closed, or no longer fit; by default `[]`. */
+  /** The ids of states that were closed, or exceed the limits; by default `[]`. */
   states_gone?: number[];
-  /** The ids of nodes that are no longer in the graph, or no longer fit; by default `[]`. */
+  /** The ids of nodes that are no longer in the graph, or exceed the limits; by default `[]`. */
   nodes_gone?: number[];
   /** As in a LiveGraph; by default `0`. */
   num_states_left_out?: number;
@@ -1268,15 +1285,15 @@ export interface GraphDelta {
 }
 
 /**
- * The answer to `peek`: the text of a node. Only of the session's own tenant's nodes; for others the
- * error is `not_authorized`, and for a node that was evicted or replaced since `bad_argument`.
+ * The answer to `peek`: the text of a node of the session's tenant. For nodes of other tenants the error
+ * is `not_authorized`, for a node that has been evicted or replaced `bad_argument`.
  */
 export interface PeekedEvent {
   event: "peeked";
   ticket: number;
-  /** Of the node's first 500 tokens, including the template's markers; by default `""`. */
+  /** The text of the node's first 500 tokens, including the template's markers; by default `""`. */
   text?: string;
-  /** Of the whole node; by default `0`. */
+  /** The number of tokens of the whole node; by default `0`. */
   num_tokens?: number;
   /** Why there is no text. */
   error?: ErrorInfo | null;
@@ -1287,9 +1304,9 @@ export interface HelloFrame {
   frame: "hello";
   /** Of the protocol: 2. */
   version: number;
-  /** The session to resume; none: a new one. */
+  /** The session to resume; null: a new one. */
   resume?: Resume | null;
-  /** The name of the model of a new session; none: the server's first one. */
+  /** The name of the model of a new session; null: the server's first one. */
   model?: string | null;
 }
 
@@ -1299,9 +1316,9 @@ export interface Resume {
   session: string;
   /** From `welcome`. */
   secret: string;
-  /** Each unfinished variable with the code points received; by default `{}`. */
+  /** For each unfinished variable the number of code points received; by default `{}`. */
   variables?: Record<number, number>;
-  /** Each open state that has not failed with the last ticket reached, or 0; by default `{}`. */
+  /** For each open state that has not failed the last ticket reached, or 0; by default `{}`. */
   states?: Record<number, number>;
 }
 
@@ -1313,7 +1330,7 @@ export interface OpsFrame {
   ops: Op[];
 }
 
-/** Client, last frame: the session ends immediately, without a grace period, and its work is cancelled. */
+/** Client, last frame. The session ends immediately, without a grace period, and its work is cancelled. */
 export interface ByeFrame {
   frame: "bye";
 }
@@ -1327,9 +1344,9 @@ export interface WelcomeFrame {
   session: string;
   /** Needed to resume the session. */
   secret: string;
-  /** The default of the session's states. */
+  /** The default model of the session's states. */
   model: string;
-  /** Each model by name. */
+  /** The models by name. */
   models: Record<string, Capabilities>;
   /** Limits for the client. */
   limits: Limits;
@@ -1341,7 +1358,7 @@ export interface WelcomeFrame {
 export interface Capabilities {
   /** Its name. */
   model: string;
-  /** `begin` and `end`. */
+  /** `begin` and `end`: the model has a chat template. */
   roles: boolean;
   select: boolean;
   logprobs: boolean;
@@ -1353,38 +1370,38 @@ export interface Capabilities {
   constraints: ("choices" | "grammar" | "regex" | "schema" | "tags")[];
   images: boolean;
   videos: boolean;
-  /** A program may choose the number of a video's frames. */
+  /** The client may set the number of a video's frames. */
   video_frames: boolean;
-  /** `read` gives token ids and tokens. */
+  /** `read` with `token_ids` and `tokens`. */
   token_ids: boolean;
-  /** `converse`, `tools`, and a `gen` with `reply`. */
+  /** `converse`, `tools`, and `gen` with `reply`. */
   conversations: boolean;
   /** `watch` and `peek`. */
   watch: boolean;
   /** The models of `embed`, the default one first. */
   embedding_models: string[];
-  /** Requests that run together before more of them make each one slower and all of them no faster. */
+  /** The number of concurrent requests beyond which throughput no longer grows. */
   batch_size: number | null;
-  /** The fields of GenParams that a `gen` may give; without it, all. */
+  /** The fields of GenParams that are supported; null: all. */
   sampling: string[] | null;
-  /** The tokens of a `gen` without `max_tokens`; without it, as many as the model gives. */
+  /** The `max_tokens` of a `gen` that sets none; null: the model's own limit. */
   default_max_tokens: number | null;
   /** A `gen` may follow text in the assistant's turn. */
   continuation: boolean;
-  /** A `gen` may stand outside turns. */
+  /** A `gen` may be outside of turns. */
   plain_text: boolean;
-  /** A `decide` is answered. */
+  /** `decide`. */
   decisions: boolean;
   /**
-   * Those of the models that may answer in the place of one another; the other fields have the features
-   * that all of them have.
+   * The capabilities of each model, if several may replace each other; the other fields then have the
+   * features that all of them support.
    */
   candidates: Capabilities[];
 }
 
 /** Part of `welcome`. */
 export interface Limits {
-  /** Of one message, in either direction. */
+  /** The maximum size of one message, in either direction. */
   frame_bytes: number;
   /** How long the session outlives its connection, in seconds. */
   resume_grace_s: number;
@@ -1399,7 +1416,7 @@ export interface EventsFrame {
   events?: ServerEvent[];
 }
 
-/** Server, last frame: the reason for closing the connection. */
+/** Server, last frame. The reason for closing the connection. */
 export interface RefusedFrame {
   frame: "refused";
   error: ErrorInfo;
