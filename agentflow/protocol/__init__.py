@@ -1,10 +1,10 @@
-"""The vocabulary that the frontend, the wire and the engine share.
+"""The definitions that the frontend, the wire and the engine share.
 
 Reading order: ``ops`` has the operations of programs, ``events`` the answers of backends, and ``backend`` the
 interface between them. ``op_table`` lists the properties of each op. ``sampling``, ``constraint`` and
-``chat`` are the parameters of generations, ``text`` reads the generated text, and ``decisions`` are the
+``chat`` have the parameters of generations, ``text`` reads the generated text, and ``decisions`` has the
 questions of a decide. ``images`` has the images of a conversation. ``wire`` has the frames of the websocket
 protocol, ``batches`` is the interface between maps and the batches of vendors, and ``record`` is the base of
-records that programs show as JSON. ``bounds`` are the limits of clients' input, and ``schema_walk`` walks
-through JSON schemas.
+records that programs show as JSON. ``bounds`` limits the input of clients, and ``schema_walk`` traverses JSON
+schemas.
 """

@@ -13,11 +13,11 @@ Deliver = Callable[[Iterable[Event]], None]
 
 
 class Lost(Protocol):
-    """Tells the session that the backend has failed."""
+    """Notifies the session that the backend has failed."""
 
     def __call__(self, error: Exception, *, is_final: bool = True) -> None:
-        """All states and variables are gone. Unless ``is_final``, the backend connects again: the same
-        connection accepts ops of new states."""
+        """All states and variables are lost. Unless ``is_final``, the backend reconnects: the same connection
+        accepts ops of new states."""
 
 
 class Connection(Protocol):
@@ -26,22 +26,22 @@ class Connection(Protocol):
     @property
     def models(self) -> Mapping[str, Capabilities]:
         """The capabilities of each model by the name that programs use, the default first. The object stays
-        the same when the backend connects again."""
+        the same when the backend reconnects."""
 
     @property
     def is_connected(self) -> bool:
-        """Whether the backend can be reached now; False while it connects again."""
+        """Whether the backend can be reached now; False while it reconnects."""
 
     @property
     def has_room(self) -> bool:
-        """Whether ops are sent soon. False while many wait because the connection is slow or broken."""
+        """Whether ops will be sent soon. False while many wait because the connection is slow or broken."""
 
     def send(self, ops: Sequence[Op], /) -> None:
         """Submits all of the ops, or none: raises if one of them cannot be accepted."""
 
     def end(self, error: BaseException | None) -> None:
         """The session's block ended with ``error``, or normally (None). Called once, before the scope of
-        ``connect`` ends, which does not see the error."""
+        ``connect`` ends, which does not receive the error."""
 
 
 class Backend(Protocol):

@@ -1,8 +1,8 @@
 """The interface between a map and the backend that runs its generations in batches of a vendor.
 
-The map says when all generations of a stage have been asked for, when an input runs again, keeps the record
-of each batch, and shows the progress. The backend collects the generations, sends them as batches, follows
-these, and keeps the answers of an input for its next attempt.
+The map knows when all generations of a stage have been requested and when an input runs again. It stores the
+record of each batch, and shows the progress. The backend collects the generations, sends them as batches,
+tracks the batches, and keeps the answers of an input for its next attempt.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from agentflow.protocol.backend import Backend
 
 
 class BatchRecord(msgspec.Struct, omit_defaults=True):
-    """One batch. It is kept before it is sent, so that an interrupted map finds the batch at the vendor."""
+    """One batch. It is stored before it is sent, so that an interrupted map can find it at the vendor."""
 
-    tag: str  # chosen here; the vendor keeps it if it can
+    tag: str  # chosen by the backend; the vendor stores it, if supported
     requests: tuple[str, ...] = ()  # their ids in the batch
     sent_at: float = 0.0  # in seconds since 1970
     batch: str = ""  # the vendor's id; empty before the vendor has answered
-    is_read: bool = False  # its results were received once
-    rejected: tuple[str, ...] = ()  # the ids of requests whose answers no attempt takes again
+    is_read: bool = False  # its results have been received
+    rejected: tuple[str, ...] = ()  # the ids of requests whose answers must not be used again
 
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """The requests of the batches that run: of all, how many have ended, and of these how many failed."""
+    """The numbers of requests in running batches: all, ended ones (with failed ones), and failed ones."""
 
     num_batches: int = 0
     num_requests: int = 0
@@ -39,21 +39,21 @@ class BatchCounts:
 
 
 class InputAnswers(Protocol):
-    """The backend's side: the answers to the requests of each input, by the label of its states."""
+    """The backend's side: the answers to each input's requests, by the label of its states."""
 
     async def reject(self, label: str, texts: Collection[str]) -> None:
-        """The input has failed because generated values were invalid: no later attempt takes their answers.
+        """The input has failed because generated values were invalid: no later attempt uses their answers.
 
         Args:
-            label: Of the input.
+            label: The label of the input.
             texts: The invalid texts. If no answer has one of them, all answers are rejected.
         """
 
     def repeat(self, label: str) -> None:
-        """The next attempt begins. Its requests get the answers of the last one."""
+        """The next attempt begins. Its requests get the answers of the previous attempt."""
 
     def end(self, label: str) -> None:
-        """The input has ended: its answers are not needed any more."""
+        """The input has ended: its answers are no longer needed."""
 
 
 class BatchNotes(Protocol):
@@ -65,21 +65,21 @@ class BatchNotes(Protocol):
 
     @property
     def is_kept(self) -> bool:
-        """Whether records outlive the map: then its batches go on after its end."""
+        """Whether records outlive the map, so that its batches continue after its end."""
 
     def connect(self, answers: InputAnswers) -> None:
-        """Tells ``answers`` from now on which inputs run again and which have ended."""
+        """From now on, notifies ``answers`` when inputs run again or have ended."""
 
     @property
     def is_fed(self) -> bool:
-        """Whether the map begins no more inputs before one of the running ones ends."""
+        """Whether the map begins no further inputs until a running one ends."""
 
     def records(self) -> Sequence[BatchRecord]:
         """The batches of earlier maps, in the order in which they were sent."""
 
     async def keep(self, record: BatchRecord) -> None:
-        """Keeps a new record, or its changes, before it returns. ``rejected`` has the ids since the last
-        change."""
+        """Stores a new record, or its changes, before it returns. ``rejected`` has only the ids since the
+        last change."""
 
     def show(self, counts: BatchCounts) -> None:
         """Shows the progress."""

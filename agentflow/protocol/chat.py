@@ -1,12 +1,12 @@
 """Conversations as in chat APIs, and replies to them: prose and tool calls in the order of generation.
 
-A ``Conversation`` has messages with their tool calls, the tools, and the choice among them. A ``Reply``
-travels as text, like every value, so that it is streamed, resumed and recorded like others. Its *notation* is
-a JSON list of parts, ``{"text": …}`` and ``{"id": …, "name": …, "arguments": …}``, the same for all models.
-The arguments of a call are a JSON object as text; a truncated reply may end within it.
+A ``Conversation`` has messages with their tool calls, the tools, and the choice among them. A ``Reply`` is
+sent as text, so it is streamed, resumed and recorded like any other value. Its *notation* is a JSON list of
+parts, ``{"text": …}`` and ``{"id": …, "name": …, "arguments": …}``, the same for all models. The arguments of
+a call are a JSON object as text; a truncated reply may end within it.
 
 ``ReplyWriter`` writes the notation piece by piece, ``ReplyReader`` reads it, and ``ReplySoFar`` collects the
-result. In references, transforms and messages a reply stands for its prose."""
+result. References, transforms and messages use only the prose of a reply."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CalledTool(msgspec.Struct, frozen=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the arguments are a JSON object: a call that was cut must not run."""
+        """Whether the arguments are a JSON object. A truncated call must not run."""
         try:
             msgspec.json.decode(self.arguments, type=dict[str, msgspec.Raw])
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -66,10 +66,11 @@ class CalledTool(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One turn of a conversation. ``generated``: a model wrote some of it. ``tool_calls``: of an assistant
-    message. ``tool_call_id``: the call that a ``tool`` message answers, of the tool ``name``. ``reasoning``:
-    the assistant's reasoning before the content; chat templates show it where the model needs it. ``images``:
-    and videos of a ``user`` or ``tool`` message, in the order of their places in the content."""
+    """One turn of a conversation. ``generated``: a model wrote some of it. ``tool_calls``: only in an
+    assistant message. ``tool_call_id``: the call that a ``tool`` message answers, of the tool ``name``.
+    ``reasoning``: the assistant's reasoning before the content; chat templates show it where the model needs
+    it. ``images``: the images and videos of a ``user`` or ``tool`` message, in the order of their places in
+    the content."""
 
     role: str
     content: str
@@ -89,8 +90,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 def content_part(
     part: str | Medium, url_of: Callable[[Image], str] = lambda image: image.url
 ) -> dict[str, Any]:
-    """A part of a message in the format of OpenAI's chat API, or for a video of vLLM's and SGLang's.
-    ``url_of``: gives the URL of a file.
+    """A part of a message in the format of OpenAI's chat API; videos are in the format of vLLM and SGLang.
+    ``url_of``: returns the URL of a file.
 
     >>> content_part("What is this?")
     {'type': 'text', 'text': 'What is this?'}
@@ -114,12 +115,13 @@ class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 FREE_CHOICE = ToolChoice()
-"""The default."""
+"""The default choice."""
 
 
 class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``messages``: the assistant's turn follows; if the last message is an assistant's, it is continued.
-    ``tools``: the tools that the model sees. ``choice``: which of them it may call."""
+    """A conversation that the assistant continues. ``messages``: if the last one is the assistant's, it is
+    continued; otherwise the assistant's turn follows. ``tools``: the tools that the model sees. ``choice``:
+    the tools that it may call."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -131,7 +133,7 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
         return [placed.medium for message in self.messages for placed in message.images]
 
     def with_files(self, files: Iterable[Image]) -> Self:
-        """The conversation with other files of its images and videos, given in order."""
+        """The conversation with its images and videos replaced by ``files``, in order."""
         given = iter(files)
         messages = [
             msgspec.structs.replace(
@@ -284,7 +286,7 @@ class ReplyReader:
         return pieces
 
     def _read(self, pieces: list[ReplyPiece]) -> bool:
-        """Reads one step; whether there may be more to read."""
+        """Reads one step. Returns whether there may be more to read."""
         return self._read_head(pieces) if self._piece is None else self._read_text(self._piece, pieces)
 
     def _read_head(self, pieces: list[ReplyPiece]) -> bool:

@@ -1,6 +1,6 @@
 """Constraints on the text of a generation.
 
-A backend names the kinds that it supports in its ``Capabilities``; others are rejected before anything runs.
+A backend lists the supported kinds in its ``Capabilities``; others are rejected before anything runs.
 The client parses the text into a value (``language.typed``).
 """
 
@@ -72,18 +72,17 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     # notation), or the tags that may stand in free text (a JSON list of ``TagRule``).
     source: str = ""
     choices: tuple[str, ...] = ()  # the text is one of these
-    # Between the parts of a JSON value: ``compact`` is one line with ``, `` and ``: ``, ``tight`` none,
-    # ``free`` any.
+    # The white space between the parts of a JSON value: ``compact`` is one line with ``, `` and ``: ``,
+    # ``tight`` none, ``free`` any.
     whitespace: Whitespace = "compact"
     jump_forward: bool = True  # forced text may be appended without sampling
-    between: str | None = None  # no free text: at least one tag, and exactly this text between two
-    max_tags: int | None = None  # None: any number; no text may follow the last one allowed
-    # An alternative constraint, of another kind than ``tags`` and without an alternative itself.
+    between: str | None = None  # no free text: at least one tag, and exactly this text between two tags
+    max_tags: int | None = None  # None: any number; after the last allowed tag, the text ends
+    # An alternative constraint, not of the kind ``tags`` and without its own alternative.
     instead: Constraint | None = None
     apart: tuple[str, ...] = ()  # a text under ``instead`` begins with none of these
-    # A string ends at the first chance after this many characters, a list or object after this many members
-    # (None: unlimited), so that a model cannot continue it forever. This narrows the schema only where it
-    # allows longer values.
+    # After this many characters, a string ends as soon as the schema allows it, and so does a list or object
+    # after this many members (None: unlimited), so that a model cannot continue it forever.
     string_chars: int | None = None
     list_items: int | None = None
 
@@ -93,8 +92,8 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.kind == "tags" and self.between is None and self.instead is None
 
     def as_one_of(self, kinds: Collection[ConstraintKind]) -> Constraint | None:
-        """The constraint in one of these kinds; None if that is not possible. The patterns of numbers are
-        JSON schemas, too.
+        """The constraint as one of these kinds; None if that is not possible. The patterns of numbers can be
+        converted to JSON schemas.
 
         >>> Constraint("regex", INTEGER_PATTERN).as_one_of(["schema"]).source
         '{"type": "integer"}'

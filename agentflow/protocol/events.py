@@ -45,11 +45,11 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 USE_ANOTHER = 'use an engine, or on_unsupported="retry" with a model behind an API'
-"""The remedy for an answer that a model cannot be held to."""
+"""The remedy if a model cannot enforce a constraint or a choice."""
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """The features of a generator. Ops that need others are rejected before anything runs."""
+    """The features of a generator. Ops that need unsupported features are rejected before anything runs."""
 
     model: str
     roles: bool = True
@@ -60,27 +60,27 @@ class Capabilities(msgspec.Struct, frozen=True):
     constraints: tuple[ConstraintKind, ...] = ()
     images: bool = False
     videos: bool = False
-    video_frames: bool = True  # a program may choose the number of a video's frames
+    video_frames: bool = True  # a program may set the number of a video's frames
     token_ids: bool = True
     conversations: bool = False
     watch: bool = False
     embedding_models: tuple[str, ...] = ()  # their names, the default first
     batch_size: int | None = None  # more concurrent requests do not raise the throughput; None: unknown
-    sampling: tuple[str, ...] | None = None  # the parameters of ``GenParams`` that may be given; None: all
+    sampling: tuple[str, ...] | None = None  # the supported parameters of ``GenParams``; None: all
     default_max_tokens: int | None = None  # of a gen without ``max_tokens``; None: the model's own limit
     continuation: bool = True  # a gen may follow text in the assistant's turn
-    plain_text: bool = True  # a gen may stand outside turns
-    decisions: bool = True  # questions may be decided
-    # Of the models that may answer in the place of one another (``af.Fallback``), in their order. This struct
-    # then has the features that all of them have.
+    plain_text: bool = True  # a gen may be outside of turns
+    decisions: bool = True  # ``Decide`` is supported
+    # The capabilities of models that may replace each other (``af.Fallback``), in their order. This struct
+    # then has the features that all of them support.
     candidates: tuple[Capabilities, ...] = ()
 
     def accepts(self, name: str) -> bool:
-        """Whether a gen may give the sampling parameter ``name``."""
+        """Whether the sampling parameter ``name`` is supported."""
         return self.sampling is None or name in self.sampling
 
     def require_params(self, params: GenParams) -> None:
-        """Raises ``NotSupported`` with the ``param`` that the model does not accept."""
+        """Raises ``NotSupported``, with its ``param``, for a parameter that the model does not accept."""
         if not self.logprobs and params.wants_logprobs:
             raise NotSupported(f"{self.model} has no log-probabilities: use an engine", param="logprobs")
         if params.seed is not None and not self.seeds:
@@ -106,8 +106,8 @@ class Capabilities(msgspec.Struct, frozen=True):
                 )
 
     def require_embeddings(self, model: str = "", param: str = "model") -> None:
-        """Raises ``NotSupported`` if the backend makes no embeddings, ``UnknownModel`` with ``param`` if it
-        has no embedding model of this name (empty: the default)."""
+        """Raises ``NotSupported`` if the backend has no embedding model, ``UnknownModel`` with ``param`` if
+        it has none with this name (empty: the default)."""
         if not self.embedding_models:
             raise NotSupported(
                 f"{self.model} makes no embeddings: give the session an embed_model, or serve one as well"
@@ -128,12 +128,13 @@ class Capabilities(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, embedding_models=tuple(names))
 
     def require_images(self) -> None:
-        """Raises ``NotSupported`` if the model has no vision."""
+        """Raises ``NotSupported`` if the model does not read images."""
         if not self.images:
             raise NotSupported(f"{self.model} does not accept images: image() needs a model with vision")
 
     def require_videos(self, num_frames: int | None = None) -> None:
-        """Raises ``NotSupported`` if the model reads no videos, or chooses their frames itself."""
+        """Raises ``NotSupported`` if the model does not read videos, or if ``num_frames`` is given and the
+        model chooses frames itself."""
         if not self.videos:
             instead = ": af.video(…, as_images=True) shows its frames as images" if self.images else ""
             raise NotSupported(f"{self.model} does not accept videos{instead}")
@@ -144,7 +145,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class Usage(Record, msgspec.Struct, frozen=True):
-    """The number of tokens of one generation. Usages can be added.
+    """The numbers of tokens of one generation. Usages can be added.
 
     >>> await s["answer"]
     'Plants turn light into sugar.'
@@ -156,25 +157,25 @@ class Usage(Record, msgspec.Struct, frozen=True):
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """The prompt's tokens that the prefix cache had."""
+    """Prompt tokens that were in the prefix cache."""
     output_tokens: int = 0
     forced_tokens: int = 0
-    """The output's tokens that a constraint forced, so that they were not sampled."""
+    """Output tokens that a constraint forced, so they were not sampled."""
     reasoning_tokens: int = 0
-    """The output's tokens of reasoning."""
+    """Output tokens of reasoning."""
     written_tokens: int = 0
-    """The prompt's tokens that were written to a provider's cache."""
+    """Prompt tokens that were written to a provider's cache."""
     cost: float = 0.0
-    """In US dollars, of models behind an API whose price is known."""
+    """In US dollars, for models behind an API whose price is known."""
     saved_calls: int = 0
     """Generations that took their text from an earlier call (speculative execution, or an input of a map in
     batches that ran again)."""
     saved_tokens: int = 0
-    """The prompt tokens that these calls would have had, estimated."""
+    """The estimated number of prompt tokens that these calls would have had."""
     miss_reason: str = ""
     """Why 256 or more tokens of the prompt were not cached: ``first_seen``, ``evicted``, ``salt``,
-    ``adapter``, ``tools_changed``, ``system_changed`` or ``rerendered``. Of a sum: ``several`` for different
-    reasons. Empty for fewer tokens, and for models behind an API."""
+    ``adapter``, ``tools_changed``, ``system_changed`` or ``rerendered``. In a sum of different reasons:
+    ``several``. Empty for fewer tokens, and for models behind an API."""
     rejected_answers: int = 0
     """Answers that violated a constraint and were generated again (``on_unsupported="retry"``,
     ``on_invalid="retry"``)."""
@@ -200,14 +201,14 @@ class Usage(Record, msgspec.Struct, frozen=True):
         )
 
     def __sub__(self, part: Usage) -> Usage:
-        """The rest of a usage, of which ``part`` is known; no number falls below 0."""
+        """The usage without ``part``; no number becomes negative."""
         names = [name for name in self.__struct_fields__ if name != "miss_reason"]
         rest = {name: max(0, getattr(self, name) - getattr(part, name)) for name in names}
         return Usage(**rest, miss_reason=self.miss_reason)
 
 
 MISS_REASONS = ("first_seen", "evicted", "salt", "adapter", "tools_changed", "system_changed", "rerendered")
-"""The values of ``Usage.miss_reason`` of one request."""
+"""The values of ``Usage.miss_reason`` for a single request."""
 
 
 def _joint_reason(one: str, other: str) -> str:
@@ -215,15 +216,15 @@ def _joint_reason(one: str, other: str) -> str:
 
 
 CircuitStatus = Literal["closed", "open", "half_open"]
-"""The state of an endpoint: it is asked, it is left out after failures, or it is tried again."""
+"""The state of an endpoint: it gets requests, it gets none after failures, or it is tried again."""
 
 
 class EndpointStats(Record, msgspec.Struct, frozen=True):
-    """Counters of one of several endpoints that answer in the place of one another (``af.Fallback``)."""
+    """Counters of one of several endpoints that may replace each other (``af.Fallback``)."""
 
     model: str  # as in ``Value.model``
     circuit: CircuitStatus = "closed"
-    answered: int = 0  # requests, with repeated ones
+    answered: int = 0  # requests, counting repeated ones
     failed: int = 0
     retry_after_s: float | None = None  # until an open circuit lets a request try the endpoint
 
@@ -284,12 +285,12 @@ def summed(parts: Sequence[Stats]) -> Stats:
 
 
 TopLogprobs = tuple[tuple[TokenLogprob, ...] | None, ...]
-"""For each generated token the most likely ones at its position, in descending order; None for a token that
-re-encoding the end of the text changed."""
+"""For each generated token the most likely tokens at its position, in descending order; None for a token that
+changed because the end of the text was encoded again."""
 
 
 MAX_ERROR_TEXT = 20_000
-"""The longest text of an answer that an error has, in characters."""
+"""The maximum length of the answer's text in an error, in characters."""
 MAX_CAUSES = 16
 
 
@@ -300,10 +301,10 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     message: str
     cause: ErrorInfo | None = None
     state: int | None = None  # whose op failed
-    op: int | None = None  # its number in the state, from 1, among the ops that ``op_table`` numbers
-    retry_after_s: float | None = None  # of an ``Overloaded``: when another attempt may succeed
-    param: str | None = None  # the argument that is wrong
-    # Of an ``InvalidValue``: the whole text, if it has at most ``MAX_ERROR_TEXT`` characters, and the usage
+    op: int | None = None  # its number in the state, from 1, among ops with ``OpSpec.is_numbered``
+    retry_after_s: float | None = None  # for ``Overloaded``: the seconds after which to retry
+    param: str | None = None  # the invalid argument
+    # For ``InvalidValue``: the whole text, if it has at most ``MAX_ERROR_TEXT`` characters, and the usage
     # of the answer, if the backend found it invalid.
     text: str | None = None
     usage: Usage | None = None
@@ -338,7 +339,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """The state and op number of the error that is nearest to the root cause and has them."""
+        """The state and op number of the error nearest to the root cause that has them."""
         found: tuple[int, int] | None = None
         info: ErrorInfo | None = self
         while info is not None:
@@ -354,8 +355,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         return self if self.op is not None else msgspec.structs.replace(self, state=state, op=op)
 
     def to_exception(self) -> AgentflowError:
-        """The exception with its causes, ``MAX_CAUSES`` at most: a hostile peer may nest more than Python's
-        stack can hold."""
+        """The exception with at most ``MAX_CAUSES`` causes: a hostile peer could nest more than Python's
+        stack allows."""
         chain: list[ErrorInfo] = []
         info: ErrorInfo | None = self
         while info is not None and len(chain) < MAX_CAUSES:
@@ -375,7 +376,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PassedOver(Record, msgspec.Struct, frozen=True):
-    """An endpoint that did not answer, so that the next one was asked (``af.Fallback``)."""
+    """An endpoint that did not answer, so the next one was asked (``af.Fallback``)."""
 
     model: str  # as in ``Value.model``
     error: ErrorInfo  # its failure; ``overloaded`` if its circuit was open
@@ -387,8 +388,7 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower, omit
 
 DecidedBy = Literal["logprobs", "endpoint", "text"]
 """How a choice was decided: by the log-probabilities of all choices, by the provider's endpoint for
-decisions, or by the text that the model wrote under a constraint, which says nothing about the other
-choices."""
+decisions, or by the text that the model wrote under a constraint, without scores of the other choices."""
 
 
 class Delta(_Event, frozen=True):
@@ -414,7 +414,7 @@ class Value(_Event, frozen=True):
     logprobs: tuple[float | None, ...] | None = None
     choices: dict[str, float] | None = None  # of a select: the score of each choice
     top_logprobs: TopLogprobs | None = None  # for each token the most likely ones at its position
-    # The parts of the whole text that a constraint forced and that were not sampled, in order: the first
+    # The parts of the whole text that a constraint forced, so they were not sampled, in order: the first
     # character and the number of characters of each.
     forced: tuple[tuple[int, int], ...] | None = None
     reasoning: str | None = None  # before the text
@@ -458,14 +458,16 @@ class LiveState(msgspec.Struct, frozen=True, omit_defaults=True):
     """One open state, as the scheduler sees it."""
 
     id: int
-    program: int  # equal for the states of one program
+    program: int  # the same number for all states of one program
     label: str = ""  # the name of the program
     objective: Literal["latency", "throughput"] = "latency"  # of its next request
-    group: int = 0  # equal for the next requests of one task group; 0: none
-    steps: int | None = 0  # the requests that must end before its next one; None: it waits for its client
+    group: int = 0  # the same number for all next requests of one task group; 0: none
+    # The number of requests that must end, one after the other, before its next one; None: it waits for its
+    # client.
+    steps: int | None = 0
     has_ended: bool = False  # it has failed or was cancelled
     miss_reason: str = ""  # of its last request, as in ``Usage``
-    missed_tokens: int = 0  # the tokens of this request's prompt that were not cached, if there is a reason
+    missed_tokens: int = 0  # prompt tokens of this request that were not cached, if there is a reason
 
 
 class LiveMedium(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -478,8 +480,8 @@ class LiveMedium(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LiveNode(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request, other variable, or fork, which is unfinished, or is done and an unfinished one depends on
-    it, or has failed and its state is open."""
+    """One request, other variable, or fork. It is unfinished, or an unfinished node depends on it, or it has
+    failed and its state is open."""
 
     id: int
     state: int
@@ -490,7 +492,7 @@ class LiveNode(msgspec.Struct, frozen=True, omit_defaults=True):
     needs: tuple[int, ...] = ()  # the nodes on which it depends
     objective: Literal["latency", "throughput"] = "latency"
     group: int = 0  # the task group of the request; 0: none
-    awaited: Literal["", "value", "stream"] = ""  # somebody awaits the value, or reads it as it grows
+    awaited: Literal["", "value", "stream"] = ""  # the client awaits the value, or reads it while it grows
     # The first images and videos that were appended since the request before it, and the number of all.
     media: tuple[LiveMedium, ...] = ()
     num_media: int = 0
@@ -508,10 +510,10 @@ def _outline_of_media(node: LiveNode) -> str:
 
 class LiveGraph(Record, msgspec.Struct, frozen=True, omit_defaults=True):
     """The unfinished part of a session: its open states, and running and waiting requests, with the nodes
-    that they depend on. ``str`` gives an outline."""
+    on which they depend. ``str`` returns an outline."""
 
     states: tuple[LiveState, ...] = ()
-    nodes: tuple[LiveNode, ...] = ()  # later than the nodes that they need
+    nodes: tuple[LiveNode, ...] = ()  # each after the nodes on which it depends
     num_states_left_out: int = 0
     num_nodes_left_out: int = 0
 
@@ -556,8 +558,8 @@ class GraphReply(_Event, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One forward pass: its ``number``, its scheduled tokens by kind, the running and the waiting requests,
-    the slots of the KV pool that running requests used, and its duration in milliseconds."""
+    """One forward pass: its ``number``, scheduled tokens by kind, running and waiting requests, the slots of
+    the KV pool used by running requests, and its duration in milliseconds."""
 
     number: int
     prefill_tokens: int
@@ -587,11 +589,11 @@ class TreeNode(msgspec.Struct, frozen=True, array_like=True):
     """One node of the radix tree."""
 
     id: int  # its number in this watch
-    parent: int  # the number of the node above; 0 at the top
+    parent: int  # the number of its parent; 0: none
     num_tokens: int
     num_generated: int  # how many of its tokens were generated
     locks: int  # running requests that use it
-    keeps: int  # open states that end here
+    keeps: int  # open states whose text ends here
     age_s: float  # from its last use to the event's ``time_s``
     tenant: int  # an index into ``TreeDelta.tenants``
 

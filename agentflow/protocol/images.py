@@ -1,6 +1,6 @@
 """Images and videos in a conversation: the bytes of a file, or a URL that the model's provider fetches.
 
-The bytes of a file travel once in a session, in ``ops.Upload``. Ops, recordings and caches refer to them by
+The bytes of a file are sent once in a session, by ``ops.Upload``. Ops, recordings and caches refer to them by
 ``source``, which contains their digest.
 """
 
@@ -21,9 +21,9 @@ from agentflow.protocol.sampling import is_whole
 MAX_IMAGE_BYTES: Final = 20_000_000
 MAX_VIDEO_BYTES: Final = 50_000_000
 MAX_FRAMES: Final = 512
-"""The most frames of a video that a program may ask for."""
+"""The maximum ``num_frames`` of a video."""
 UPLOAD_BYTES: Final = 3_000_000
-"""The most bytes of an image in one op. In JSON, which has them in base64, they still fit into a frame."""
+"""The maximum number of bytes in one ``Upload``. They fit into a frame even as base64 in JSON."""
 DIGEST: Final = "sha256:"
 FILE: Final = re.compile(DIGEST + "[0-9a-f]{64}")
 """The ``source`` of a file."""
@@ -37,8 +37,8 @@ MediumKind: TypeAlias = Literal["image", "video"]
 
 class Image(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
     """An image, or the file or URL of a ``Video``. ``source``: ``sha256:`` and the digest of a file in
-    hexadecimal digits, or an ``https:`` URL. ``media_type`` and ``data``: of a file; ops leave them out,
-    because its bytes were uploaded."""
+    hexadecimal digits, or an ``https:`` URL. ``media_type`` and ``data``: of a file; empty in ops, because
+    its bytes were uploaded."""
 
     source: str
     media_type: str = ""
@@ -55,11 +55,11 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a file, and no URL."""
+        """Whether it is a file, not a URL."""
         return self.source.startswith(DIGEST)
 
     def reference(self) -> Image:
-        """The image as ops have it, without its bytes."""
+        """The image without its bytes, as in ops."""
         return Image(self.source) if self.data else self
 
     @property
@@ -74,8 +74,8 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True, weakref=True):
 
 
 class Video(msgspec.Struct, frozen=True):
-    """A video, of which a model sees some frames. ``num_frames``: how many, evenly spaced; None: as many as
-    the model is made for."""
+    """A video. ``num_frames``: the number of frames that the model sees, evenly spaced; None: the model's
+    default."""
 
     file: Image
     num_frames: int | None = None
@@ -140,13 +140,13 @@ def file_source(data: bytes | bytearray) -> str:
 
 
 def check_frames(num_frames: int | None, param: str = "num_frames") -> None:
-    """``BadArgument`` for a number of frames that a video cannot have."""
+    """Raises ``BadArgument`` for an invalid number of frames."""
     if num_frames is not None and not is_whole(num_frames, 1, MAX_FRAMES):
         raise BadArgument(f"video: num_frames must be 1 to {MAX_FRAMES}, not {num_frames!r}", param=param)
 
 
 def check_source(source: str, param: str) -> None:
-    """``BadArgument`` of ``param`` for another ``source`` than that of a file, or an ``https:`` URL."""
+    """Raises ``BadArgument`` for ``param`` unless ``source`` is a file's source or an ``https:`` URL."""
     if not source.startswith("https:") and not FILE.fullmatch(source):
         raise BadArgument(
             f"image: the source must be sha256: with a digest, or an https: URL, not {source[:40]!r}",
@@ -157,8 +157,8 @@ def check_source(source: str, param: str) -> None:
 
 
 def image_at(url: str, kind: MediumKind = "image") -> Image:
-    """The image, or the file of a video, at an ``https:`` URL, or in a ``data:`` URL. ``BadArgument`` for
-    another URL, and as ``image_file``."""
+    """The image, or the file of a video, at an ``https:`` URL or in a ``data:`` URL. ``BadArgument`` for
+    other URLs, and as in ``image_file``."""
     head, comma, body = url.partition(",")
     if url.startswith("https:"):
         check_source(url, "image")
@@ -172,7 +172,7 @@ def image_at(url: str, kind: MediumKind = "image") -> Image:
 
 
 def image_in_base64(encoded: str, kind: MediumKind = "image") -> Image:
-    """The image, or the file of a video, whose bytes are in base64. ``BadArgument`` as ``image_file``."""
+    """The image, or the file of a video, whose bytes are in base64. ``BadArgument`` as in ``image_file``."""
     try:
         data = base64.b64decode(encoded, validate=True)
     except ValueError:
@@ -181,7 +181,7 @@ def image_in_base64(encoded: str, kind: MediumKind = "image") -> Image:
 
 
 def detect_media_type(data: bytes | bytearray) -> str:
-    """The media type of a file, by its first bytes. ``BadArgument`` for other files than images."""
+    """The media type of an image, by its first bytes. ``BadArgument`` for other files."""
     for kind, start in _STARTS.items():
         if data.startswith(start) and (kind != "webp" or data[8:12] == b"WEBP"):
             return f"image/{kind}"
@@ -215,7 +215,7 @@ def max_file_bytes(kind: MediumKind) -> int:
 
 def image_file(data: bytes, kind: MediumKind = "image") -> Image:
     """The image in a file, or the file of a video: the same object for the same bytes, as long as it is in
-    use. ``BadArgument`` if it is none or too large."""
+    use. ``BadArgument`` if the file has another format or is too large."""
     if len(data) > max_file_bytes(kind):
         raise BadArgument(
             f"{kind}: {len(data):,} bytes are more than {max_file_bytes(kind):,}: make it smaller", param=kind
@@ -264,5 +264,5 @@ def placed_in(parts: Sequence[str | Medium]) -> tuple[str, tuple[PlacedImage, ..
 
 
 def shift_images(images: tuple[PlacedImage, ...], num_chars: int) -> tuple[PlacedImage, ...]:
-    """The images of a text that stands behind ``num_chars`` more characters."""
+    """The images of a text after ``num_chars`` characters are inserted before it."""
     return tuple([msgspec.structs.replace(placed, at=placed.at + num_chars) for placed in images])

@@ -156,17 +156,17 @@ def _require_read(op: ops.Read, capabilities: Capabilities) -> None:
 class OpSpec:
     """One row of the table."""
 
-    is_content: bool = False  # stands in its state's stream; a replay compares it with the recorded op
-    is_numbered: bool = False  # counts among its state's ops, by which ``ErrorInfo.op`` refers to it
-    in_graph: bool = False  # may stand in a ``SubmitGraph`` (``Open`` only as its first op)
+    is_content: bool = False  # part of its state's stream; a replay compares it with the recorded op
+    is_numbered: bool = False  # counted in ``ErrorInfo.op``
+    in_graph: bool = False  # allowed in a ``SubmitGraph`` (``Open`` only as its first op)
     is_instant: bool = False  # neither waits nor fails, so it is done together with the op before it
     opens: str = ""  # the field with the states that the op creates
     outcome: str = "set"  # the participle for the error if the op never ran: "x was not *generated*"
-    # Raises ``BadArgument`` for a wrong value that the frontend checks when it sends the op.
+    # Raises ``BadArgument`` for an invalid value that the frontend checks when it sends the op.
     check: Callable[[Any], object] = field(default=lambda op: None)
     # The same for a value that it checks earlier, where the program writes it, such as ``gen``'s parameters.
     check_received: Callable[[Any], object] = field(default=lambda op: None)
-    # Raises ``NotSupported`` where the backend cannot run the op.
+    # Raises ``NotSupported`` if the model cannot run the op.
     require: Callable[[Any, Capabilities], None] = field(default=lambda op, capabilities: None)
     # Its text in a drawing of a graph, given the names of variables; an op without one is not drawn.
     label: Callable[[Any, Mapping[int, str]], str] = field(default=lambda op, names: "")
@@ -318,7 +318,7 @@ class StateModels:
     def admit(self, op: ops.Op) -> None:
         """Checks an op before it is sent (``check_sent``), and that the models of its state, or of the states
         of a graph, can run it: ``NotSupported``, ``UnknownModel``. The values in a graph were checked when it
-        was traced. Notes the models of the states that the op opens."""
+        was traced. Records the models of the states that the op opens."""
         check_sent(op)
         if isinstance(op, ops.SubmitGraph):
             of_graph = StateModels(self.models)
@@ -333,7 +333,7 @@ class StateModels:
         self._follow(op)
 
     def _follow(self, op: ops.Op) -> None:
-        """Notes the models of the states that the op opens, and forgets a state that it closes."""
+        """Records the models of the states that the op opens, and forgets a state that it closes."""
         match op:
             case ops.Open(state=state, model=model) if model:
                 self._of_state[state] = model
@@ -349,31 +349,30 @@ class StateModels:
 
 
 def check_sent(op: ops.Op) -> None:
-    """Raises ``BadArgument`` for a wrong type in an op of the frontend, or a wrong value that was not checked
-    where the program wrote it."""
+    """Raises ``BadArgument`` for a wrong type in an op of the frontend, or an invalid value that was not
+    checked where the program wrote it."""
     if not isinstance(op, ops.Converse | ops.Tools):  # the program wrote a record that was checked
         check_types(op)
     op_spec(op).check(op)
 
 
 def check_received_op(op: ops.Op) -> None:
-    """Raises ``BadArgument`` for a wrong value in an op that a client sent, but not in the ops of a graph."""
+    """Raises ``BadArgument`` for an invalid value in an op from a client, except in the ops of a graph."""
     spec = op_spec(op)
     spec.check(op)
     spec.check_received(op)
 
 
 def require(op: ops.Op, capabilities: Capabilities) -> None:
-    """Raises ``NotSupported`` if the model, or one of those that may answer in its place, cannot run the
-    op."""
+    """Raises ``NotSupported`` if the model, or one that may replace it, cannot run the op."""
     spec = op_spec(op)
     for one in (*capabilities.candidates, capabilities):
         spec.require(op, one)
 
 
 def check_types(value: msgspec.Struct) -> None:
-    """Raises ``BadArgument`` where a field of ``value``, or of a struct in it, has the wrong type, or where a
-    text is not Unicode: both could not be sent."""
+    """Raises ``BadArgument`` if a field of ``value``, or of a struct in it, has the wrong type, or a text is
+    not valid Unicode: neither could be sent."""
     name = type(value).__struct_config__.tag or type(value).__name__.lower()
     try:
         _make_decoder(type(value)).decode(_encoder.encode(value))
@@ -420,13 +419,13 @@ def declared(op: ops.Op) -> list[tuple[int, str]]:
 
 
 def numbers(op: ops.Op) -> list[int]:
-    """The numbers of all states and variables that the op names."""
+    """The numbers of all states and variables in the op."""
     own = [getattr(op, name) for name in ("state", "var") if hasattr(op, name)]
     return [*own, *getattr(op, "children", ()), *references(op)]
 
 
 def shift_numbers(op: ops.Op, base: int) -> ops.Op:
-    """The op with all its numbers moved up by ``base``."""
+    """The op with ``base`` added to all its numbers."""
     changes: dict[str, Any] = {
         name: getattr(op, name) + base for name in ("state", "var") if hasattr(op, name)
     }
@@ -443,8 +442,8 @@ def shift_numbers(op: ops.Op, base: int) -> ops.Op:
 
 
 def expanded(graph: ops.SubmitGraph) -> Iterator[ops.Op]:
-    """The ops of a submitted graph with the session's numbers, and a ``Seal`` for each state that has none.
-    ``ProtocolError`` where it is not a graph."""
+    """The ops of a submitted graph with the session's numbers, and a ``Seal`` for each state without one.
+    ``ProtocolError`` if it is not a valid graph."""
     base = graph.state - ROOT
     if not 0 < len(graph.ops) <= MAX_GRAPH_OPS:
         raise ProtocolError(f"a graph has 1 to {MAX_GRAPH_OPS} ops, not {len(graph.ops)}")

@@ -1,8 +1,9 @@
-"""The operations: a program records them, the wire carries them, the interpreter runs them.
+"""The operations: a program records them, a connection transfers them, the interpreter runs them.
 
 The client numbers states and variables, from 1, unique in a session. The ops of one state run in the order in
-which they were submitted; ops of different states run concurrently. ``Cancel``, ``TaskGroup``, ``Limit`` and
-``Provide`` take effect immediately, before ops that wait. ``op_table`` has the properties of each op.
+which they were submitted; ops of different states run concurrently. ``Cancel``, ``TaskGroup``, ``Limit``,
+``Provide``, ``Want`` and the ops without a state take effect immediately, before waiting ops. ``op_table``
+has the properties of each op.
 
 A generation without a seed gets a ``derived_seed``, which depends only on its place in the program."""
 
@@ -58,14 +59,14 @@ ReadWhat = Literal["text", "token_ids", "tokens"]
 MAX_CHOICES = 1000
 MAX_EMBED_TEXTS = 256
 MAX_EMBED_CHARS = 200_000
-"""The characters of all texts of an ``Embed``, each with its prompt; a single text may have more."""
+"""The maximum number of characters of an ``Embed`` with several texts, including their prompts."""
 MAX_SALT_CHARS = 256
 MAX_TRACE_CHARS = 256
 WATCH_INTERVALS_S = (0.1, 60.0)
 """The shortest and the longest ``interval_s`` of a ``Watch``."""
 MAX_WATCHED_NODES = 5000
 MAX_NUMBER = 2**53 - 1
-"""The largest number of a state, variable or ticket: every JSON reader represents it exactly."""
+"""The largest number of a state, variable or ticket: every JSON parser represents it exactly."""
 
 
 class _Op(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower, omit_defaults=True):
@@ -73,7 +74,7 @@ class _Op(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower, omit_defau
 
 
 class Ref(msgspec.Struct, frozen=True, tag_field="op", tag="ref", omit_defaults=True):
-    """A reference to a variable inside text. It stands for the variable's value as plain text, after
+    """A reference to a variable in a text. The variable's value is inserted as plain text, after
     ``transforms`` are applied in their order."""
 
     var: int
@@ -84,11 +85,11 @@ Parts = tuple[str | Ref, ...]
 
 
 class Open(_Op, frozen=True):
-    """Creates a root state on ``model``, one of the session's models (empty: the default). States share
-    cached KV only under an equal ``cache_salt``. ``objective``: as in a ``Hint``. ``program``: the scheduler
-    treats states of the same program as siblings. ``label``: the name that watchers see instead of
-    ``program``; it has no effect on how the state runs. ``group``: the states of one group, in the session,
-    form one stage, of which the client waits for all results."""
+    """Creates a root state on ``model``, one of the session's models (empty: the default). Only states with
+    the same ``cache_salt`` share cached KV. ``objective``: as in a ``Hint``. ``program``: the scheduler
+    treats states of the same program as siblings. ``label``: the name that watches show instead of
+    ``program``; it has no other effect. ``group``: the states of one group in the session form one stage: the
+    client waits for all their results."""
 
     state: int
     cache_salt: str = ""
@@ -109,8 +110,8 @@ class Text(_Op, frozen=True):
 
 class Upload(_Op, frozen=True):
     """Sends bytes of an image or a video to the session, once for all of its states: ``data`` begins at byte
-    ``at`` of its ``size`` bytes. ``source``: as in ``Image``. An upload fails no state; an ``Image`` or
-    ``Video`` without a whole upload does."""
+    ``at`` of its ``size`` bytes. ``source``: as in ``Image``. A failed upload fails no state; an ``Image`` or
+    ``Video`` that uses it does."""
 
     source: str
     size: int
@@ -120,22 +121,21 @@ class Upload(_Op, frozen=True):
 
 
 class Release(_Op, frozen=True):
-    """No later op refers to an uploaded image."""
+    """Declares that no later op refers to an uploaded image."""
 
     source: str
 
 
 class Image(_Op, frozen=True):
     """Appends an image. ``source``: ``sha256:`` and the digest of an uploaded file in hexadecimal digits, or
-    an ``https:`` URL, which the model's provider fetches."""
+    an ``https:`` URL, which the model's provider or the server fetches."""
 
     state: int
     source: str
 
 
 class Video(_Op, frozen=True):
-    """Appends a video, of which the model sees ``num_frames`` frames, evenly spaced (None: as many as it is
-    made for). ``source``: as in ``Image``."""
+    """Appends a video. ``num_frames``: as in ``images.Video``. ``source``: as in ``Image``."""
 
     state: int
     source: str
@@ -160,8 +160,8 @@ class Tools(_Op, frozen=True):
 
 
 class Begin(_Op, frozen=True):
-    """Opens a turn under the model's chat template. ``tool_call_id`` and ``name``, of a ``tool`` turn: the
-    call that it answers and the tool."""
+    """Opens a turn under the model's chat template. ``tool_call_id`` and ``name``: the call that a ``tool``
+    turn answers, and the tool."""
 
     state: int
     role: Role
@@ -177,8 +177,8 @@ class End(_Op, frozen=True):
 
 class Gen(_Op, frozen=True):
     """Generates text into variable ``var``. ``reply``: the text is the notation of a reply
-    (``protocol.chat``) to the state's conversation. ``trace``: a W3C ``traceparent``, below which the
-    server's spans come."""
+    (``protocol.chat``) to the state's conversation. ``trace``: a W3C ``traceparent``, the parent of the
+    server's spans."""
 
     state: int
     var: int
@@ -202,8 +202,9 @@ class Select(_Op, frozen=True):
 
 
 class Decide(_Op, frozen=True):
-    """Answers ``questions`` about the state's content at this point, each by itself, and sets variable
-    ``var`` to the answers (``decisions.answers_text``). Appends nothing. ``trace``: as in a ``Gen``."""
+    """Answers ``questions`` about the state's content at this point, independently of each other, and sets
+    variable ``var`` to the answers (``decisions.answers_text``). Appends nothing. ``trace``: as in a
+    ``Gen``."""
 
     state: int
     var: int
@@ -213,7 +214,7 @@ class Decide(_Op, frozen=True):
 
 
 class Set(_Op, frozen=True):
-    """Sets variable ``var`` to the text of ``parts``; appends nothing. A sealed state may have one."""
+    """Sets variable ``var`` to the text of ``parts``; appends nothing. Allowed in a sealed state."""
 
     state: int
     var: int
@@ -223,8 +224,8 @@ class Set(_Op, frozen=True):
 
 class Read(_Op, frozen=True):
     """Sets variable ``var`` to the state's content at this point: its ``text``, including the markup of the
-    chat template, its ``token_ids`` as a JSON list, or the texts of its ``tokens`` as a JSON list, which
-    joined are their text. A sealed state may have one."""
+    chat template, its ``token_ids`` as a JSON list, or the texts of its ``tokens`` as a JSON list. Allowed in
+    a sealed state."""
 
     state: int
     var: int
@@ -233,9 +234,9 @@ class Read(_Op, frozen=True):
 
 
 class Embed(_Op, frozen=True):
-    """Sets variable ``var`` to the embeddings of ``texts``, in their order: a JSON list of strings, each of
-    which has the float32 values (little-endian) of one embedding in base64. Appends nothing. A sealed state
-    may have one."""
+    """Sets variable ``var`` to the embeddings of ``texts``, in their order: a JSON list of strings, each with
+    the float32 values (little-endian) of one embedding in base64. Appends nothing. Allowed in a sealed
+    state."""
 
     state: int
     var: int
@@ -243,13 +244,13 @@ class Embed(_Op, frozen=True):
     texts: tuple[str, ...]
     model: str = ""  # one of ``Capabilities.embedding_models``; empty for the first
     dimensions: int | None = None  # keep only this many leading dimensions
-    prompt: str | None = None  # a text to put before each text
-    prompt_name: str | None = None  # the name of a prompt of the model to use instead
+    prompt: str | None = None  # inserted before each text
+    prompt_name: str | None = None  # the name of one of the model's own prompts, instead of ``prompt``
 
 
 class Done(_Op, frozen=True):
     """Sets variable ``var`` to the empty text when all earlier ops of the state are done, such as the ops of
-    a branch that is joined. A sealed state may have one."""
+    a branch that is joined. Allowed in a sealed state."""
 
     state: int
     var: int
@@ -265,9 +266,8 @@ class Expect(_Op, frozen=True):
 
 
 class Provide(_Op, frozen=True):
-    """Text of an expected variable, which follows the text of earlier ops with ``more``, or the error that
-    prevented the rest. The variable ends with an error, and unless there is ``more``. Takes effect
-    immediately."""
+    """Appends text to an expected variable, or fails it with ``error``. Without ``more``, the variable is
+    complete. Takes effect immediately."""
 
     var: int
     text: str = ""
@@ -276,30 +276,32 @@ class Provide(_Op, frozen=True):
 
 
 class Want(_Op, frozen=True):
-    """Advice to the scheduler: somebody waits for the value of variable ``var`` or, with ``stream``, reads
-    its text while it grows. Changes no result. Takes effect immediately; none if the variable has ended."""
+    """A hint for the scheduler: the client waits for the value of variable ``var`` or, with ``stream``, reads
+    its text while it grows. Does not affect results. Takes effect immediately; ignored if the variable has
+    ended."""
 
     var: int
     how: Literal["value", "stream"] = "value"
     objective: Objective | None = None  # of the request that generates it
-    ttft_s: float | None = None  # the wanted time until its first token
-    tpot_s: float | None = None  # the wanted time of each further token
+    ttft_s: float | None = None  # the target for the time to its first token
+    tpot_s: float | None = None  # the target for the time per further token
 
 
 class Hint(_Op, frozen=True):
-    """Advice to the scheduler about the state's next ops; changes no result."""
+    """A hint for the scheduler about the state's next ops. Does not affect results."""
 
     state: int
-    objective: Objective | None = None  # whether their latency counts, or only the total throughput
-    output_tokens: int | None = None  # the expected length of its gens
-    forks: int | None = None  # the number of forks that come next
-    deadline_s: float | None = None  # when its gens should be done
-    speculate: bool | None = None  # whether calls to an API go on for later gens of their turn
+    objective: Objective | None = None  # optimise for their latency, or for the total throughput
+    output_tokens: int | None = None  # the expected length of each of its next gens
+    forks: int | None = None  # the number of forks that follow
+    deadline_s: float | None = None  # the seconds within which its next gens should end
+    speculate: bool | None = None  # whether one call to an API also generates later gens of its turn
 
 
 class Limit(_Op, frozen=True):
-    """From now on the state and all its forks (0: all states of the session) may take ``deadline_s`` seconds,
-    and generate ``output_tokens`` tokens together. Beyond that their ops fail. Takes effect immediately."""
+    """From now on, the state and all its forks (0: all states of the session) together may take
+    ``deadline_s`` seconds and generate ``output_tokens`` tokens; beyond that, their ops fail. Takes effect
+    immediately."""
 
     state: int
     deadline_s: float | None = None
@@ -325,12 +327,12 @@ class SubmitGraph(_Op, frozen=True, tag="submit"):
 
 
 MAX_BRANCHES = 2_000
-"""The branches of one fork."""
+"""The maximum number of branches of one fork."""
 
 
 class Fork(_Op, frozen=True):
-    """Creates the states ``children``, at most ``MAX_BRANCHES``, which continue from here independently. With
-    a ``model`` other than the state's they begin empty, because contexts belong to a model: the client
+    """Creates the states ``children``, at most ``MAX_BRANCHES``, which continue from here independently. On a
+    ``model`` other than the state's they begin empty, because a context belongs to its model: the client
     appends the content."""
 
     state: int
@@ -339,15 +341,15 @@ class Fork(_Op, frozen=True):
 
 
 class TaskGroup(_Op, frozen=True):
-    """Couples forked states: when one fails, the others are cancelled and ``state`` fails. Takes effect
-    immediately."""
+    """Combines forked states in a task group: when one fails, the others are cancelled and ``state`` fails.
+    Takes effect immediately."""
 
     state: int
     children: tuple[int, ...]
 
 
 class Seal(_Op, frozen=True):
-    """Ends the state's text. Its variables stay readable."""
+    """Ends the state's text. Its variables remain readable."""
 
     state: int
 
@@ -444,10 +446,9 @@ Op = (
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Not on the wire: stands in a state's stream for an op that was rejected with ``error``. The op's
+    """Replaces an op that was rejected with ``error`` in a state's stream; it is never sent. The op's
     ``state`` (0 if it has none) fails, and so do the variables (``names`` by number) and ``children`` that it
-    would have declared. ``kind``: the op's tag; the ``names`` of a ``provide`` have the variable that it was
-    for."""
+    would have declared. ``kind``: the op's tag; for a ``provide``, ``names`` has its variable."""
 
     state: int
     error: AgentflowError
@@ -468,7 +469,7 @@ def check_number(number: int) -> None:
 
 
 def check_hint(output_tokens: int | None, forks: int | None, deadline_s: float | None) -> None:
-    """Raises ``BadArgument`` for values that a ``Hint`` cannot have."""
+    """Raises ``BadArgument`` for invalid values of a ``Hint``."""
     for name, value in (("output_tokens", output_tokens), ("forks", forks)):
         if value is not None and not is_whole(value, 1, MAX_INT):
             raise BadArgument(f"hint: {name} must be a whole number above 0, not {value!r}", param=name)
@@ -479,14 +480,14 @@ def check_hint(output_tokens: int | None, forks: int | None, deadline_s: float |
 
 
 def check_want(ttft_s: float | None, tpot_s: float | None) -> None:
-    """Raises ``BadArgument`` for values that a ``Want`` cannot have."""
+    """Raises ``BadArgument`` for invalid values of a ``Want``."""
     for name, value in (("ttft_s", ttft_s), ("tpot_s", tpot_s)):
         if value is not None and not (is_number(value, 0, math.inf) and value < math.inf):
             raise BadArgument(f"get: {name} must be a number of seconds, not {value!r}", param=name)
 
 
 def check_watch(interval_s: float, max_nodes: int) -> None:
-    """Raises ``BadArgument`` for values that a ``Watch`` cannot have."""
+    """Raises ``BadArgument`` for invalid values of a ``Watch``."""
     least_s, most_s = WATCH_INTERVALS_S
     if not is_number(interval_s, least_s, most_s):
         raise BadArgument(
@@ -500,7 +501,7 @@ def check_watch(interval_s: float, max_nodes: int) -> None:
 
 
 def check_limit(deadline_s: float | None, output_tokens: int | None) -> None:
-    """Raises ``BadArgument`` for values that a ``Limit`` cannot have."""
+    """Raises ``BadArgument`` for invalid values of a ``Limit``."""
     if deadline_s is not None and not is_number(deadline_s, 0, math.inf):
         raise BadArgument(
             f"limit: deadline_s must be a number of seconds, not {deadline_s!r}", param="deadline_s"
@@ -512,7 +513,7 @@ def check_limit(deadline_s: float | None, output_tokens: int | None) -> None:
 
 
 def check_embed(op: Embed) -> None:
-    """Raises ``BadArgument`` for texts or options that no ``Embed`` can have."""
+    """Raises ``BadArgument`` for invalid texts or options of an ``Embed``."""
     if not 1 <= len(op.texts) <= MAX_EMBED_TEXTS:
         raise BadArgument(f"embed: 1 to {MAX_EMBED_TEXTS} texts, not {len(op.texts):,}", param="texts")
     if not all(op.texts):
@@ -533,7 +534,7 @@ def check_embed(op: Embed) -> None:
 
 
 def check_choices(name: str, choices: Sequence[str]) -> None:
-    """Raises ``BadArgument`` for choices that the select ``name`` cannot have."""
+    """Raises ``BadArgument`` for invalid choices of the select ``name``."""
     with error_param("choices"):
         if not choices or not all(choices):
             raise BadArgument(f"select({name!r}): there must be at least one choice, and none may be empty")

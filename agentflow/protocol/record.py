@@ -1,4 +1,4 @@
-"""The base of records that programs get, such as ``Usage``, and hand to a web framework."""
+"""The base of records that programs receive, such as ``Usage``, and may return from a web framework."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import msgspec
 class Record:
     """A mixin of structs and dataclasses that are shown as JSON objects.
 
-    ``to_dict`` and ``dict(record)`` give one, and pydantic describes, reads and writes the record as one, so
-    that an endpoint of FastAPI can return it.
+    ``to_dict`` and ``dict(record)`` return this object, and pydantic describes, reads and writes the record
+    as one, so that an endpoint of FastAPI can return it.
     """
 
     __slots__ = ()

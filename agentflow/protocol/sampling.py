@@ -3,10 +3,10 @@
 
 ``check_stop_regex`` checks a ``stop_regex`` in the frontend and in the engine. The frontend compiles it with
 Python's ``re``; the engine searches with the package ``regex``, which can match growing text. Patterns that
-the two interpret differently are rejected, and so are patterns that would take much time or memory to
-compile: ``regex`` expands counted repeats.
+both interpret differently are rejected, and so are patterns that would take much time or memory to
+compile, because ``regex`` expands counted repeats.
 
-``is_whole`` and ``is_number`` check amounts that a program gives.
+``is_whole`` and ``is_number`` check numbers from programs.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def check_stop_regex(pattern: str) -> None:
 
 
 def stop_regex_error(wrong: str, pattern: str) -> BadArgument:
-    """The error for an invalid pattern; ``wrong`` begins with "must"."""
+    """The error for an invalid pattern. ``wrong`` begins with "must"."""
     shown = repr(pattern) if len(repr(pattern)) <= 100 else f"{pattern[:80]!r}…"
     return BadArgument(f"gen: stop_regex {wrong}, not {shown}", param="stop_regex")
 
 
 MATCHES_NOTHING = "must not match the empty text, or it would end every text at once"
-"""The fault of ``a*``. ``check_stop_regex`` cannot find it, because it runs no pattern: that could take
-long."""
+"""The error for patterns such as ``a*``. ``check_stop_regex`` does not detect them, because running a pattern
+could take long."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,12 +76,12 @@ def _what_is_wrong(pattern: str) -> str:
 
 
 def is_whole(value: object, low: float, high: float) -> bool:
-    """Whether ``value`` is a whole number from ``low`` to ``high``; a bool is not."""
+    """Whether ``value`` is a whole number from ``low`` to ``high``, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def is_number(value: object, low: float, high: float) -> bool:
-    """Whether ``value`` is a number from ``low`` to ``high``; a bool and NaN are not."""
+    """Whether ``value`` is a number from ``low`` to ``high``, and neither a bool nor NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -96,35 +96,35 @@ MAX_INT = 2**31 - 1
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of one generation, each with a value.
 
-    **Length.** ``max_tokens``: the most tokens to generate. ``min_tokens``: the text has at least this many
-    tokens: token ids that would end it earlier are masked, and no stop begins in the text of these tokens.
-    ``stop``: strings that end the text and are not part of it. ``stop_regex``: a regular expression (of
-    Python's ``re``) that ends the text before its match, as soon as the text so far has one; ``$``, ``\\b``
-    and look-aheads see the text as if it ended there, so write ``END\\n`` rather than ``END$``. It must not
-    match the empty text. ``stop_token_ids``: tokens that end the text. ``ignore_eos``: the model's own end
-    token does not end it. ``max_reasoning_tokens``: the most tokens of reasoning that a reasoning model
-    writes before the text, which count towards ``max_tokens`` too; 0: none. None is no limit, and 0 under a
-    constraint.
+    **Length.** ``max_tokens``: the maximum number of tokens to generate. ``min_tokens``: the minimum number
+    of tokens of the text: token ids that would end it earlier are masked, and no stop begins in the text of
+    these tokens. ``stop``: strings that end the text and are not part of it. ``stop_regex``: a regular
+    expression (of Python's ``re``) that ends the text before its match, as soon as the text so far has one;
+    ``$``, ``\\b`` and look-aheads see the text as if it ended there, so write ``END\\n`` rather than
+    ``END$``. It must not match the empty text. ``stop_token_ids``: tokens that end the text. ``ignore_eos``:
+    the model's end token does not end it. ``max_reasoning_tokens``: the maximum number of tokens of reasoning
+    before the text, which also count towards ``max_tokens``; 0 turns reasoning off. None: no limit, but 0
+    under a constraint.
 
-    **Choice of tokens.** The logits are changed in this order:
+    **Sampling.** The logits are changed in this order:
 
-    1. ``repetition_penalty`` r, of all tokens in the prompt and the output: a logit above 0 is divided
-       by r, others are multiplied by r (Keskar et al., "CTRL", 2019). ``frequency_penalty``, times the number
-       of times the token was generated, and ``presence_penalty``, if it was, are then subtracted.
+    1. ``repetition_penalty`` r, for all tokens in the prompt and the output: a logit above 0 is divided
+       by r, others are multiplied by r (Keskar et al., "CTRL", 2019). Then ``frequency_penalty`` is
+       subtracted once for each time that the token was generated, and ``presence_penalty`` once if it was.
     2. ``logit_bias``: pairs of a token id and the number added to its logit, -100 to 100.
     3. The ids that ``min_tokens`` masks.
-    4. ``temperature``: 0 is greedy (the default): the most likely token, and nothing below applies.
+    4. ``temperature``: with 0 (greedy, the default) the most likely token is chosen, and step 5 is skipped.
     5. ``top_k`` (0 is off), ``top_p`` (0 to 1], and ``min_p`` [0, 1] truncate the distribution.
 
-    ``seed``: the same seed and prompt give the same text. Without one the seed is derived from the session's
+    ``seed``: the same seed and prompt give the same text. Without one, the seed is derived from the session's
     seed and the op's place in its fork tree.
 
     **Log-probabilities.** ``logprobs``: report the log-probability of each token. ``top_logprobs``: report
     this many of the most likely tokens at each position; implies ``logprobs``. Both are computed from the
-    logits before all of the above.
+    unchanged logits.
 
-    **Reasoning.** ``stream_reasoning``: the reasoning of a model is sent while it is generated, not only in
-    one piece with the value.
+    **Reasoning.** ``stream_reasoning``: a model's reasoning is sent while it is generated, not only in one
+    piece with the value.
 
     >>> SamplingParams(temperature=0.8, top_p=0.9, logit_bias=((42, -100.0),)).check().top_p
     0.9
@@ -223,9 +223,9 @@ _CHECKS: Final[Mapping[str, tuple[Callable[[SamplingParams], bool], str]]] = {
 
 
 class GenParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The parameters of a gen as a program gives them: fields of ``SamplingParams``. None: the program leaves
-    the parameter to the backend. The engine then takes the default of ``SamplingParams``; a model behind an
-    API is sent nothing, because many APIs refuse parameters, or have other defaults.
+    """The parameters of a gen in a program: fields of ``SamplingParams``. None: the backend chooses the
+    value. The engine then uses the default of ``SamplingParams``; nothing is sent to a model behind an API,
+    because many APIs reject parameters, or have other defaults.
 
     >>> GenParams(temperature=0.0).given
     ('temperature',)
@@ -253,7 +253,7 @@ class GenParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The names of the parameters that the program gives, without those that only report more."""
+        """The names of the parameters with a value, except parameters that only report more."""
         found: list[str] = []
         for name in _CHANGING:
             value = getattr(self, name)

@@ -125,7 +125,7 @@ PATTERN_OF_FORMAT: Final = {
     "uuid": _uuid(variant="[0-9a-f]"),
     **{f"uuid{version}": _uuid(version) for version in "1345678"},
 }
-"""The patterns that strings of a ``format`` match as a whole. Narrower than the format where parsers differ:
+"""The patterns that strings of a ``format`` match as a whole. Narrower than the format if parsers differ:
 years are 1000 to 9999, days exist in their month, seconds are below 60, durations have no weeks."""
 
 NAIVE_PATTERN_OF_FORMAT: Final = {"time": f"^{_CLOCK}$", "date-time": f"^{_DATE}T{_CLOCK}$"}
@@ -138,7 +138,7 @@ _MOST_REFERENCES: Final = 8
 
 
 def inner_schemas(schema: Mapping[str, Any]) -> list[Any]:
-    """The members of ``schema`` that may be schemas, one level down; some of them are none.
+    """The members of ``schema`` that may be schemas, one level down. Some of them are not.
 
     >>> inner_schemas({"type": "array", "items": {"type": "null"}, "anyOf": [True]})
     [{'type': 'null'}, True]
@@ -160,7 +160,7 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """The schema, or the definition of ``root`` that it refers to. Empty if it is no object, refers to
+    """The schema, or the definition of ``root`` that it refers to. Empty if it is not an object, refers to
     something else, or is at the end of a long chain of references."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, dict):

@@ -3,9 +3,9 @@
 One websocket carries one session. The client's first frame decides the encoding of both directions: JSON in
 text messages, or MessagePack in binary ones. ``docs/reference/protocol.md`` documents every field.
 
-Ops are numbered from 1 in the order of submission; an ``Ops`` frame carries a run of them. The server
-acknowledges the ops that it has accepted, so that after a broken connection the client sends only the rest
-again and nothing runs twice. Each event carries its own position.
+Ops are numbered from 1 in the order of submission; an ``Ops`` frame contains consecutive ops. The server
+acknowledges the ops that it has accepted, so that after a broken connection the client resends only the rest
+and nothing runs twice. Each event contains its position.
 
 The server decodes a frame first, and then each op in it separately: a malformed op fails its state, a
 malformed frame ends the session.
@@ -28,12 +28,12 @@ from agentflow.protocol.ops import Op, Rejected
 VERSION = 2
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 DEFAULT_PORT = 8410
-# For sessions, servers and `agentflow pull` that name none.
+# The default of sessions, servers and `agentflow pull`.
 DEFAULT_MODEL = "smollm2-135m"
 SESSION_PATH = "/v1/session"
-# The parameter of the address with the id of the session that is resumed, by which a proxy finds its server.
+# The query parameter with the id of the resumed session, by which a proxy finds its server.
 SESSION_PARAM = "session"
-# Clients that offer subprotocols, as pages with a ticket do, offer this one; the server selects it.
+# Clients that offer subprotocols, such as pages with a ticket, must offer this one; the server selects it.
 SUBPROTOCOL = "agentflow.v2"
 # A private close code (RFC 6455, section 7.4.2): another connection has taken the session over.
 TAKEN_OVER = 4001
@@ -57,8 +57,8 @@ class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(_Frame, frozen=True):
-    """Client, first frame. ``model``: the default of the session's states; None for the server's first model.
-    An API key goes into the Authorization header."""
+    """Client, first frame. ``model``: the default model of the session's states; None: the server's first
+    model. An API key is in the Authorization header instead."""
 
     version: int
     resume: Resume | None = None
@@ -84,16 +84,16 @@ class Bye(_Frame, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """``frame_bytes``: the largest frame that the server accepts. ``resume_grace_s``: how long a session
-    outlives its connection."""
+    """``frame_bytes``: the maximum size of a frame. ``resume_grace_s``: how long a session outlives its
+    connection, in seconds."""
 
     frame_bytes: int
     resume_grace_s: float
 
 
 class Welcome(_Frame, frozen=True):
-    """Server, answers ``Hello``. ``models``: the capabilities of each model by name. ``model``: the default
-    of the session's states. ``ack``: the number of the last accepted op (0 in a new session)."""
+    """Server, the answer to ``Hello``. ``models``: the capabilities of each model by name. ``model``: the
+    default of the session's states. ``ack``: the number of the last accepted op (0 in a new session)."""
 
     version: int
     session: str
@@ -137,7 +137,7 @@ def encode(frame: ClientFrame | ServerFrame, *, binary: bool) -> bytes:
 
 
 class _Head(msgspec.Struct):
-    """The fields of a malformed op that say which state and variable it fails."""
+    """The fields of a malformed op that contain its states and variables, which fail."""
 
     op: str
     state: int = 0
@@ -189,7 +189,7 @@ class FrameDecoder(Generic[ReceivedT]):
 
     def decode(self, data: bytes | str) -> ReceivedT:
         """The frame in a binary message (``bytes``: MessagePack) or a text message (``str``: JSON).
-        ``ProtocolError`` names the field that is wrong."""
+        ``ProtocolError`` if it is invalid, with the field."""
         try:
             return self._json.decode(data) if isinstance(data, str) else self._msgpack.decode(data)
         except _UNREADABLE as error:
@@ -213,8 +213,8 @@ def server_frames() -> FrameDecoder[ServerFrame]:
 
 
 def json_fault(data: bytes | bytearray, error: Exception) -> str:
-    """Explains why msgspec cannot decode this text. For the escape of a first half of a surrogate pair close
-    to the end, msgspec itself reports truncated data.
+    """Explains why msgspec cannot decode this text. If the escape of a first half of a surrogate pair is near
+    the end, msgspec reports truncated data instead.
 
     >>> json_fault(b'{"a": "\\\\ud800"}', msgspec.DecodeError("Input data was truncated"))
     'a text in it has half a surrogate pair'

@@ -1,4 +1,4 @@
-"""Pauses between attempts: they double, with jitter where many clients lose one server."""
+"""Pauses between attempts: they double, with jitter if many clients may retry at the same time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _chance = random.SystemRandom()  # programs seed the shared generator, and may c
 
 
 def doubled_s(first_s: float, most_s: float, num_failed: int) -> float:
-    """The pause after ``num_failed`` failed attempts in a row, from 1: ``first_s``, then twice the one before
-    it, and at most ``most_s``.
+    """The pause after ``num_failed`` failed attempts in a row, at least 1: ``first_s``, then doubled for each
+    further failure, at most ``most_s``.
 
     >>> [doubled_s(0.5, 3.0, num_failed) for num_failed in (1, 2, 3, 4, 10_000)]
     [0.5, 1.0, 2.0, 3.0, 3.0]
@@ -20,7 +20,8 @@ def doubled_s(first_s: float, most_s: float, num_failed: int) -> float:
 
 
 def spread(least: float, most: float) -> float:
-    """Returns a factor between the two by chance, for the pauses of clients that must not return together."""
+    """Returns a random factor between ``least`` and ``most``, for pauses of clients that must not retry
+    together."""
     return _chance.uniform(least, most)
 
 

@@ -1,8 +1,8 @@
-"""A circuit breaker (Nygard, "Release It!", 2007): whether an endpoint is asked, learned from its failures.
+"""A circuit breaker (Nygard, "Release It!", 2007): stops requests to an endpoint that fails.
 
 An endpoint is a model at an address. Its circuit is closed while it answers. Failures in a row open it: the
-endpoint is not asked for a while. Then one request tries it (half-open), whose failure opens the circuit for
-longer and whose answer closes it.
+endpoint gets no requests for a while. Then one request tries it (half-open). If this fails, the circuit is
+open for longer; an answer closes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentflow.runtime.backoff import doubled_s, spread
 MAX_FAILURES = 3
 """The failures in a row that open a circuit."""
 FIRST_PAUSE_S = 5.0
-"""How long a circuit is open at first. The time doubles with each failed trial, with jitter."""
+"""The first period in which a circuit is open. It doubles with each failed trial, with jitter."""
 MAX_PAUSE_S = 60.0
 MAX_ASKED_S = 600.0
 """The longest pause that a server may ask for."""
@@ -25,7 +25,7 @@ HasAlternative = Callable[[], bool]
 
 
 def no_alternative() -> bool:
-    """For a request that only one endpoint can answer."""
+    """The ``HasAlternative`` of a request that only one endpoint can answer."""
     return False
 
 
@@ -42,7 +42,7 @@ class Attempt:
         self.period = period
 
     def begun(self) -> None:
-        """The answer has begun. A trial closes the circuit, although its answer may still be lost."""
+        """The answer has begun. A trial closes the circuit, although the rest of its answer may be lost."""
         self._circuit.begun(self)
 
     def succeeded(self) -> None:
@@ -50,7 +50,7 @@ class Attempt:
         self._circuit.succeeded(self)
 
     def failed(self, asked_s: float | None = None) -> None:
-        """The endpoint has failed. ``asked_s``: the pause that it asks for, which opens the circuit
+        """The endpoint has failed. ``asked_s``: a pause that the endpoint requested; the circuit then opens
         immediately."""
         self._circuit.failed(self, asked_s)
 
@@ -106,7 +106,7 @@ class Circuit:
         return self._opens_until is None or (self.left_s == 0 and self._trial is None)
 
     def attempt(self) -> Attempt:
-        """Begins a request. One on a circuit that is not ready is only a trial if it succeeds."""
+        """Begins a request. On a circuit that is not ready, it only counts if it succeeds."""
         attempt = Attempt(self, self._period)
         if self._opens_until is not None and self.is_ready:
             self._trial = attempt

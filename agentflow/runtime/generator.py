@@ -52,8 +52,8 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """The outcome of a select: each choice's score under the method, and the ``index`` of the chosen one, the
-    first with the highest score. ``model`` and ``passed_over``: as in ``Value``."""
+    """The outcome of a select: each choice's score under the method, and the ``index`` of the first choice
+    with the highest score. ``model`` and ``passed_over``: as in ``Value``."""
 
     index: int
     scores: tuple[float, ...]
@@ -64,7 +64,8 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class Decided(msgspec.Struct, frozen=True):
-    """The answers to questions: for each the probabilities of its ``answers``, or None if it was refused."""
+    """The answers to questions: for each question the probabilities of its ``answers``, or None if the model
+    refused to answer."""
 
     probabilities: tuple[tuple[float, ...] | None, ...]
     usage: Usage
@@ -76,8 +77,8 @@ class Decided(msgspec.Struct, frozen=True):
 class EmbeddingOptions(msgspec.Struct, frozen=True):
     """The options of an ``ops.Embed``."""
 
-    prompt: str | None = None  # a text to put before each text
-    prompt_name: str | None = None  # the name of a prompt of the model to use instead
+    prompt: str | None = None  # inserted before each text
+    prompt_name: str | None = None  # the name of one of the model's own prompts, instead of ``prompt``
     dimensions: int | None = None  # keep only this many leading dimensions
 
 
@@ -89,10 +90,9 @@ class Embeddings(NamedTuple):
 
 
 class StateHint(msgspec.Struct, frozen=True):
-    """Advice about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next op.
+    """A hint about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next op.
     ``place``: the state's place in its program, from the interpreter's graph; if ``begins``, its next request
-    begins now. ``is_dropped``: the state is a branch that was cancelled, and nothing continues from its
-    end."""
+    begins now. ``is_dropped``: the state is a cancelled branch, and no state continues from its end."""
 
     objective: Objective | None = None
     output_tokens: int | None = None
@@ -166,7 +166,7 @@ class View(Protocol):
 
 
 class Embedder(Protocol):
-    """Makes embeddings with one model."""
+    """Computes embeddings with one model."""
 
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         """The embeddings of texts. Cancelling it aborts the work. ``BadArgument`` if the model generates
@@ -174,14 +174,14 @@ class Embedder(Protocol):
 
 
 class Generator(Embedder, Protocol[ContextT]):
-    """Generates text with one model, or makes embeddings with it. All methods run in the event loop.
-    Cancelling an async method aborts the work that it started."""
+    """Generates text or computes embeddings with one model. All methods run in the event loop. Cancelling an
+    async method aborts the work that it started."""
 
     capabilities: Capabilities
 
     def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ContextT:
-        """A new, empty context. Contexts share cached KV only under an equal salt. Contexts of the same
-        program are siblings, for which one consumer waits. ``label``: shown instead of the program."""
+        """A new, empty context. Only contexts with the same salt share cached KV. Contexts of the same
+        program are siblings whose results are needed together. ``label``: shown instead of the program."""
 
     def fill(self, context: ContextT, text: str) -> None:
         """Appends text as content."""
@@ -250,14 +250,14 @@ class Generator(Embedder, Protocol[ContextT]):
         """Appends the choice with the highest score after the context."""
 
     async def decide(self, context: ContextT, questions: Sequence[Question]) -> Decided:
-        """Answers questions about the context, each by itself, and appends nothing. Called only if
-        ``capabilities.decisions``. ``BadArgument`` within the assistant's turn."""
+        """Answers questions about the context, independently of each other, and appends nothing. Called only
+        if ``capabilities.decisions``. ``BadArgument`` within the assistant's turn."""
 
     async def fork(self, context: ContextT, count: int) -> list[ContextT]:
         """``count`` contexts that continue from here and share the prefix."""
 
     def hint(self, context: ContextT, hint: StateHint) -> None:
-        """Takes advice about the context's next ops. Changes no result."""
+        """Receives a hint about the context's next ops. Does not affect results."""
 
     def text(self, context: ContextT) -> str:
         """The text of the context, including the markup of turns."""
@@ -283,8 +283,8 @@ class Generator(Embedder, Protocol[ContextT]):
 
 class SessionModels(NamedTuple):
     """The models of one session: the generator of its default model, the generators of the tenant's other
-    models by name, the models that make embeddings by name, and the generators whose counters add up to the
-    counters of all models (none: the default's)."""
+    models by name, the embedding models by name, and the generators whose counters are summed (none: only
+    the default's)."""
 
     default: Generator[Any]
     others: Mapping[str, Generator[Any]] = MappingProxyType({})

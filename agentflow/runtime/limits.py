@@ -107,8 +107,8 @@ class MemoryBudget:
 
 
 class MemoryReservation:
-    """Bytes in a memory budget that are released when the reservation is garbage collected, so with the
-    object that owns it. ``Overloaded`` if there is no room.
+    """Bytes in a memory budget that are released when the reservation is deleted, together with the object
+    that owns it. ``Overloaded`` if there is no room.
 
     This relies on CPython, which deletes an object with its last reference.
     """
@@ -171,8 +171,8 @@ def value_bytes(value: Value) -> int:
 
 class Budget:
     """The time and tokens that a state and its forks may use. ``deadline``: on the event loop's clock.
-    ``tokens_left``: of all generations together; concurrent ones may take it below 0, and a generation that
-    ends after that fails."""
+    ``tokens_left``: for all generations together; concurrent generations may make it negative, and a
+    generation that ends after that fails."""
 
     def __init__(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
         self.deadline = math.inf if deadline_s is None else anyio.current_time() + deadline_s
@@ -181,7 +181,7 @@ class Budget:
 
 
 def earliest_deadline(budgets: Sequence[Budget]) -> float:
-    """The earliest of their deadlines; infinite if there is none."""
+    """The earliest deadline of the budgets; infinite if there is none."""
     return min([budget.deadline for budget in budgets], default=math.inf)
 
 
@@ -191,7 +191,7 @@ def deadline_exceeded() -> DeadlineExceeded:
 
 
 def exceeded_with(error: BaseException, text: str, budgets: Sequence[Budget]) -> LimitExceeded | None:
-    """An error like ``error`` with another text, if that is of a limit which these budgets exceed too."""
+    """If the budgets also exceed the limit that raised ``error``, an error of the same kind with ``text``."""
     if isinstance(error, DeadlineExceeded) and earliest_deadline(budgets) <= anyio.current_time():
         return DeadlineExceeded(text)
     if isinstance(error, BudgetExceeded) and any(budget.tokens_left < 1 for budget in budgets):
@@ -201,7 +201,7 @@ def exceeded_with(error: BaseException, text: str, budgets: Sequence[Budget]) ->
 
 def clipped(params: GenParams, budgets: Sequence[Budget], default_max_tokens: int | None) -> GenParams:
     """``params`` with ``max_tokens`` clipped to the tokens that are left; the same object if they suffice.
-    ``default_max_tokens``: as of the model's capabilities. ``BudgetExceeded`` if no tokens are left."""
+    ``default_max_tokens``: as in ``Capabilities``. ``BudgetExceeded`` if no tokens are left."""
     most = params.max_tokens or default_max_tokens or math.inf
     left = min([budget.tokens_left for budget in budgets], default=math.inf)
     if left < 1:

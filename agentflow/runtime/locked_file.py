@@ -12,13 +12,13 @@ def open_locked(path: str | os.PathLike[str]) -> int:
         path: The file.
 
     Returns:
-        A file descriptor. The lock ends when it and its copies in forked processes are closed.
+        A file descriptor. The lock is released when it and its copies in forked processes are closed.
 
     Raises:
         BlockingIOError: The file is locked.
         OSError: The file cannot be opened.
     """
-    import fcntl  # POSIX alone has it
+    import fcntl  # only on POSIX
 
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -52,7 +52,7 @@ def is_locked(path: str | os.PathLike[str]) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Releases the lock, also where a forked process still has a copy of the descriptor."""
+    """Releases the lock, even if a forked process still has a copy of the descriptor."""
     import fcntl
 
     fcntl.flock(descriptor, fcntl.LOCK_UN)

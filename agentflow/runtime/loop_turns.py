@@ -1,4 +1,4 @@
-"""Bounded turns of the event loop for work whose size a client chooses."""
+"""Bounded turns of the event loop for work whose size depends on clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import anyio.lowlevel
 TURN_S = 0.005
 """The time after which work lets the event loop run."""
 MAX_STARTS = 8
-"""The tasks that begin before the time is looked at: a start takes up to a millisecond."""
+"""The number of tasks that begin before the clock is checked: a start takes up to a millisecond."""
 
 
 async def end_loop_turn() -> None:

@@ -1,6 +1,6 @@
-"""Who pays for the calls to APIs, for a generator that serves several clients.
+"""The payer of calls to APIs, for a generator that serves several clients.
 
-A server sets the payer of each call; the tasks that the call starts have the same one.
+A server sets the payer of each call; tasks started by the call have the same payer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 from agentflow.protocol.events import Usage
 
 Settle: TypeAlias = Callable[[float | None], None]
-"""Called when a call has ended, with its cost; None: it is unknown, as the answer was lost."""
+"""Called when a call has ended, with its cost; None: the cost is unknown, because the answer was lost."""
 
 
 class Payer(Protocol):
@@ -32,13 +32,13 @@ class Payer(Protocol):
             highest: The highest cost that the call can have; None: its price is unknown.
 
         Raises:
-            RateLimited: The payer cannot pay as much now.
+            RateLimited: The cost exceeds the payer's current balance.
             NotSupported: The payer does not pay for calls of unknown price.
         """
 
     def waste(self, usage: Usage) -> None:
-        """Counts the tokens of a call that are in no value's usage. Their cost is part of the call's."""
+        """Counts tokens of a call that are not in the usage of any value. The call's cost includes them."""
 
 
 PAYER: ContextVar[Payer | None] = ContextVar("payer", default=None)
-"""The payer of the calls that the current task makes; None: nobody asks."""
+"""The payer of the calls that the current task makes; None: calls are not charged."""

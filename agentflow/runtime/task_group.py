@@ -1,4 +1,4 @@
-"""Additions to anyio: a task group that raises a single error without an exception group around it, and calls
+"""Additions to anyio: a task group that raises a single error without an exception group, and calls
 into the event loop from other threads or from the garbage collector."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def running_loop() -> object | None:
 
 
 def loop_getter() -> Callable[[], object]:
-    """The function that returns the running event loop wherever one of this kind runs, asyncio's or trio's,
-    and raises ``RuntimeError`` elsewhere."""
+    """A function that returns the running event loop of the current library, asyncio or trio, and raises
+    ``RuntimeError`` where none runs."""
     trio = sys.modules.get("trio")
     if trio is not None:
         with suppress(RuntimeError):

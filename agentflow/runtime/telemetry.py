@@ -1,4 +1,4 @@
-"""OpenTelemetry, where the process uses it. Otherwise nothing here imports it, so it costs nothing."""
+"""Support for OpenTelemetry. It is imported only if the process uses it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def configured_tracer() -> Tracer | None:
 
 
 def current_context() -> Context | None:
-    """The context of OpenTelemetry, with the current span and baggage; None where it is not used."""
+    """OpenTelemetry's current context, with span and baggage; None if OpenTelemetry is not used."""
     context = sys.modules.get("opentelemetry.context")
     return None if context is None else context.get_current()
 

@@ -1,6 +1,6 @@
-"""Embeddings without a model: each word has a fixed random direction, and a text the sum of its words'.
+"""Embeddings without a model: each word has a fixed random direction, and a text has the sum of its words.
 
-Texts with words in common are similar, whatever their order: enough to test programs that search.
+Texts with common words are similar, in any order: enough to test programs with retrieval.
 """
 
 from __future__ import annotations

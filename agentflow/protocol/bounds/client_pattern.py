@@ -35,12 +35,11 @@ _filters = threading.Lock()
 
 
 class InvalidPattern(ValueError):
-    """The pattern is not a regular expression, or it would be too large. The message says why."""
+    """The pattern is not a regular expression, or it would be too large. The message has the reason."""
 
 
 class CannotCheck(Exception):
-    """A check of a client's text takes more than its limits allow, or nothing here can make it. The message
-    says why."""
+    """A check of a client's text exceeds its limits, or is not possible. The message has the reason."""
 
 
 def is_verbose(pattern: str) -> bool:
@@ -49,8 +48,8 @@ def is_verbose(pattern: str) -> bool:
 
 
 def doubtful_set(pattern: str) -> str:
-    r"""Names the part of a set of characters that may have another meaning in a future Python, of which
-    ``re`` warns. Empty if there is none.
+    r"""The name of a construct in a set of characters that may change its meaning in a future Python, about
+    which ``re`` warns. Empty if there is none.
 
     >>> doubtful_set("[[a]b]"), doubtful_set("[a-z--b]"), doubtful_set(r"[\[a&]")
     ('nested set', 'set difference', '')
@@ -83,11 +82,11 @@ def doubtful_set(pattern: str) -> str:
 
 
 def parsed(pattern: str) -> Any:
-    """The tree of a pattern, as ``re`` parses it, without the warnings about doubtful sets. Raises the
-    errors of ``re``.
+    """The tree of a pattern, as ``re`` parses it, without warnings about doubtful sets. Raises the errors of
+    ``re``.
 
-    The filters of warnings belong to the whole process: two threads that change them at the same time leave
-    them changed. So they stay as they are unless there is a warning.
+    Warning filters belong to the whole process: if two threads change them concurrently, they may remain
+    changed. They are therefore changed only if there is a warning.
     """
     if not is_verbose(pattern) and not doubtful_set(pattern):
         return _parser.parse(pattern)
@@ -97,8 +96,8 @@ def parsed(pattern: str) -> Any:
 
 
 def written_out(pattern: str) -> float:
-    """The size of a pattern after all counted repeats are expanded, at most. Infinite where braces may be
-    repeats that only ``regex`` sees.
+    """An upper bound of the size of a pattern after all counted repeats are expanded. Infinite if braces may
+    be repeats for ``regex`` only.
 
     >>> written_out("(?:ab|c){300}"), written_out(r"[0-9]{3}")
     (1200, 3)
@@ -115,8 +114,7 @@ def written_out(pattern: str) -> float:
 
 
 class PatternCache:
-    """A cache of compiled patterns, which take ``num_bytes`` together and at most ``most_bytes``.
-    Thread-safe.
+    """A cache of compiled patterns, which take ``num_bytes`` of memory, at most ``most_bytes``. Thread-safe.
 
     >>> cache = PatternCache(10_000)
     >>> cache.compiled("a+") is cache.compiled("a+")

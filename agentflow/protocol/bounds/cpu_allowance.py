@@ -1,4 +1,4 @@
-"""A limit on processor time: a burst, and then a part of the time."""
+"""A limit on processor time: a burst, and then a share of the elapsed time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 class CpuAllowance:
-    """A token bucket of processor time: at most ``burst_s`` seconds, refilled at the rate ``share`` of the
-    time on ``clock``."""
+    """A token bucket of processor time: at most ``burst_s`` seconds, refilled with the part ``share`` of the
+    time that passes on ``clock``."""
 
     def __init__(self, burst_s: float, share: float, clock: Callable[[], float]) -> None:
         self._burst_s = burst_s

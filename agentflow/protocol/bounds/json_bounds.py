@@ -1,13 +1,13 @@
 """Bounds for JSON from clients, checked before it is decoded.
 
 Decoding holds the GIL for the whole text, and a megabyte of empty lists takes up to a hundred times as long
-as a megabyte of prose, so a limit of bytes does not bound it. ``JsonScan`` counts the values of a text first,
-piece by piece, so that the event loop can run in between. It looks only at quotes, backslashes and brackets;
-text that is not JSON gets some count, and the decoder rejects it.
+as a megabyte of prose, so a limit of bytes does not bound the time. ``JsonScan`` counts the values of a text
+first, piece by piece, so that the event loop can run in between. It only reads quotes, backslashes and
+brackets; for text that is not JSON the count is arbitrary, and the decoder rejects it.
 
-``object_text``, ``decode_object`` and ``schema_constraint`` read objects that a request's body carries
-undecoded: schemas, parameters of tools, arguments of calls. ``check_schemas`` bounds the schemas of a
-constraint, and ``nests_deeper`` the nesting of decoded values: other code recurses through them."""
+``object_text``, ``decode_object`` and ``schema_constraint`` read objects that are undecoded in a request's
+body: schemas, parameters of tools, arguments of calls. ``check_schemas`` bounds the schemas of a constraint,
+and ``nests_deeper`` the nesting of decoded values, because other code recurses through them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ BODY_BOUNDS: Final = JsonBounds(values=500_000, parts=100_000, escapes=4_000_000
 
 
 class TooMuchJson(Exception):
-    """The text exceeds a bound, which the message names."""
+    """The text exceeds a bound. The message contains the bound."""
 
 
 class JsonScan:

@@ -1,8 +1,8 @@
-"""Checks of JSON texts against JSON schemas of clients, with work that can be counted.
+"""Checks of JSON texts against JSON schemas of clients, with limited work.
 
-The ``jsonschema`` package checks: each keyword spends steps, patterns a time, and a check that needs more is
-given up. A compiled validator is faster, but nothing can interrupt it, and a schema of 1 kB can cost hours.
-References are not fetched.
+The checks use the ``jsonschema`` package. Keywords are counted as steps and patterns are timed; a check that
+exceeds its limits is given up. A compiled validator is faster, but cannot be interrupted, and a schema of
+1 kB can take hours. References are not fetched.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from agentflow.protocol.bounds.client_pattern import CannotCheck, compiled
 SchemaPath: TypeAlias = tuple[str, ...]
 
 MOST_STEPS: Final = 20_000
-"""The steps of one check, which take about a tenth of a second."""
+"""The maximum number of steps of one check; they take about a tenth of a second."""
 MOST_PATTERN_S: Final = 0.1
 MOST_VIOLATIONS: Final = 5
-"""The most violations that one check reports."""
+"""The maximum number of violations that one check reports."""
 _CHARS_OF_A_STEP: Final = 1_000
 _MOST_SHOWN_CHARS: Final = 200
 
@@ -89,7 +89,7 @@ class SchemaCheck:
             most_pattern_s: The seconds that its patterns may take.
 
         Raises:
-            CannotCheck: It takes more.
+            CannotCheck: The check exceeds its limits.
         """
         try:
             value = json.loads(text, parse_constant=_refuse_constant)
@@ -124,14 +124,14 @@ def _refuse_constant(name: str) -> NoReturn:
 
 @dataclass(slots=True)
 class _Work:
-    """The rest of a check's limits. ``sizes``: the characters of each container, by its id."""
+    """The remaining work of a check. ``sizes``: the characters of each container, by its id."""
 
     steps: int
     pattern_s: float
     sizes: dict[int, int] = field(default_factory=dict)
 
     def measure(self, value: Any) -> int:
-        """The characters of a value, and of all values in it."""
+        """The number of characters of a value, including all values in it."""
         if isinstance(value, str):
             return len(value)
         if not isinstance(value, dict | list):
@@ -141,7 +141,7 @@ class _Work:
         return size
 
     def spend(self, keyword: Any, instance: Any) -> None:
-        """Counts one keyword with its value, on one instance, which an error would quote."""
+        """Counts one keyword with its value, and the instance, because an error would quote it."""
         if isinstance(keyword, dict):
             self.steps -= sum([1 + (len(one) if isinstance(one, list) else 0) for one in keyword.values()])
         elif isinstance(keyword, list):
@@ -266,8 +266,8 @@ def _validator(schema: Any) -> Any:
 
 
 def _plain(schema: Any, *, is_draft_4: bool) -> Any:
-    """A copy in which no inner schema names a draft, as it would get a validator that does not count. Limits
-    in the form of draft 4 get the form of later drafts."""
+    """A copy in which inner schemas have no ``$schema``, which would select a validator that does not count.
+    Limits in the form of draft 4 are converted to the form of later drafts."""
     if isinstance(schema, list):
         return [_plain(one, is_draft_4=is_draft_4) for one in schema]
     if not isinstance(schema, dict):

@@ -16,8 +16,8 @@ _REST_OF_OBJECT = 16
 
 
 def sized(*kept: object) -> int:
-    """Measures the memory of objects and of all that they refer to, in bytes: each object once, but numbers
-    as often as they occur.
+    """Measures the memory of objects and of everything that they refer to, in bytes. Each object is counted
+    once, but a number each time that it occurs.
 
     Reads texts, numbers, the collections that JSON has, tuples, sets, structs of msgspec and objects with
     slots. Other objects count without their references. Does not recurse, so any depth can be measured.
@@ -72,11 +72,11 @@ def sizing(*kept: object) -> Generator[None, None, int]:
 
 
 _STEP = 1_000
-"""The objects of one step."""
+"""The number of objects in one step."""
 _MANY = 64
 """Numbers in a collection of more parts are counted together."""
 _SLICE = 16_384
-"""The parts among which numbers are counted in one step."""
+"""The number of parts of a collection in which numbers are counted in one step."""
 
 
 def _list_parts(one: object) -> Sequence[object]:

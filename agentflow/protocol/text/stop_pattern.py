@@ -1,7 +1,7 @@
-"""The search for a ``stop_regex`` in text that still grows, with limits of processor time.
+"""The search for a ``stop_regex`` in growing text, with limits on processor time.
 
-The engine and the scripted backend search with it: a pattern with nested repeats must not occupy their event
-loop or step, and neither must many of them.
+Used by the engine and the scripted backend: one or many patterns with nested repeats must not occupy their
+event loop or step.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SOUND_S = 0.001
 
 
 def shared_time() -> CpuAllowance:
-    """The time of all searches of one client."""
+    """The shared time of all searches of one client."""
     return CpuAllowance(SHARED_BURST_S, SHARED_PART, time.monotonic)
 
 
 class StopPattern:
-    """Searches text that still grows. The text ends where the pattern first has a match, before the leftmost
-    one. ``num_safe``: the characters at the front in which no match can begin, now or later.
+    """Searches growing text. The text ends as soon as the pattern has a match, before the leftmost match.
+    ``num_safe``: the number of leading characters in which no match can begin, now or later.
 
     Uses the package ``regex``, which can tell whether the end of a text may begin a match, and which stops a
     search after a time limit; Python's ``re`` does neither. ``BadArgument`` if the pattern is invalid or
@@ -41,7 +41,7 @@ class StopPattern:
 
     Args:
         source: The pattern.
-        shared: The time of all searches of the client; None: only this one's is limited.
+        shared: The shared time of all searches of the client; None: only this search is limited.
     """
 
     def __init__(self, source: str, shared: CpuAllowance | None = None) -> None:
@@ -73,7 +73,7 @@ class StopPattern:
         self._left_s = min(BURST_S, self._left_s + PER_TOKEN_S)
 
     def step(self) -> int | None:
-        """Reads one character. Returns where the match begins, if there is one now; do not call it after
+        """Reads one character. Returns the start of the match, if there is one now; do not call it after
         that."""
         self._num_read += 1
         found = self._search()
@@ -83,8 +83,8 @@ class StopPattern:
         return None
 
     def _search(self) -> regex.Match[str] | None:
-        """A match, a partial match or None. The time limit of ``regex`` is on the wall clock, which also runs
-        while other threads do; only this thread's processor time counts, so the search is repeated."""
+        """A match, a partial match or None. The time limit of ``regex`` is wall-clock time, which includes
+        other threads' work. Only this thread's processor time counts, so the search may be repeated."""
         while True:
             reserved_s = 0.0
             if self._shared is not None and self._shared.left_s <= 0:

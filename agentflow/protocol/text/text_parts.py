@@ -1,8 +1,8 @@
 """Readers of the parts of a model's answer: list items, an XML element, values of JSON and YAML, a number, a
-date, one of some words. ``transform`` applies them.
+date, one of several words. ``transform`` applies them.
 
-Each raises ``RunFailed`` if the text has no such part. All are linear in the text, or limit its length. They
-read the formats as LangChain's output parsers do.
+Each raises ``RunFailed`` if the text has no such part. All take linear time, or limit the length of the text.
+They read the same formats as LangChain's output parsers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from agentflow.errors import BadArgument, NotSupported, RunFailed
 
 MAX_JSON_VALUES: Final = 250_000
-"""The largest number of values that ``json`` decodes, commas in texts included: decoding holds the GIL."""
+"""The maximum number of values that ``json`` decodes, counting commas in strings: decoding holds the GIL."""
 MAX_INLINE_CHARS: Final = 65_536
 """Longer texts are read in a thread."""
 MAX_SEARCHED_CHARS: Final = 1_000_000
@@ -53,7 +53,7 @@ _TIME_DIRECTIVES: Final = frozenset("fHIMpSz")
 
 
 def items(text: str, argument: str) -> str:
-    """The items of a list, one a line, or one of them (``"numbered.0"``)."""
+    """The items of a list, one per line, or one item (``"numbered.0"``)."""
     kind, index = _items_argument(argument)
     where = f"items({argument!r})"
     _check_length(text, MAX_SEARCHED_CHARS, where)
@@ -153,8 +153,8 @@ def number(text: str, _: str) -> str:
 
 
 def iso_date(text: str, form: str) -> str:
-    """The date, or the date and time, in ISO's format. ``form``: a format of ``strptime``; without it, the
-    text is in ISO's format. The whole text must be the date."""
+    """The date, or the date and time, in ISO 8601. ``form``: a format of ``strptime``; without it, the text
+    is in ISO 8601. The whole text must be the date."""
     stripped = text.strip()
     where = f"date({form!r})" if form else "date()"
     _check_length(stripped, MAX_DATE_CHARS, where)
@@ -247,7 +247,7 @@ def _value_at(value: Any, path: str, where: str) -> str:
 
 @cache
 def _yaml() -> tuple[Any, Any]:
-    """The package, and a loader whose numbers are short: the time for one in base 60 is quadratic."""
+    """The package, and a loader that limits the length of numbers: parsing base 60 takes quadratic time."""
     try:
         import yaml
     except ImportError as error:
@@ -273,7 +273,7 @@ def _yaml() -> tuple[Any, Any]:
 
 
 def _check_yaml(yaml: Any, source: str, where: str) -> None:
-    """Raises ``RunFailed`` for aliases, which make a short text a large value, and beyond the bounds."""
+    """Raises ``RunFailed`` for aliases, which expand short texts to large values, and beyond the bounds."""
     depth = num_nodes = 0
     for event in yaml.parse(source, Loader=yaml.CSafeLoader):
         if isinstance(event, yaml.AliasEvent):

@@ -1,6 +1,6 @@
-"""Transforms of a variable's text where another state refers to it.
+"""Transforms of a variable's text in references.
 
-They run in the backend, so a value passes from one state to another without a round trip to the client.
+They run in the backend, so a value is passed from one state to another without a round trip to the client.
 Python functions (``Variable.map``) run in the client, never on a server."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_TRANSFORMS = 16
 MAX_PATTERN_CHARS = 1000
 _SLOW = ("regex", "yaml")
 REGEX_TIMEOUT_S = 0.2
-"""A search that takes longer fails its state; it bounds the cost for other states."""
+"""A search that takes longer fails its state, so that other states are not delayed."""
 
 
 class Transform(msgspec.Struct, frozen=True, array_like=True):
@@ -64,7 +64,7 @@ def check_written(transforms: tuple[Transform, ...]) -> None:
 
 def check_transforms(transforms: tuple[Transform, ...]) -> None:
     """Raises ``BadArgument`` for transforms that cannot be applied. Compiles the patterns, which may take
-    long: a server leaves it to ``apply_in_turn``."""
+    long, so a server only uses ``apply_in_turn``."""
     check_written(transforms)
     for transform in transforms:
         if transform.name == "regex":
@@ -86,8 +86,8 @@ def compiled(pattern: str) -> regex.Pattern[str]:
 
 
 def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:
-    """``text`` after all transforms. ``RunFailed`` if one of them does not find its target, ``BadArgument``
-    for an invalid pattern."""
+    """The result of all transforms of ``text``. ``RunFailed`` if one of them does not find its target,
+    ``BadArgument`` for an invalid pattern."""
     for transform in transforms:
         text = _STEPS[transform.name](text, transform.argument)
     return text

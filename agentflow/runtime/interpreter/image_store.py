@@ -1,7 +1,7 @@
 """The images and videos of a session: uploaded once, and used by any number of ops.
 
-The memory of an image counts until nothing uses it: the store forgets it with ``Release``, and the contexts
-that contain it are freed.
+The memory of an image counts until it is no longer used: after its ``Release``, and when the contexts that
+contain it have been freed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from agentflow.protocol.op_table import check_received_op
 from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 
 _MAX_ERRORS = 256
-"""The failed uploads whose errors are kept."""
+"""The maximum number of failed uploads whose errors are kept."""
 _MAX_PARTIAL = 16
-"""The uploads that may be unfinished at the same time."""
+"""The maximum number of concurrent unfinished uploads."""
 _SLICE = 1_000_000
 """Bytes that are hashed in one step: about a millisecond."""
 
@@ -53,7 +53,7 @@ class ImageStore:
         self._errors: dict[str, ErrorInfo] = {}
 
     def upload(self, op: ops.Upload) -> Iterator[None]:
-        """Takes a part of an image, in steps. An error fails the ops that use the image."""
+        """Stores a part of an image, in steps. An error fails the ops that use the image."""
         try:
             check_received_op(op)
             yield from self._take(op)

@@ -1,7 +1,7 @@
 """The interpreter: runs the op streams of one session with a generator.
 
-The ops of each state run in order, in a task that exists only while ops are waiting there; states run
-concurrently. ``state_tree`` describes how failures and cancellations spread between them.
+The ops of each state run in order, in a task that exists only while ops are pending; states run
+concurrently. ``state_tree`` describes the propagation of failures and cancellations.
 
 An op fails its state if it is invalid, if there is no room for it, or if it fails while it runs; the other
 states continue. Only an error that belongs to no state ends the session.
@@ -89,9 +89,9 @@ logger = logging.getLogger(__name__)
 # Twice the number of ops that the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
 SKIPS_PER_LOOK = 64
-"""Ops of a failed state that are skipped between two checks of the clock."""
+"""The ops of a failed state that are skipped between two checks of the clock."""
 VARIABLES_PER_LOOK = 64
-"""Variables of a closed state that are removed between two checks of the clock."""
+"""The variables of a closed state that are removed between two checks of the clock."""
 # Rejected ops have a separate budget: their states and variables must fail even if memory is exhausted.
 REJECTED_BYTES = 4_000_000
 _NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if spec.is_numbered}
@@ -104,14 +104,14 @@ class Interpreter(Generic[ContextT]):
         generator: Runs the generations of the default model.
         task_group: Owns all tasks: cancel it to end the session, then call ``close``.
         memory: Counts the memory of the session.
-        hides_faults: Clients see only an id for faults of the backend, which the log explains.
+        hides_faults: For faults of the backend, clients get only an id, with which the log has the error.
         models: The generators of further models, by name.
-        embedders: Further models that make embeddings, by name.
-        counted: The generators whose counters together are the session's; none: the default model's.
-        max_states: The most states that may be open; None: ``state_tree.MAX_STATES``.
-        program: The program, for the scheduler, of the states that name none. Unlike the name in ``Open``, it
+        embedders: Further embedding models, by name.
+        counted: The generators whose counters are summed; none: only the default model's.
+        max_states: The maximum number of open states; None: ``state_tree.MAX_STATES``.
+        program: The scheduler's program of states without their own. Unlike the name in ``Open``, it
             makes no task group. Empty: each tree of states is a program.
-        graphs: The graphs of the tenant's open sessions, to which this one's is added until ``close``.
+        graphs: The graphs of the tenant's open sessions; this session's graph is added until ``close``.
     """
 
     def __init__(
@@ -252,8 +252,8 @@ class Interpreter(Generic[ContextT]):
         return state
 
     def num_active(self) -> int:
-        """The number of states with an op that runs. It may wait for its generator, but not for a value of
-        another state. If all of them wait for their generator, nothing happens before one has its answer."""
+        """The number of states with a running op. It may wait for its generator, but not for a value of
+        another state. While all running ops wait for their generators, no further op can begin."""
         running = [state.current for state in self._states if state.is_running]
         return sum([op is None or all(source.has_ended for source in op.sources) for op in running])
 

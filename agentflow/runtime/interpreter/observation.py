@@ -1,7 +1,7 @@
 """Lets a client observe the backend: its counters, and a watch of its scheduler, radix trees and programs.
 
 Like all events, the events of a watch are made when the client reads: each is the difference between the
-newest snapshot and the one that the client has. A snapshot is taken when the client has read the one before,
+newest snapshot and the last one that was sent. A snapshot is taken when the client has read the previous one,
 so a slow reader costs nothing and skips intermediate states."""
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ NODE_BYTES = 1_000
 GRAPHS_BYTES = 1_500_000
 """Estimated memory of the graphs of a watch."""
 MAX_GRAPH_WATCHES = 32
-"""The watches of one tenant that see its graphs."""
+"""The maximum number of a tenant's watches with graphs."""
 MAX_TICKETS = 1_000
 
 
 class StatsAnswers(Generic[ContextT]):
-    """Answers ``GetStats`` with the sums of the generators. Concurrent ones share one query of each."""
+    """Answers ``GetStats`` with the sums of the generators. Concurrent requests share one query of each
+    generator."""
 
     __slots__ = ("_events", "_generators", "_replies", "_tasks", "_tickets")
 
@@ -67,7 +68,7 @@ class StatsAnswers(Generic[ContextT]):
         self._replies: list[Event] = []
 
     def ask(self, ticket: int) -> None:
-        """Asks for an answer with this ticket. ``Overloaded`` if too many are waiting."""
+        """Requests an answer with this ticket. ``Overloaded`` if too many are waiting."""
         ops.check_number(ticket)
         if len(self._tickets) + len(self._replies) >= MAX_TICKETS:
             raise Overloaded(
@@ -112,7 +113,7 @@ class GraphAnswers:
         self._tickets: list[tuple[int, bool]] = []
 
     def ask(self, ticket: int, *, of_tenant: bool = False) -> None:
-        """Asks for an answer with this ticket. ``Overloaded`` if too many are not received."""
+        """Requests an answer with this ticket. ``Overloaded`` if the client has not received too many."""
         ops.check_number(ticket)
         if len(self._tickets) >= MAX_PEEKS:
             raise Overloaded(f"{MAX_PEEKS} requests for the graph are unanswered: receive some answers first")
@@ -134,8 +135,8 @@ class GraphAnswers:
 
 
 class WatchedTree:
-    """The part of the radix tree that one watch has sent. The client's ids of nodes and requests count from 1
-    in each watch, because the backend's numbers would reveal the activity of other tenants."""
+    """The part of the radix tree that one watch has sent. In each watch, ids of nodes and requests count from
+    1, because the backend's numbers would reveal the activity of other tenants."""
 
     def __init__(self) -> None:
         self._epoch: int | None = None
@@ -154,7 +155,7 @@ class WatchedTree:
         return self._numbers.get(node_id)
 
     def delta(self, snapshot: Snapshot) -> TreeDelta:
-        """The part of the snapshot that the client lacks."""
+        """The changes since the last delta."""
         is_reset = snapshot.epoch != self._epoch or len(self._tenants) > MAX_TENANTS
         if is_reset:
             self._epoch = snapshot.epoch
@@ -196,9 +197,9 @@ class WatchedTree:
 
 
 class _Watch:
-    """One watch, and how much of it the client has received. ``is_due``: the client gets an event when it
-    reads. ``pending``: the newest snapshot for it; no other one is taken meanwhile. ``graphs``: its changes
-    of the graphs, if it has them."""
+    """One watch, and the position of its client. ``is_due``: the client gets an event when it reads.
+    ``pending``: the newest snapshot, which has not been sent; no other one is taken meanwhile. ``graphs``:
+    the changes of the graphs, if the watch has them."""
 
     def __init__(self, op: ops.Watch, reservation: MemoryReservation, graphs: GraphsWatch | None) -> None:
         self.op = op
@@ -226,7 +227,7 @@ class _Watch:
         return self.op.steps or self.op.tree or not self.op.graphs
 
     def end(self) -> None:
-        """Nothing more is sent."""
+        """Ends the watch: no more events are sent."""
         self.scope.cancel()
         if self.graphs is not None:
             self.graphs.close()
@@ -280,7 +281,7 @@ class WatchAnswers(Generic[ContextT]):
     """Answers ``Watch`` and ``Peek``. A session has one watch.
 
     Args:
-        generator: Is watched.
+        generator: The generator to watch.
         tasks: Owns the tasks.
         events: Receives the answers.
         memory: Counts the memory of the watch.
@@ -384,7 +385,7 @@ class WatchAnswers(Generic[ContextT]):
         watch.view = None
 
     async def _observe_graphs(self, watch: _Watch, graphs: GraphsWatch) -> None:
-        """Without the engine: only when something has changed."""
+        """Observes graphs without the engine: events are sent only for changes."""
         while True:
             if graphs.has_news():
                 await self._show(watch)

@@ -1,6 +1,5 @@
 """Runs the ops that need a model: they fill the context of their state, generate from it, score choices, fork
-it and read it. Embeddings and ``set`` are here too, although they need no context: they wait in the same
-stream.
+it and read it. Embeddings and ``set`` need no context, but wait in the same stream.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from agentflow.runtime.limits import (
 from agentflow.runtime.loop_turns import LoopTurn
 
 MAX_UPCOMING = 64
-"""The most ops behind a gen that its generator receives."""
+"""The maximum number of ops after a gen that its generator receives."""
 
 
 def opened_context(generator: Generator[ContextT], op: ops.Open) -> ContextT:

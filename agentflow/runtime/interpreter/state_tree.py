@@ -1,9 +1,9 @@
 """The states of one session: their records, and the tree of forks.
 
-``StateTree`` knows which state was forked from which. A failure in a task group spreads up: to the siblings
-of the failed state and to their parent. A cancellation spreads down, to all forks of a state.
-``GraphExecution`` follows the states of one submitted graph. ``derived_error`` and the functions after it
-make the errors of states and variables that a failure ends."""
+``StateTree`` records the parent of each state. A failure in a task group propagates up: to the siblings
+of the failed state and to their parent. A cancellation propagates down, to all forks of a state.
+``GraphExecution`` tracks the states of one submitted graph. ``derived_error`` and the functions after it
+make the errors of the states and variables that a failure ends."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class GraphExecution(Generic[ContextT]):
         self._num_left = 0
 
     def add(self, state: StateRecord[ContextT]) -> None:
-        """Adds a state of the graph; only the root sends events."""
+        """Adds a state of the graph. Only the root sends events."""
         self.states.append(state)
         self._num_left += 1
         state.graph = self
@@ -204,7 +204,7 @@ class GraphExecution(Generic[ContextT]):
 
 
 MAX_STATES = 10_000
-"""The most open states of a session."""
+"""The maximum number of open states of a session."""
 # Each limit counts once for each state that it applies to: every op of the state checks it.
 MAX_LIMITS = 100_000
 MAX_STOPPED = 200
@@ -423,7 +423,7 @@ class StateTree(Generic[ContextT]):
         state.siblings, state.children = [], {}  # no cycles: it is deleted with its last reference
 
     def remove_one(self) -> bool:
-        """Removes a state, whatever refers to it. False if there is none."""
+        """Removes a state, even if others refer to it. False if there is none."""
         if not self._states:
             return False
         _, state = self._states.popitem()
@@ -462,8 +462,8 @@ def derived_error(
     message: str, cause: AgentflowError, state: StateRecord[ContextT], *, of_other: bool = False
 ) -> AgentflowError:
     """The error of an op or variable of ``state`` that fails because of ``cause``: ``Cancelled`` after a
-    cancellation, the error of a limit that the state exceeds too, otherwise ``RunFailed``. A prompt after one
-    that is too long is too long itself, unless that was the prompt of another state (``of_other``)."""
+    cancellation, the error of a limit that the state also exceeds, otherwise ``RunFailed``. After
+    ``PromptTooLong`` in the same state, later prompts are also too long (not with ``of_other``)."""
     text, root = f"{message}: {cause}", root_cause(cause)
     kind: type[AgentflowError] = RunFailed
     if isinstance(cause, Cancelled):
@@ -476,7 +476,7 @@ def derived_error(
 
 
 def root_cause(error: AgentflowError) -> BaseException:
-    """The root cause of ``error``. Derived errors name it directly, because a chain through many wired
+    """The root cause of ``error``. It is the direct cause of derived errors, because a chain through many
     variables would grow without bound."""
     derived = RunFailed | Cancelled | LimitExceeded | PromptTooLong
     if isinstance(error, derived) and error.__cause__ is not None:

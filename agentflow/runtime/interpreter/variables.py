@@ -1,4 +1,4 @@
-"""The variables of one session, and the events that its reader still has to receive.
+"""The variables of one session, and the events that its reader has not received yet.
 
 Events are not queued. ``VariableRecord`` knows the position of the reader, as the records of states do, and
 ``EventCursor.drain`` makes the events that bring the reader up to date, so text that was generated while it
@@ -102,7 +102,7 @@ class EventCursor:
 MAX_DRAINED_RECORDS = 250
 MAX_DRAINED_CHARS = 4_000_000
 MAX_WOKEN = 50
-"""The ops that wait for a variable and continue in one turn of the event loop."""
+"""The maximum number of ops waiting for a variable that continue in one turn of the event loop."""
 
 
 Reports = Literal["all", "end", "nothing"]
@@ -111,7 +111,7 @@ Reports = Literal["all", "end", "nothing"]
 
 @dataclass(slots=True)
 class VariablePosition:
-    """How much of a variable one reader has received."""
+    """The position of one reader in a variable."""
 
     num_chars: int = 0
     num_reasoning_chars: int = 0
@@ -202,7 +202,7 @@ class VariableRecord:
         return self._text if self._growing is None else self._growing.getvalue()
 
     def text_from(self, at: int) -> str:
-        """The text so far from character ``at`` on, which may be its end. The time grows with the result."""
+        """The text so far from character ``at`` on, which may be its end, in time linear in the result."""
         if self._growing is None:
             return self._text[at:]
         self._growing.seek(at)
@@ -236,7 +236,7 @@ class VariableRecord:
         self.extend(part)
 
     def extend_reasoning(self, delta: str) -> None:
-        """Appends reasoning, which the value will have too."""
+        """Appends reasoning, which will also be in the value."""
         self.reasoning += delta
         self._mark()
 
@@ -250,7 +250,7 @@ class VariableRecord:
         self._end()
 
     def complete_text(self, text: str, reason: str) -> None:
-        """Completes the variable with text that no generation made. ``Overloaded``."""
+        """Completes the variable with text that was not generated. ``Overloaded``."""
         self.complete(Value(self.id, 0, text, reason, Usage()))
 
     def fail(self, error: AgentflowError) -> None:

@@ -1,4 +1,4 @@
-"""The text of an op whose parts refer to variables: it is complete when all of them are."""
+"""The text of an op whose parts refer to variables: it is complete when all variables are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentflow.runtime.loop_turns import LoopTurn
 # A text that refers twice to the one before doubles with every op: thirty small ops could exhaust the memory.
 MAX_OP_CHARS = 8 * 1024 * 1024
 MIN_GROWN_CHARS = 512
-"""The least characters by which a provided text grows before a waiting state computes them."""
+"""The minimum number of characters of a provided text that a waiting state computes in advance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class FillAhead:
 
     @property
     def num_more_chars(self) -> int:
-        """The characters by which a provided text grows before the next ``fill``, which may encode the whole
-        text of the context again."""
+        """The number of further characters of a provided text before the next ``fill``, which may encode the
+        whole text of the context again."""
         return max(MIN_GROWN_CHARS, self.state.num_chars // 8)
 
 
@@ -57,10 +57,10 @@ class WiredTexts:
         append: Callable[[str], None],
         ahead: FillAhead | None = None,
     ) -> None:
-        """Calls ``append`` with the text of the parts, in pieces: before the wait for a variable, with all
+        """Calls ``append`` with the text of the parts, in pieces: before waiting for a variable, with all
         text that is known by then. ``sources``: the variables that the parts refer to, in their order. An
-        error is raised when all of them have ended. ``ahead``: computes the known text in the waits. Then
-        ``append`` also gets the text of a provided variable in pieces, while it grows."""
+        error is raised when all of them have ended. ``ahead``: computes the known text during the waits;
+        ``append`` then also gets the text of a provided variable in pieces, while it grows."""
         pieces: list[str] = []
         piece, num_chars = "", 0
         variables = iter(sources)

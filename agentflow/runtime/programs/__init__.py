@@ -1,7 +1,7 @@
 """A backend's knowledge of the programs that it runs.
 
 ``graph``: the live graph of a session's requests and variables. ``deduction``: the objectives, task groups
-and steps that follow from it. ``live``: the graph as a client sees it. ``watch``: the changes in it since a
-client last looked. ``place``: where a state stands in its program, which the scheduler reads. ``store``:
-programs that live on between the requests of their clients.
+and steps derived from it. ``live``: the graph as a client sees it. ``watch``: the changes of the graph that a
+client has not received. ``place``: the position of a state in its program, for the scheduler. ``store``:
+programs that outlive the requests of their clients.
 """

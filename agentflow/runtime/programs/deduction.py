@@ -2,16 +2,16 @@
 
 It follows Parrot (Lin et al., OSDI 2024, section 5.2), in reverse topological order:
 
-- A request with an explicit objective has it. One whose value somebody awaits, or that no other request
-  needs, counts by its latency.
-- The requests of one stage below one consumer are a ``Stage``, a task group. Two or more of them count by
-  their throughput, because the consumer waits for the last one. Requests with several consumers, all of one
-  stage, are the stage before it: the last of these waits for them.
-- A request with one consumer counts like this consumer. A request with several consumers gates them all, so
-  it counts like the consumer of their task group.
+- A request with an explicit objective keeps it. A request whose value the client awaits, or that no other
+  request needs, has the objective latency.
+- The requests of one stage below one consumer are a ``Stage``, a task group. If there are two or more, they
+  have the objective throughput, because the consumer waits for the last one. Requests with several consumers,
+  all of one stage, form the stage before it: the last consumer of the group waits for them.
+- A request with one consumer has the consumer's objective. A request with several consumers delays all of
+  them, so it has the objective of the consumer of their task group.
 
-A node's deduction depends only on the nodes that depend on it, and these on still later ones. So a change
-spreads along the edges, and stops where nothing changes. Nodes are numbered in topological order.
+A node's deduction depends only on the nodes that depend on it, directly or indirectly. A change therefore
+propagates along the edges, and stops at nodes that do not change. Nodes are numbered in topological order.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ NodeKind = Literal[
 How = Literal["value", "stream"]
 
 REQUESTS: Final = frozenset({"gen", "reply", "select", "decide", "embed", "score"})
-"""The kinds of nodes that are requests to a model. All others take no time."""
+"""The kinds of nodes that are requests to a model. Other nodes take no time."""
 MAX_STEPS = 8
-"""More steps count like this number, so that the end of a request changes few later ones."""
+"""Larger numbers of steps are reduced to this one, so that the end of a request changes few later ones."""
 MAX_STAGES = 8
-"""The stages below one consumer that are task groups."""
+"""The maximum number of stages below one consumer that are task groups."""
 BLOCKED = 1 << 30
 """The steps of a node that waits for the client."""
 MAX_VISITS = 4_096
-"""The nodes and edges that one op updates. Other nodes keep their previous deduction until the next op, or
-until the next call of ``settle``."""
+"""The maximum number of nodes and edges that one op updates. Other nodes keep their previous deduction until
+the next op, or until the next call of ``settle``."""
 
 
 _KeyT = TypeVar("_KeyT")
@@ -133,7 +133,7 @@ class Deduction:
     """Keeps the deduction of all nodes up to date.
 
     Args:
-        next_number: Makes the numbers of stages.
+        next_number: Returns the number of a new stage.
         changed: Receives each node whose deduction has changed.
         moved: Receives each node that has left the graph, or lost a node on which it depends.
     """
@@ -155,8 +155,8 @@ class Deduction:
         self._prunable: list[GraphNode] = []  # ended ones that no unfinished node depends on
 
     def add(self, node: GraphNode, preds: Iterable[GraphNode]) -> None:
-        """Adds a node that depends on unfinished ones, each of which may be repeated. A new node that depends
-        on none, and has no objective of the program, needs no deduction before another depends on it."""
+        """Adds a node with the unfinished nodes on which it depends (possibly repeated). A node without any,
+        and without an explicit objective, needs no deduction before another node depends on it."""
         for pred in dict.fromkeys(preds):
             node.preds[pred] = None
             pred.succs[node] = None
@@ -204,14 +204,14 @@ class Deduction:
         self._moved(node)
 
     def update(self, node: GraphNode) -> None:
-        """The deduction of the node must be made again."""
+        """Schedules another deduction of the node."""
         if not node.is_queued and not node.is_gone:
             node.is_queued = True
             heappush(self._upstream, (-node.number, node))
 
     def settle(self, max_visits: int = MAX_VISITS) -> bool:
-        """Deduces again, for nodes with about ``max_visits`` nodes and edges together: the last node may have
-        more edges. Returns whether the deduction of all nodes is up to date."""
+        """Runs pending deductions, visiting about ``max_visits`` nodes and edges: the last node may have more
+        edges. Returns whether the deduction of all nodes is up to date."""
         num_left = max_visits
         while self._removed and num_left > 0:
             node = self._removed.pop()

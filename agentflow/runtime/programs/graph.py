@@ -1,9 +1,9 @@
 """The live graph of one session: its unfinished requests and variables, with their dependents.
 
-The graph follows the ops: each one takes time in proportion to its size. Finished and cancelled parts leave
-it, so its memory is bounded by the unfinished ops and the open states. It runs nothing, and reads no clock.
+The graph is updated by each op, in time linear in the op's size. Finished and cancelled parts are removed,
+so its memory is bounded by the unfinished ops and the open states. It runs nothing, and reads no clock.
 
-The ops of a state depend on each other in their order, on the variables that their texts refer to, and on the
+An op depends on earlier ops of its state, on the variables that its text refers to, and on the
 ops of the parent before the fork. ``deduction`` has the rules for objectives and task groups. The result is
 the ``Place`` of each state, which ``take_places`` reports when it has changed.
 """
@@ -43,13 +43,13 @@ _KINDS: Final[dict[type[ops.Op], NodeKind]] = {
     ops.Expect: "expect",
 }
 FOLLOWED: Final[frozenset[type]] = frozenset({ops.Gen, ops.Fork, ops.Hint, *_KINDS})
-"""The ops that the graph follows, and texts that refer to variables."""
+"""The ops that update the graph, in addition to texts that refer to variables."""
 _MIN_FRONTIER = 16
 MAX_MEDIA = 4
-"""The images and videos of a request that are listed; all of them are counted."""
+"""The maximum number of a request's images and videos that are listed; all of them are counted."""
 _MAX_SOURCE_CHARS = 200
 MAX_LABELS = 256
-"""The labels of programs whose return times are kept."""
+"""The maximum number of program labels whose return times are kept."""
 _WEIGHT_OF_LAST = 0.25
 """The weight of the last return time in the average."""
 
@@ -115,7 +115,7 @@ class StateInGraph:
 
 
 class _Named:
-    """Numbers names. A name keeps its number while a state with this name is open."""
+    """Assigns numbers to names. A name keeps its number while a state with this name is open."""
 
     __slots__ = ("_names", "_next_number", "_numbers")
 
@@ -132,7 +132,7 @@ class _Named:
         return number
 
     def close(self, state: int) -> None:
-        """Notes that the state is closed. It may have no name."""
+        """Records that the state, which may have no name, is closed."""
         name = self._names.pop(state, None)
         if name is not None:
             number, num_states = self._numbers.pop(name)
@@ -141,7 +141,7 @@ class _Named:
 
 
 class Watcher(Protocol):
-    """Follows the parts of graphs that a client sees."""
+    """Is notified of changes in the visible parts of graphs."""
 
     def note(self, graph: ProgramGraph, part: StateInGraph | GraphNode) -> None:
         """The state or the node is new, looks different, or is gone."""
@@ -154,10 +154,10 @@ class ProgramGraph:
     """The graph of one session.
 
     Args:
-        numbers: Makes the numbers of programs and task groups; by default unique in the process.
-        program: The program of the states that name none; empty: each of their trees is a program.
-        find_replica: Where the running request of a state is, as in ``LiveNode``.
-        max_visits: About how many nodes and edges one op updates at most.
+        numbers: The numbers of new programs and task groups; by default unique in the process.
+        program: The program of states without their own; empty: each of their trees is a program.
+        find_replica: Returns the replica of a state's running request, as in ``LiveNode``.
+        max_visits: The approximate maximum number of nodes and edges that one op updates.
     """
 
     def __init__(
@@ -221,13 +221,13 @@ class ProgramGraph:
         state.num_media += len(media)
 
     def begin(self, op: ops.Op | ops.Rejected) -> None:
-        """The op runs, because all that it depends on has ended."""
+        """The op begins to run, because all its dependencies have ended."""
         if (node := self._find_node(op)) is not None:
             node.is_running = True
             self._tell(node)
 
     def end(self, op: ops.Op | ops.Rejected, now_s: float = 0.0, usage: Usage | None = None) -> None:
-        """The op has run. The value of an expected variable comes later, in ``provide``."""
+        """The op has run. The value of an expected variable follows later, in ``provide``."""
         node = self._find_node(op)
         if node is None or node.kind == "expect":
             return
@@ -243,8 +243,8 @@ class ProgramGraph:
             self._end(node, 0.0)
 
     def gather(self, root: int, numbers: Iterable[int]) -> None:
-        """Gives the nodes of these states that no other node needs one consumer, because the client waits for
-        all of them and adds no ops. The consumer leaves with the state ``root``."""
+        """Adds a consumer for those nodes of these states that no other node needs, because the client waits
+        for all of them and adds no ops. The consumer is removed with the state ``root``."""
         states = [state for number in numbers if (state := self._states.get(number)) is not None]
         nodes = [node for state in states for node in state.nodes if node.kind != "expect"]
         last = [node for node in nodes if not node.succs]
@@ -266,12 +266,12 @@ class ProgramGraph:
         ttft_s: float | None = None,
         tpot_s: float | None = None,
     ) -> None:
-        """Somebody awaits the variable, or reads its text while it grows.
+        """The client awaits the variable, or reads its text while it grows.
 
         Args:
             variable: Its number.
             how: Whether its value is awaited, or its text is read.
-            objective: Of the reader; None: it follows from ``how``.
+            objective: The reader's objective; None: derived from ``how``.
             ttft_s: The reader's target for the time to the first token.
             tpot_s: The reader's target for the time between tokens.
         """
@@ -287,7 +287,7 @@ class ProgramGraph:
         self._update(node)
 
     def stop(self, number: int, *, has_failed: bool = False) -> None:
-        """The state has failed or was cancelled: later ops are ignored, and unfinished ones leave with the
+        """The state has failed or was cancelled: later ops are ignored. Unfinished ops are removed during the
         next ops or calls of ``take_places``, because many states may stop in one turn of the event loop."""
         state = self._states.get(number)
         if state is None or state.is_stopped:
@@ -383,7 +383,7 @@ class ProgramGraph:
 
     @property
     def num_held(self) -> int:
-        """The nodes and edges that the graph holds, for tests of its memory."""
+        """The number of nodes and edges in the graph, for tests of its memory."""
         seen: dict[GraphNode, None] = {}
         pending = [*self.nodes()]
         for state in self._states.values():

@@ -16,9 +16,9 @@ from agentflow.runtime.programs.deduction import GraphNode
 from agentflow.runtime.programs.graph import ProgramGraph, StateInGraph, Watcher
 
 MAX_SHOWN = 1_000
-"""The states, and the nodes, of one answer."""
+"""The maximum number of states, and of nodes, in one answer."""
 MAX_SHOWN_EDGES = 10_000
-"""The edges of one answer. A node that has more than are left is left out."""
+"""The maximum number of edges in one answer. A node whose edges exceed it is omitted."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Room:
 
 @dataclass(slots=True)
 class ShownNumbers:
-    """The numbers that a client gets for the programs and task groups of one graph."""
+    """The client's numbers for the programs and task groups of one graph."""
 
     programs: dict[int, int] = field(default_factory=dict)
     groups: dict[int, int] = field(default_factory=lambda: {0: 0})
@@ -52,7 +52,7 @@ class ShownNumbers:
 
 
 def live_graph(graph: ProgramGraph, room: Room, numbers: ShownNumbers | None = None) -> LiveGraph:
-    """The unfinished part of a session. Takes its parts from ``room``."""
+    """The unfinished part of a session. Its size is subtracted from ``room``."""
     numbers = ShownNumbers() if numbers is None else numbers
     states: list[LiveState] = []
     nodes: list[LiveNode] = []
@@ -142,7 +142,7 @@ def _shown_node(
 
 
 class WatchPace:
-    """The time before which no watch looks at graphs again, so that all of them together take at most
+    """The earliest time of the next look of a watch at graphs. It limits all watches together to
     ``LOOP_PART`` of the event loop's time."""
 
     LOOP_PART = 0.02

@@ -1,4 +1,4 @@
-"""A state's place in its program: the advice that the program's graph gives to a scheduler."""
+"""A state's place in its program: a hint for the scheduler, derived from the program's graph."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from agentflow.protocol.ops import Objective
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A state's place in its program. The latest place of a state holds for its next request, and for the one
-    that waits or runs now. It changes the order of requests, and which KV is kept, but no result.
+    """A state's place in its program. A state's latest place applies to its next request, and to its waiting
+    or running one. It affects the order of requests and the eviction of KV, but not results.
 
     Args:
         program: The number of the program, unique in the process; 0: none.
-        group: Equal for the requests of one stage below one consumer; 0: none.
+        group: The same number for all requests of one stage below one consumer; 0: none.
         objective: The objective of the state's requests.
-        steps: The requests that must end, one after the other, before the state's next request can begin. 0:
-            it runs or waits in the queue. None: unknown, because the state waits for its client.
+        steps: The number of requests that must end, one after the other, before the state's next request can
+            begin. 0: it runs or waits in the queue. None: unknown, because the state waits for its client.
         returns_s: The expected time until a state that waits for its client continues, in seconds; None:
             unknown.
-        is_streamed: Somebody reads the next request's text while it grows.
-        ttft_s: The time until its first token that this reader asks for, in seconds; None: none.
-        tpot_s: The time of each further token that this reader asks for, in seconds; None: none.
+        is_streamed: A client reads the next request's text while it grows.
+        ttft_s: The reader's target for the time to the first token, in seconds; None: none.
+        tpot_s: The reader's target for the time per further token, in seconds; None: none.
         group_objective: The objective of the consumer of the group.
     """
 

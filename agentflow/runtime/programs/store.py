@@ -1,7 +1,7 @@
-"""The programs that live on between the requests of their clients.
+"""The programs that outlive the requests of their clients.
 
-A store is bounded for each tenant: in the number of programs, in their memory, and in the time for which a
-program is kept without being used. It is synchronous, and its clock is given.
+A store limits, for each tenant, the number of programs, their memory, and the time for which an unused
+program is kept. It is synchronous, and its clock is a parameter.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ProgramStore(Generic[ProgramT]):
         return self._memory.num_bytes
 
     def tenant_memory(self, tenant: str) -> MemoryBudget:
-        """The memory of one more program of the tenant. Close it with the program."""
+        """The memory budget of one more program of the tenant. Close it with the program."""
         return MemoryBudget(
             self._limits.program_bytes,
             "this program may hold",
@@ -113,7 +113,7 @@ class ProgramStore(Generic[ProgramT]):
             self._idle[key] = self._clock()
 
     def remove(self, program: ProgramT) -> bool:
-        """Removes a program. False if it is not there any more."""
+        """Removes a program. False if it has been removed already."""
         own = self._of_tenant.get(program.tenant, {})
         if own.get(program.id) is not program:
             return False

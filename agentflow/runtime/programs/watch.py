@@ -1,9 +1,9 @@
-"""The part of a tenant's live graphs that one watch has still to send.
+"""The part of a tenant's live graphs that one watch has not sent yet.
 
-The graphs tell which of their parts have changed (``graph.Watcher``), so a look takes time in proportion to
-these, and to the requests that run, which may move to another replica. A client has at most as many parts as
-one answer with whole graphs (``live.Room``). While more are open, or more have changed, each look lists the
-parts that are shown and compares them with those that were sent.
+The graphs notify a watch of changed parts (``graph.Watcher``), so the time of a look is linear in their
+number and in the number of running requests, which may move to another replica. A client has at most as many
+parts as one answer with whole graphs (``live.Room``). While more are open, or more have changed, each look
+lists the shown parts and compares them with the parts that were sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentflow.runtime.programs.live import (
 )
 
 MAX_CHANGED = 1_000
-"""If more parts have changed, the next look lists all."""
+"""If more parts have changed, the next look lists all parts."""
 MAX_NUMBERS = 10_000
 """A watch that has numbered this many programs or task groups of one graph starts over."""
 
@@ -38,7 +38,7 @@ _LiveT = TypeVar("_LiveT", LiveState, LiveNode)
 
 @dataclass(slots=True)
 class _Sent:
-    """The parts of one graph that the client has."""
+    """The parts of one graph that were sent to the client."""
 
     id: int
     numbers: ShownNumbers = field(default_factory=ShownNumbers)
@@ -107,9 +107,9 @@ class GraphsWatch:
     """The changes of the graphs of one tenant, for one watch. Ends with ``close``.
 
     Args:
-        own: The graph of the session that watches, which is shown first, also without states.
+        own: The graph of the watching session, which is shown first, even without states.
         graphs: The graphs of the tenant.
-        new_room: Makes the room for all that is shown.
+        new_room: Returns the room for all shown parts.
     """
 
     def __init__(self, own: ProgramGraph, graphs: TenantGraphs, new_room: Callable[[], Room] = Room) -> None:
@@ -132,7 +132,7 @@ class GraphsWatch:
         self._graphs.watchers.pop(self, None)
 
     def reset(self) -> None:
-        """The next look has everything, because earlier ones may be lost."""
+        """Makes the next look complete, because earlier ones may have been lost."""
         self._ids = itertools.count(1)
         self._sent.clear()
         self._gone.clear()
@@ -162,7 +162,7 @@ class GraphsWatch:
         return any(sent.moved(graph) for graph, sent in self._sent.items() if sent.running)
 
     def look(self) -> GraphsDelta:
-        """Everything that has changed since the last look."""
+        """The changes since the last look."""
         if any(sent.numbers.largest > MAX_NUMBERS for sent in self._sent.values()):
             self.reset()
         is_reset, self._is_reset = self._is_reset, False
