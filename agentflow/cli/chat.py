@@ -1,12 +1,12 @@
 """``agentflow chat``: a conversation in the terminal, or with one turn per line of a pipe.
 
-The session's event loop runs in its own thread. The main thread reads lines and waits, so that it receives
-Ctrl-C at the prompt and during an answer, which it then stops. Answers go to standard output, and everything
-else to standard error.
+The session's event loop runs in its own thread. The main thread reads lines and waits, so it receives
+Ctrl-C at the prompt, and during an answer, which Ctrl-C stops. Answers are written to standard output, and
+everything else to standard error.
 
-Each turn runs on a copy of the conversation's state, which replaces that state when the answer is complete.
-So an answer can be stopped without losing earlier turns. A copy shares the token ids: no text is encoded
-twice, and earlier turns are in the cache.
+Each turn runs on a copy of the conversation's state, which replaces the original when the answer is complete.
+An answer can therefore be stopped without losing earlier turns. A copy shares the token ids: no text is
+encoded twice, and earlier turns are in the cache.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from agentflow.language.states.state import RootState, State
 from agentflow.protocol.events import Capabilities, Usage
 
 DEFAULTS: Final = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 512}
-"""The sampling of an engine. Models behind APIs have defaults of their vendors, and some accept no other."""
+"""The defaults for engines. Models behind APIs use their vendor's defaults; some accept no other values."""
 
 
 def default_sampling(model: Capabilities) -> dict[str, Any]:
-    """The arguments of a ``gen`` that the user does not give. An API's answers are limited unless its model
-    may reason: then the limit would count the reasoning too."""
+    """The default arguments of a ``gen``. Answers of models behind APIs are limited unless the model may
+    reason, because the limit would include the reasoning."""
     if model.sampling is None:
         return dict(DEFAULTS)
     is_limited = model.accepts("max_tokens") and not model.accepts("max_reasoning_tokens")
@@ -103,7 +103,7 @@ class TerminalConversation:
             self._state.add(system(system_text))
 
     def check_images(self) -> None:
-        """``NotSupported`` if the model sees no images."""
+        """``NotSupported`` if the model does not read images."""
         self._flow.capabilities.require_images()
 
     async def ask(
@@ -114,7 +114,7 @@ class TerminalConversation:
         images: Sequence[ImageExpression] = (),
     ) -> Answered:
         """Returns the answer. ``show`` gets its text as it arrives, ``show_reasoning`` the reasoning before
-        it. ``images`` stand before the question. An error, or ``stop`` before the first text, leaves the
+        it. ``images`` precede the question. An error, or ``stop`` before the first text, leaves the
         conversation unchanged."""
         began_s = time.monotonic()
         first_s: float | None = None
@@ -156,7 +156,7 @@ class TerminalConversation:
         self._flow.check_alive()
 
     def stop(self) -> None:
-        """Stops the current answer, if there is one. Its text so far stays in the conversation."""
+        """Stops the current answer, if there is one. The conversation keeps its text so far."""
         if self._asked is not None:
             self._asked.cancel()
 
@@ -339,7 +339,7 @@ class _Terminal:
 
 
 def _written_path(written: str) -> str:
-    """The path or URL that is written: also with quotes or backslashes, as terminals write a dropped file."""
+    """The path or URL in the input, without quotes and backslashes, which terminals add to dropped files."""
     path = os.path.expanduser(written)
     if os.path.exists(path):
         return path
@@ -351,7 +351,7 @@ def _written_path(written: str) -> str:
 
 
 def _without_controls(text: str) -> str:
-    """Control characters in a model's text must not reach the terminal."""
+    """The text without control characters, which must not reach the terminal."""
     return "".join(char for char in text if char.isprintable() or char in "\n\t")
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``summary``: its line in ``agentflow --help``. ``description`` and ``examples``: for its own help.
-    ``run`` returns the exit code. ``usage`` replaces the usage line of argparse."""
+    """A subcommand. ``summary``: its line in ``agentflow --help``. ``description`` and ``examples``: for its
+    own help. ``run`` returns the exit code. ``usage`` replaces the usage line of argparse."""
 
     name: str
     summary: str
@@ -36,7 +36,7 @@ class Command:
 
 
 def printable(text: str) -> str:
-    """Text from elsewhere, without control characters, which a terminal would interpret."""
+    """Untrusted text without control characters, which a terminal would interpret."""
     return "".join(char if char.isprintable() else "·" for char in text)
 
 

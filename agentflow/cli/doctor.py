@@ -1,4 +1,4 @@
-"""``agentflow doctor``: checks whether this machine can run agentflow, and advises where it cannot.
+"""``agentflow doctor``: checks whether this machine can run agentflow, and prints a remedy for each problem.
 
 Each check is a function that returns a ``Check``. None of them loads torch or a model into this process,
 compiles or downloads anything, and all of them work in a bare install. With an NVIDIA driver and a CUDA build
@@ -32,12 +32,12 @@ from agentflow.protocol.wire import DEFAULT_MODEL, DEFAULT_PORT
 DISTRIBUTION = "agentflow-lm"
 # Extras for work on agentflow itself.
 DEVELOPMENT = ("dev", "docs", "examples")
-# Without these nothing is wrong: a program may run on a server.
+# Optional extras: a program may run on a server.
 OPTIONAL = {
     "engine": "programs run on a server, not in this process",
     "server": "there is no `agentflow serve`",
 }
-# uv finds the right build for the machine; pip takes the default index's, which is CUDA's on Linux.
+# uv finds the right build for the machine; pip uses its default index, which has CUDA builds for Linux.
 INSTALL_ENGINE = f"uv pip install --torch-backend=auto '{DISTRIBUTION}[engine]'"
 
 CheckStatus = Literal["ok", "warning", "error"]
@@ -114,8 +114,8 @@ def check_packages() -> Iterator[Check]:
 
 
 def check_extra(requirements: Iterable[str], extra: str) -> Check | None:
-    """The packages of one extra, or the base packages (""). None for an extra that is not installed and that
-    few need. An extra counts as installed if most of its packages are there: other packages may need some."""
+    """The packages of one extra, or the base packages (""). None for an optional extra that is not installed.
+    An extra counts as installed if most of its packages are, because other packages may need some of them."""
     from packaging.requirements import Requirement
 
     missing: list[str] = []
@@ -198,7 +198,7 @@ def check_torch(build: TorchBuild | None, *, is_nvidia: bool, system: str) -> Ch
 
 
 def check_processor() -> Check:
-    """Which instructions the native kernels find."""
+    """The instruction sets that the native kernels can use."""
     from agentflow.engine.machine.resources import usable_cpus
     from agentflow.kernels.native_library import NoNativeKernels, cpu_flags, native_level
 
@@ -257,7 +257,7 @@ def check_compiler() -> Check:
 
 
 def check_model(name: str, build: TorchBuild | None, *, is_nvidia: bool) -> Iterator[Check]:
-    """Whether the model is there, and fits into the free memory."""
+    """Whether the model is on this machine, and fits into the free memory."""
     from agentflow.engine.store.model_store import KNOWN_MODELS, resolve_model
 
     try:
@@ -274,7 +274,7 @@ def check_model(name: str, build: TorchBuild | None, *, is_nvidia: bool) -> Iter
 
 
 def check_memory(name: str, folder: Path, *, asks_gpu: bool) -> Check:
-    """Whether the model fits into the memory that is free now."""
+    """Whether the model fits into the free memory."""
     import anyio
 
     from agentflow.engine.machine.resources import free_memory
@@ -361,12 +361,12 @@ def _run(options: argparse.Namespace) -> int:
 
 COMMAND = Command(
     name="doctor",
-    summary="check this machine, and say what to do",
+    summary="check this machine, and print remedies",
     description="""\
 Checks Python, the installed packages, the build of torch, the processor, the
-compiler, the model, the memory and the port, and says what to do about each
+compiler, the model, the memory and the port, and prints a remedy for each
 problem. Loads no model and downloads nothing. The exit status is 1 if
-something that is needed is missing.""",
+something necessary is missing.""",
     examples="""\
 agentflow doctor
 agentflow doctor --model path/to/folder --port 8411

@@ -28,14 +28,14 @@ LOCAL_COLUMNS = ("model", "here", "size", "memory", "fits", "context", "chat", "
 SERVER_COLUMNS = ("model", "owner", "context", "loaded")
 NUMBERS = ("size", "memory", "fits", "context")
 DISPENSABLE = ("images", "tools", "chat")
-"""Columns that a narrow terminal does not show, in this order."""
+"""The columns that are omitted on a narrow terminal, in this order."""
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _TOOLS = re.compile(r"\{[{%][^}]*?\btools\b")
 
 
 def local_models(quantize: str | None = None, kv_dtype: str = "auto") -> list[tuple[str, ...]]:
-    """A row of ``LOCAL_COLUMNS`` for each model with a short name, and each other one in the hub's cache.
+    """A row of ``LOCAL_COLUMNS`` for each model with a short name, and for other models in the hub's cache.
     ``quantize``, ``kv_dtype``: as in ``EngineSettings``."""
     from agentflow.engine.models.memory_need import bytes_of_weight, work_bytes
     from agentflow.engine.store.catalog import CATALOG
@@ -85,7 +85,8 @@ def _known_folder(name: str) -> Path | None:
 
 
 class _Room:
-    """The memory that models may take here. ``quantize``, ``kv_dtype``: how they run."""
+    """The memory that models may take on this machine. ``quantize``, ``kv_dtype``: as in
+    ``EngineSettings``."""
 
     def __init__(self, quantize: str | None = None, kv_dtype: str = "auto") -> None:
         self.quantize, self.kv_dtype = quantize, kv_dtype
@@ -101,9 +102,9 @@ class _Room:
             self._free_bytes = int(num_bytes * EngineConfig().memory_share)
 
     def describe(self, fixed: int, per_token: int, context: int) -> tuple[str, str, str]:
-        """The memory that a model needs with one whole context, whether it is there, and the context. Instead
-        of "yes", the tokens that fit if there is no room for the whole context. ``fixed``: bytes without the
-        KV; ``per_token``: bytes of the KV of a token."""
+        """The memory that a model needs with one whole context, whether this is free, and the context. If
+        there is no room for the whole context, the tokens that fit instead of "yes". ``fixed``: bytes without
+        the KV; ``per_token``: bytes of the KV of a token."""
         from agentflow.engine.models.memory_need import MIN_KV_TOKENS
 
         needed = _size(fixed + per_token * context)
@@ -154,8 +155,8 @@ def names_tools(template: str) -> bool:
 
 
 def server_models(content: bytes, url: str) -> list[tuple[str, ...]]:
-    """A row of ``SERVER_COLUMNS`` for each model in an answer in OpenAI's format. ``ProtocolError`` if it is
-    not one."""
+    """A row of ``SERVER_COLUMNS`` for each model in an answer in OpenAI's format. ``ProtocolError`` for other
+    content."""
     try:
         models = json.loads(content)["data"]
         return [_server_row(model) for model in models]
@@ -176,7 +177,7 @@ def _server_row(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    """Prints a table; without a terminal, lines with tabs between the cells."""
+    """Prints a table or, without a terminal, lines with tabs between the cells."""
     rows = [[printable(cell) for cell in row] for row in rows]
     if not console.is_terminal:
         for row in [columns, *rows]:
@@ -211,7 +212,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="*", metavar="MODEL", help="show only these: a model folder, a .gguf file, or a name"
     )
-    parser.add_argument("--quantize", choices=get_args(Quantize), help="the memory with weights rounded so")
+    parser.add_argument("--quantize", choices=get_args(Quantize), help="the memory with weights of this type")
     parser.add_argument("--kv-dtype", choices=get_args(KvDtype), help="the memory with this type of KV")
     parser.add_argument("--url", help="list the models of this server, such as http://127.0.0.1:8410")
     parser.add_argument("--api-key", metavar="KEY", help=f"key for the server (default: {API_KEY_VARIABLE})")
@@ -232,7 +233,7 @@ def _run(options: argparse.Namespace) -> int:
     print_table(LOCAL_COLUMNS, rows, console)
     if console.is_terminal:
         text = (
-            "\nmemory: weights, the KV of one whole context, and the work; fits: in free memory\n"
+            "\nmemory: weights, KV of one whole context, and working memory; fits: in free memory\n"
             "Any OWNER/NAME of the Hugging Face hub, model folder or .gguf file can be served too."
         )
         console.print(Text(text), style="dim")
@@ -243,13 +244,13 @@ COMMAND = Command(
     name="models",
     summary="list the models on this machine, or on a server",
     description="""\
-Lists the models with short names and those in the cache of the Hugging Face
-hub, or the given ones, with the memory that they need with --dtype auto
-(weights, the KV of one whole context, and the work; as --quantize and
---kv-dtype say), whether that is free here (or for how many tokens), and
-whether they have a chat template and support tools. The size of a model that
-is not here is the size of its files. With --url: the models of a server.
-Without a terminal, tabs separate the columns.""",
+Lists the models with short names and the models in the cache of the Hugging
+Face hub, or the given models, with the memory that they need with --dtype auto
+(weights, KV of one whole context, and working memory), whether it is free (or
+the number of tokens that fit), and whether they have a chat template and
+support tools. The size of a model that was not pulled is the size of its
+files. With --url: the models of a server. Without a terminal, columns are
+separated by tabs.""",
     examples="""\
 agentflow models
 agentflow models ./my-llama tiny-Q4_K_M.gguf

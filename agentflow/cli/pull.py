@@ -29,8 +29,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _compile_kernels() -> None:
-    """Compiles the CPU kernels now, so that the first engine starts without a delay; not if
-    ``AGENTFLOW_KERNELS`` names others."""
+    """Compiles the CPU kernels now, so that the first engine starts without a delay, unless
+    ``AGENTFLOW_KERNELS`` selects others."""
     if os.environ.get("AGENTFLOW_KERNELS") not in (None, "", "native"):
         return
     from agentflow.kernels.native_library import NoNativeKernels, is_compiled, load_best, native_level
@@ -48,8 +48,8 @@ COMMAND = Command(
     name="pull",
     summary="fetch a model",
     description="""\
-Fetches a model or an adapter (LoRA), or its changed files, and verifies
-all its files. Those of the Hugging Face hub go into its cache, which other
+Fetches a model or an adapter (LoRA), or its changed files, and verifies all
+files. Files from the Hugging Face hub are stored in its cache, which other
 tools share; HF_TOKEN, HF_ENDPOINT and HF_HOME have their usual meaning.""",
     examples="""\
 agentflow pull                      the default model

@@ -2,7 +2,7 @@
 
 Each variable has a line below its state, in the order of the ops: its text, its finish reason, its prompt
 tokens and how many of them were cached, its output tokens, and the times of its op, its first text and its
-end, in seconds since the start. Narrow terminals show fewer of these numbers, so that texts stay readable.
+end, in seconds since the start. Narrow terminals show fewer of these columns, so that texts remain readable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_CELL = 400
 # Deeper levels of a tree are not indented further.
 MAX_INDENT = 16
 MAX_NAME_CELLS = 28
-# Columns of numbers are left out, in this order, until texts have this room.
+# Columns of numbers are omitted, in this order, until texts have this width.
 MIN_TEXT_CELLS = 24
 COLUMNS = ("variable", "text", "finish", "prompt", "cached", "out", "start", "first", "end")
 DISPENSABLE = ("first", "start", "cached", "prompt", "out", "end")
@@ -85,7 +85,7 @@ def _table(runs: RecordedRuns, time: _TimeFormat, width: int) -> Table:
 
 
 def _columns_that_fit(rows: Sequence[Mapping[str, Text]], width: int) -> list[str]:
-    """The columns of the table, without those for which texts would have to be too narrow."""
+    """The columns of the table that leave enough width for texts."""
     cells = {name: max([len(name), *(row[name].cell_len for row in rows)]) + 1 for name in COLUMNS}
     cells["variable"] = min(cells["variable"], MAX_NAME_CELLS + 1, width // 3 + 1)
     cells["text"] = MIN_TEXT_CELLS + 1

@@ -1,8 +1,8 @@
 """``agentflow run``: a program of a Python file on the inputs of a JSONL or CSV file.
 
-All inputs are read and checked before the first one runs. With ``-o`` the results go to a file from which
-``--resume`` continues, otherwise to standard output in the order of the inputs; the progress goes to standard
-error.
+All inputs are read and checked before the first one runs. With ``-o``, results are written to a file from
+which ``--resume`` continues, otherwise to standard output in the order of the inputs; the progress is shown
+on standard error.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SOME_FAILED = 3
 
 
 def load_program(place: str) -> ProgramFunction:
-    """The program of ``FILE.py:NAME`` or ``MODULE:NAME``; without a name, the only ``af.program`` there.
-    ``BadArgument`` if it is not there."""
+    """The program of ``FILE.py:NAME`` or ``MODULE:NAME``; without a name, the only ``af.program`` in it.
+    ``BadArgument`` if there is none."""
     file, _, name = place.partition(":") if not place.endswith(".py") else (place, "", "")
     module = _load_module(file)
     programs = {key: value for key, value in vars(module).items() if isinstance(value, Program)}
@@ -106,7 +106,7 @@ class InputFile:
     program: ProgramFunction
 
     def read(self) -> list[Any]:
-        """All inputs. ``BadArgument`` names the file and the line of an invalid one."""
+        """All inputs. ``BadArgument`` for an invalid one, with the file and the line."""
         try:
             if self.name == "-":
                 return list(self._inputs(sys.stdin))
@@ -164,7 +164,7 @@ class InputFile:
 
 
 def _scalar_types(program: ProgramFunction) -> dict[str, type]:
-    """The parameters that are numbers or booleans, which are texts in a CSV file."""
+    """The parameters that are numbers or booleans; CSV files contain them as text."""
     try:
         hints = get_type_hints(program_function(program))
     except (NameError, TypeError):  # an annotation that is undefined here
@@ -232,12 +232,12 @@ class InputRun:
 
     @property
     def num_ended(self) -> int:
-        """How many inputs have ended."""
+        """The number of inputs that have ended."""
         return 0 if self._results is None else self._results.num_done
 
     @property
     def progress(self) -> str:
-        """How many inputs have ended."""
+        """The number of ended inputs, for a message."""
         return f"after {self.num_ended:,} of {len(self._inputs):,} inputs"
 
 
@@ -254,7 +254,7 @@ def run_inputs(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit status."""
     if options.output is None and (options.resume or options.key is not None):
         option = "--resume" if options.resume else "--key"
-        raise BadArgument(f"{option} is of use for a file of results: name one with -o")
+        raise BadArgument(f"{option} needs a file of results: give one with -o")
     program = load_program(options.program)
     inputs = InputFile(options.inputs, program).read()
     if options.output is not None and not options.resume and os.path.exists(options.output):
@@ -299,7 +299,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=_number,
         default=2,
         metavar="N",
-        help="how often an input runs again whose failure may pass (%(default)s)",
+        help="how often an input runs again after a transient failure (%(default)s)",
     )
     add(
         "--batch",
@@ -310,7 +310,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--max-cost",
         type=float,
         metavar="DOLLARS",
-        help="the most that all calls of models behind APIs may cost together (default: no limit)",
+        help="limit on the cost of all calls to models behind APIs together (default: no limit)",
     )
     add("--seed", type=int, metavar="N", help="with the same seed, the same inputs get the same results")
     add("-q", "--quiet", action="store_true", help="show no progress")
@@ -326,12 +326,12 @@ COMMAND = Command(
     description="""\
 Runs an async function of a state (@af.program) on each line of a JSONL file,
 or each row of a CSV file. The fields of an object or a row are the program's
-arguments; fields that it does not take stay in the output. Any other value is
-its one argument.
+arguments; other fields are kept in the output. Any other value is its only
+argument.
 
 Standard output gets one JSON line for each input, with its "result" or "error".
-A file (-o FILE) gets the results alone, one a line, and FILE.resume next to it
-what --resume needs, and the errors. Ctrl-C or a crash loses no result, and
+A file (-o FILE) gets only the results, one per line; FILE.resume next to it has
+the errors and the data for --resume. Ctrl-C or a crash loses no result, and
 --resume runs the rest.
 
 Exit status: 0 if all inputs have a result, 3 if some failed, 1 for any other

@@ -1,5 +1,5 @@
-"""One GET to a running server, for the commands that query one, and the options of those that show it live.
-Each error is one line."""
+"""A GET request to a running server, and the options of commands that show a server live. Each error is one
+line."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def add_live_options(
     """Adds the options of a command that shows a server live.
 
     Args:
-        parser: Of the command.
+        parser: The parser of the command.
         api_key: The help of ``--api-key``.
         interval: The help of ``--interval``.
         default_s: The default of ``--interval``.
-        interval_s: Its least and most seconds.
+        interval_s: The minimum and maximum of ``--interval``.
     """
     add = parser.add_argument
     add("--url", help=f"URL of the server (default: {URL_VARIABLE}, or {DEFAULT_URL})")
@@ -74,7 +74,7 @@ def add_live_options(
 
 
 def query_server(url: str, path: str, api_key: str | None) -> bytes:
-    """Returns the body of the server's answer to ``GET path``. Waits ten seconds at most.
+    """Returns the body of the server's answer to ``GET path``. Waits at most ten seconds.
 
     Raises ``ServerUnreachable`` if there is no answer, ``NotAuthorized`` if the key is missing or lacks the
     permission, ``ProtocolError`` if the address is not an agentflow server, and ``ServerError`` for other

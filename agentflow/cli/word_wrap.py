@@ -10,10 +10,10 @@ TAB_CELLS = 8
 
 
 class WordWrap:
-    """Wraps text that comes in pieces. Each piece is written immediately; a word that does not fit on its
+    """Wraps text that arrives in pieces. Each piece is written immediately; a word that does not fit on its
     line is erased there and written again on the next one. Lines may also end between wide characters,
-    because Chinese and Japanese have no spaces. A word longer than a line is left to the terminal, so that it
-    can be copied whole.
+    because Chinese and Japanese have no spaces. The terminal wraps words that are longer than a line, so that
+    they can be copied whole.
 
     ``width``: returns the cells of a line. It is called for each character, because terminals are resized.
 

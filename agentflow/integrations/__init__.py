@@ -1,6 +1,6 @@
 """The published interface for adapters of other frameworks, which import only this package and ``agentflow``.
 
-Reading order: ``background_loop`` is an event loop in a thread, callable from anywhere. ``client`` builds on
+Reading order: ``background_loop`` is an event loop in a thread that any thread can use. ``client`` builds on
 it: one session per process, model calls as programs, retries. ``wiring`` passes the answers of calls to other
 calls by reference.
 """

@@ -2,14 +2,14 @@
 
 ``BackgroundLoop`` runs coroutine functions and asynchronous generators for callers in any thread: blocking
 (``run``, ``stream``), or from another event loop (``arun``, ``astream``). Cancelling or closing the caller's
-side cancels the task. Items travel in a ``Mailbox``, which wakes its reader once for any number of items.
+side cancels the task. Items are passed in a ``Mailbox``, which wakes its reader once for any number of items.
 
 A call gets the OpenTelemetry context of its caller, so that its spans are in the caller's trace, and no other
-context variables. At most ``MAX_THREADS`` loops run while they have no call: beyond that, the one that was
-used least recently ends, and starts again with its next call.
+context variables. At most ``MAX_THREADS`` idle loops keep running: beyond that, the least recently used one
+ends, and starts again with its next call.
 
-This is not anyio's ``BlockingPortal``: that one blocks the calling thread for a round trip per call, and a
-caller here may itself be an event loop with thousands of calls to start.
+anyio's ``BlockingPortal`` does not fit, because it blocks the calling thread for a round trip per call, and a
+caller may itself be an event loop with thousands of calls to start.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ MAX_THREADS: Final = 16
 
 class BackgroundLoop:
     """An event loop in a daemon thread called ``name``. The thread starts with the first call. It ends with
-    ``close``, with the process, or when other loops need its place, and starts again with the next call, also
-    in a forked process."""
+    ``close``, with the process, or when it is idle and there are too many loops. It starts again with the
+    next call, also in a forked process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,7 +63,7 @@ class BackgroundLoop:
         return thread is not None and thread.is_running
 
     def run(self, function: LoopFunction[ResultT]) -> ResultT:
-        """Runs the function in the loop, blocks until it returns, and returns its result."""
+        """Runs the function in the loop, blocks until it has ended, and returns its result."""
         [result] = self.stream(lambda: _single(function))
         return result
 
@@ -148,7 +148,7 @@ class BackgroundLoop:
         return True
 
     def after_fork(self) -> None:
-        """In a forked process: no thread releases the locks that were held, or ends the calls."""
+        """Resets the loop in a forked process, where no thread releases held locks or ends the calls."""
         self._lock = threading.RLock()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -175,7 +175,7 @@ _uses = itertools.count(1)
 
 
 def _close_idle() -> None:
-    """Ends the idle loops that were used least recently, beyond ``MAX_THREADS``."""
+    """Ends the least recently used idle loops beyond ``MAX_THREADS``."""
     with _all_lock:
         running = [loop for loop in _all if loop.is_running]
     surplus = len(running) - MAX_THREADS
@@ -320,7 +320,7 @@ class _Call(Generic[ResultT]):
 
 
 class Mailbox(Generic[ItemT]):
-    """A queue from one writer to one reader, in two threads, that hands over all waiting items together.
+    """A queue from one writer to one reader, in two threads, from which all waiting items are taken together.
 
     ``wake`` is called in the writer's thread when there is something to take, and not again until ``take``.
     """
@@ -350,7 +350,7 @@ class Mailbox(Generic[ItemT]):
             self._wake()
 
     def after_fork(self, error: BaseException) -> None:
-        """Ends it in a forked process, where no other thread has its lock, or waits for it."""
+        """Ends it in a forked process, where no other thread holds its lock or waits for it."""
         self._lock = threading.Lock()
         if not self.has_ended:
             self.has_ended, self._error = True, error

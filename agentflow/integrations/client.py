@@ -2,9 +2,9 @@
 
 ``ModelConnection`` runs a ``ModelCall`` and returns its ``Answer``s, or streams their ``Delta``s, or embeds
 the texts of an ``EmbedCall``; it retries transient failures. ``CalledProgram`` groups calls into one program
-for the scheduler and the prefix cache. ``SharedSession`` is the session underneath, opened on first use and
-reopened after a loss. ``connection_to``, ``embedding_connection_to`` and ``connection_through`` return the
-process's connection to a model or a backend.
+for the scheduler and the prefix cache. ``SharedSession`` is the session that they use, opened on first use
+and reopened after a loss. ``connection_to``, ``embedding_connection_to`` and ``connection_through`` return
+the process's connection to a model or a backend.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ SessionFunction = Callable[[Session], Awaitable[ResultT]]
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """``prompt``: the beginning of the state. ``output``: the ``af.gen`` or ``af.reply`` to generate after
-    it, ``n`` times in parallel. Prompts share cached KV only under an equal ``cache_salt``. ``deadline_s``:
-    the seconds after which the call fails with ``DeadlineExceeded``."""
+    """A call of a model. ``prompt``: the beginning of the state. ``output``: the ``af.gen`` or ``af.reply``
+    to generate after it, ``n`` times in parallel. Only prompts with the same ``cache_salt`` share cached KV.
+    ``deadline_s``: the seconds after which the call fails with ``DeadlineExceeded``."""
 
     prompt: ConversationExpression | str
     output: GenExpression[Any]
@@ -93,8 +93,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer ``index``, complete. ``model``: the name of the model. ``text``: for a reply, its JSON notation
-    (``read_reply`` reads it). The rest is as in ``af.Variable``."""
+    """The complete answer ``index``. ``model``: the name of the model. ``text``: for a reply, its JSON
+    notation (``read_reply`` reads it). The other fields are as in ``af.Variable``."""
 
     index: int
     model: str
@@ -104,15 +104,16 @@ class Answer:
     logprobs: tuple[float | None, ...] | None
     top_logprobs: TopLogprobs | None
     tokens: tuple[str, ...] | None
-    """The text of each token of ``logprobs``; None also from a server of an earlier version."""
+    """The text of each token of ``logprobs``; None also if the server has an earlier version."""
 
 
 class ModelConnection:
-    """Model calls on one session, which opens with the first call. ``shared`` is that session.
+    """Model calls on one session, which opens with the first call. ``shared``: the session.
 
-    Arguments of the four ways to call: ``program`` names the program that the call belongs to, which lasts
-    until ``end_program``; ``objective`` is the program's. Transient failures are retried ``max_retries``
-    times, as ``flow.map`` retries its inputs; a stream that has yielded anything is not retried.
+    Arguments of the four kinds of calls: ``program`` is the name of the call's program, which lasts
+    until ``end_program``; ``objective`` is the program's objective. Transient failures are retried
+    ``max_retries`` times, as ``flow.map`` retries its inputs; a stream that has yielded an item is not
+    retried.
     """
 
     def __init__(self, open_session: Callable[[], Session]) -> None:
@@ -148,7 +149,7 @@ class ModelConnection:
 
     def embed(self, call: EmbedCall, *, max_retries: int = 0) -> list[list[float]]:
         """Returns the embeddings of the texts, in their order; blocks until then. ``NotSupported`` unless the
-        connection is one of ``embedding_connection_to``, or its backend makes embeddings."""
+        connection is from ``embedding_connection_to``, or its backend has an embedding model."""
         return self.shared.loop.run(lambda: self._embed(call, max_retries))
 
     async def aembed(self, call: EmbedCall, *, max_retries: int = 0) -> list[list[float]]:
@@ -246,9 +247,9 @@ def _pause_s(error: Exception, num_failed: int, max_retries: int) -> float:
 
 
 class CalledProgram:
-    """Calls that the scheduler treats as one program: it finishes them before it begins another program's,
-    and the cache keeps the prefixes of the last ``MAX_KEPT``. A call without a program's ``name`` keeps
-    nothing."""
+    """Calls that the scheduler treats as one program: it finishes them before it begins another program's
+    calls, and the cache keeps the prefixes of the last ``MAX_KEPT`` calls. Without a ``name``, no prefixes
+    are kept."""
 
     def __init__(self, session: Session, name: str = "", objective: Objective | None = None) -> None:
         self.session = session
@@ -304,7 +305,7 @@ async def watched(
     Args:
         root: The first state of the run.
         nodes: The answers, by the last number of their states' paths.
-        model: The name of the model that the answers have.
+        model: The name of the model in the answers.
     """
     readers = [ReplyReader() if node.value_type.is_reply else None for node in nodes]
     run = state_node(root).run
@@ -400,10 +401,10 @@ _lock = threading.Lock()
 def connection_to(
     url: str | None = None, model: str | None = None, api_key: str | None = None
 ) -> ModelConnection:
-    """Returns the process's one connection to a server, or to a model in this process. The arguments are
-    those of ``af.session``. Its session ends with ``close`` and with the process, and is closed while it has
-    no call if others were used more recently (``background_loop.MAX_THREADS``); the next call opens it
-    again."""
+    """Returns the process's only connection to a server, or to a model in this process. The arguments are the
+    same as of ``af.session``. Its session ends with ``close`` and with the process. An idle session is also
+    closed if too many others were used more recently (``background_loop.MAX_THREADS``); the next call opens
+    it again."""
     is_local = not (url or os.environ.get("AGENTFLOW_URL"))
     key = (None, model or DEFAULT_MODEL, None) if is_local else (url, model, api_key)
     return _connection(key, lambda: session(url, model=model, api_key=api_key))
@@ -412,7 +413,7 @@ def connection_to(
 def embedding_connection_to(
     url: str | None = None, model: str | None = None, api_key: str | None = None
 ) -> ModelConnection:
-    """Like ``connection_to``, for embeddings: ``model`` makes them. A server has a default model; without a
+    """Like ``connection_to``, for the embedding model ``model``. A server has a default model; without a
     server, None raises ``BadArgument``."""
     url = url or os.environ.get("AGENTFLOW_URL") or None
     if url is None and model is None:
@@ -441,7 +442,7 @@ def _embedding_session(url: str | None, model: str | None, api_key: str | None) 
 
 
 def connection_through(backend: Backend) -> ModelConnection:
-    """Returns the connection through a backend, which lasts as long as a caller keeps a reference to it."""
+    """Returns the connection through a backend. It lasts as long as a caller keeps a reference to it."""
     with _lock:
         connection = _backends.get(id(backend))
         if connection is None:

@@ -1,6 +1,6 @@
 """Model calls whose prompts contain the answers of earlier calls by reference.
 
-The backend passes an answer on to the calls that wait for it, so a chain of calls costs no round trip between
+The backend passes an answer to the calls that wait for it, so a chain of calls needs no round trips between
 its steps. All methods must be called in the loop of the connection.
 """
 
@@ -95,7 +95,7 @@ class WiredProgram:
 
 
 def _first_failure(error: AgentflowError) -> AgentflowError:
-    """The failure of the call that failed first, of which ``error`` is the consequence."""
+    """The failure of the call that failed first and caused ``error``."""
     while isinstance(error.__cause__, AgentflowError):
         error = error.__cause__
     return error

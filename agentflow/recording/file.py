@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _UNRECORDED_OPS = (GetGraph, Want, Watch, Unwatch)
 
 VERSION = 2
-"""Version 1 had the capabilities of a single model, and a gen always had all parameters of sampling."""
+"""Version 1 had the capabilities of a single model, and a gen always had all sampling parameters."""
 
 SessionEnding = Literal["complete", "failed", "cancelled"]
 """How the session's block ended: normally, by an exception, or by a cancellation or an interrupt."""
@@ -105,11 +105,11 @@ class Recording:
 class Recorded:
     """Wraps a backend, and writes its ops and events to the file ``path``.
 
-    Until the backend is connected, the lines go to ``PATH.part``, and an earlier recording stays. Then the
-    file is renamed. Live graphs and wants are not recorded. Ops that are sent together, and events that are
-    delivered together, are written together; a process that is killed loses at most the lines of one write.
-    If the disk fails, the recording ends with an error in the log, and the program continues. ``clock``: in
-    seconds."""
+    Until the backend is connected, the lines are written to ``PATH.part``, and an earlier recording is kept.
+    Then the file is renamed. Live graphs and ``Want`` ops are not recorded. Ops that are sent together, and
+    events that are delivered together, are written together; a process that is killed loses at most the lines
+    of one write. If the disk fails, the recording ends with an error in the log, and the program continues.
+    ``clock``: in seconds."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Recorded:
 
 
 class _RecordedBatches:
-    """The backend of one map in batches. Its counters are not recorded: a replay has none for batches."""
+    """The backend of one map in batches. Its counters are not recorded, because a replay has no batches."""
 
     def __init__(self, backend: Backend, writer: _Writer) -> None:
         self._backend = backend
@@ -266,7 +266,7 @@ class _Writer:
         return round(self._clock() - self._started_s, 6)
 
     def without_bytes(self, op: Op) -> Op:
-        """The op as the recording has it: the bytes of images are in a folder next to the file, by digest."""
+        """The op as it is recorded: the bytes of images are in a folder next to the file, by digest."""
         if not isinstance(op, Upload):
             return op
         is_file = self._part is None and not self._has_failed and os.path.isfile(self._target)
@@ -283,7 +283,7 @@ class _Writer:
                 await anyio.to_thread.run_sync(self._images.close)
 
     def begin(self, seed: int, models: Mapping[str, Capabilities]) -> None:
-        """Writes the header, gives the file its name, and starts the clock."""
+        """Writes the header, renames the file, and starts the clock."""
         self._started_s = self._clock()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         header = Header(VERSION, __version__, started, seed, next(iter(models)), dict(models))
@@ -303,7 +303,7 @@ class _Writer:
                 self._give_up(error)
 
     def recording(self, deliver: Deliver, *, has_stats: bool = True) -> Deliver:
-        """``deliver``, before which the events are written. ``has_stats``: counters are, too."""
+        """A ``deliver`` that writes the events first. ``has_stats``: it also writes counters."""
         dropped = (GraphReply, Watched) if has_stats else (GraphReply, Watched, StatsReply)
 
         def receive(events: Iterable[Event]) -> None:
@@ -341,7 +341,7 @@ class _Writer:
             self._give_up(error)
 
     def close(self) -> None:
-        """Closes the file. Removes it if it did not get its name."""
+        """Closes the file. Removes it if it was not renamed."""
         try:
             if os.getpid() == self._pid:
                 if self._part is not None:
@@ -380,7 +380,7 @@ def _encode(line: Header | Entry) -> bytes:
 
 
 def read_recording(path: str | PathLike[str]) -> Recording:
-    """Reads a recording; of a truncated one, all complete lines.
+    """Reads a recording. If it is truncated, reads all complete lines.
 
     ``BadRecording`` for a file that is missing, not a recording, damaged, or of another version.
     """

@@ -1,6 +1,6 @@
-"""The images and videos of a recording: a folder next to the file, in which each has its digest as its name.
+"""The images and videos of a recording: files in a folder next to the recording, named by their digests.
 
-They are written by a thread, because a file of 50 MB would hold the event loop. ``read_image`` reads one.
+A thread writes them, because a file of 50 MB would block the event loop. ``read_image`` reads one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentflow.protocol.ops import Upload
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES: Final = 64_000_000
-"""The bytes that may wait for the disk. With more, the session waits."""
+"""The maximum number of bytes that wait for the disk. Beyond it, the session waits."""
 
 
 def images_folder(path: str | PathLike[str]) -> Path:
@@ -30,8 +30,7 @@ def images_folder(path: str | PathLike[str]) -> Path:
 
 
 def read_image(path: str | PathLike[str], source: str) -> Image | None:
-    """The image, or the file of a video, in the folder of a recording; None if it is not there, or
-    damaged."""
+    """The image, or the file of a video, in the folder of a recording; None if it is missing or damaged."""
     if not FILE.fullmatch(source):
         return None
     try:
@@ -51,7 +50,7 @@ class RecordedImages:
 
     Args:
         path: The recording.
-        mode: The permissions of the recording, which the images get as well.
+        mode: The permissions of the recording and its images.
     """
 
     def __init__(self, path: str, mode: int) -> None:
@@ -63,7 +62,7 @@ class RecordedImages:
         self._num_waiting = 0
 
     def add(self, op: Upload) -> None:
-        """Writes a part of a file, soon."""
+        """Queues a part of a file to be written."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "agentflow-recording")
         self._waiting.append((self._thread.submit(self._write, op), len(op.data)))

@@ -2,9 +2,9 @@
 
 A client numbers states and variables in the order in which they are created, which may differ between two
 runs of a program with concurrent branches. A *place* does not differ: it is the run, the state's path in the
-fork tree, and the position in the state's stream. ``ForkTree`` follows the ops of a session and gives their
+fork tree, and the position in the state's stream. ``ForkTree`` tracks the ops of a session and returns their
 ``OpContent``, by which a replay compares ops with recorded ones, without fields that only observers see.
-``describe`` and ``difference`` put contents into words for error messages."""
+``describe`` and ``difference`` describe contents in error messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from agentflow.protocol.text.transform import Transform
 StatePath = tuple[int, ...]
 
 DERIVED = "derived"
-"""Stands for a seed that is derived from the session's seed and the gen's place."""
+"""Replaces a seed that is derived from the session's seed and the gen's place."""
 
 
 _FOR_OBSERVERS = ("label", "trace", "group")
@@ -79,8 +79,9 @@ NodeT = TypeVar("NodeT", bound=StateInTree)
 
 
 class ForkTree(Generic[NodeT]):
-    """The states of one session. ``run_name`` gives the number by which the content of an op names another
-    run. ``resolves_params``: contents have the parameters of gens with the defaults of ``SamplingParams``."""
+    """The states of one session. ``run_name``: returns the number of a run, by which contents of other runs'
+    ops refer to it. ``resolves_params``: contents have the parameters of gens with the defaults of
+    ``SamplingParams``."""
 
     def __init__(
         self,
@@ -122,8 +123,8 @@ class ForkTree(Generic[NodeT]):
         return self._variables[var_id][:2]
 
     def content(self, op: ops.Op, node: NodeT) -> OpContent:
-        """The op's content, with places instead of numbers. A graph keeps its own numbers, which do not
-        vary."""
+        """The op's content, with places instead of numbers. A graph keeps its own numbers, because they do
+        not vary."""
         if isinstance(op, ops.SubmitGraph):
             graph = msgspec.json.encode(([_unnamed(one) for one in op.ops], op.outputs, op.places)).decode()
             return OpContent("submit", (("ops", graph), ("inputs", tuple(op.inputs.items()))))
@@ -198,7 +199,7 @@ _CHARS_BEFORE = 20
 
 
 def quote_text(text: str, around: int = 0) -> str:
-    """``text`` in quotes, on one line; of a long one the part around the character ``around``."""
+    """``text`` in quotes, on one line; if it is long, only the part around the character ``around``."""
     start = max(0, around - _CHARS_BEFORE) if len(text) > _MAX_CHARS else 0
     part = text[start : start + _MAX_CHARS]
     return repr(("…" if start else "") + part + ("…" if start + _MAX_CHARS < len(text) else ""))
@@ -245,7 +246,7 @@ def _with(content: OpContent, fields: dict[str, Any], names: list[str]) -> str:
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with the fields of nested structs in place of the struct."""
+    """The fields, in which nested structs are replaced by their fields."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         flat |= _flat(dict(value.fields)) if isinstance(value, OpContent) else {name: value}

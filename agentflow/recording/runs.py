@@ -114,11 +114,11 @@ class RecordedState(StateInTree):
         return self.is_cancelled or self.failure is not None
 
     def ask(self, ticket: int) -> None:
-        """Notes an ``Await`` after the ops so far."""
+        """Records an ``Await`` after the ops so far."""
         self.asked[ticket] = len(self.ops)
 
     def reach(self, ticket: int, seq: int) -> None:
-        """Notes the event that reached the ticket."""
+        """Records the event that reached the ticket."""
         if ticket not in self.asked:
             raise ProtocolError(f"state {self.path} has no ticket {ticket}")
         self._reached.append((self.asked[ticket], seq))
@@ -148,7 +148,7 @@ class RecordedState(StateInTree):
         self._find_done_events()
 
     def _find_done_events(self) -> None:
-        """Collects the events that show that ops were done. Each shows it for all earlier positions, too."""
+        """Collects the events that show that ops were done. Each also shows it for all earlier positions."""
         found = list(self._reached)
         sequence = [op.op for op in self.ops]
         for index, op in enumerate(self.ops):
@@ -328,8 +328,8 @@ class RecordedRuns:
 
 
 def _without_unwinding(recording: Recording) -> list[Entry]:
-    """The entries without the final cancellations of a cancelled session, which are not the program's: tasks
-    that were waiting then also wait in a replay, and fail with the reason for the missing answer."""
+    """The entries without the final cancellations of a cancelled session, which the program did not make:
+    tasks that were waiting then also wait in a replay, and fail with the reason for the missing answer."""
     entries = recording.entries
     if recording.ending != "cancelled":
         return entries

@@ -43,8 +43,8 @@ COMMAND = Command(
     summary="create an API key",
     description="""\
 Creates an API key for a tenant and shows it once, with the lines for the file
-that `agentflow serve --keys-file` reads. The lines have only the hash of the
-key. They go to standard output, everything else to standard error.""",
+that `agentflow serve --keys-file` reads. The lines contain only the hash of the
+key. They are written to standard output, everything else to standard error.""",
     examples="""\
 agentflow key alice                     a key, and its lines for the file
 agentflow key bob >> keys.toml          the key is still shown

@@ -1,9 +1,9 @@
-"""The server as an application of Ray Serve, which scales it, updates it, and leads clients to it.
+"""The server as an application of Ray Serve, which scales it, updates it, and routes requests to it.
 
 ``serve run agentflow.cli.operating.ray_serve:app model=qwen3-0.6b`` starts it, or a file of Serve does, with
 ``import_path: agentflow.cli.operating.ray_serve:app`` and the settings of ``agentflow serve`` as ``args``.
 The deployment is named ``agentflow``. Each of its replicas is a whole server with engines, without a port:
-Serve's proxies pass requests and websockets on. Serve's settings of deployments (``autoscaling_config``,
+Serve's proxies forward requests and websockets. Serve's settings of deployments (``autoscaling_config``,
 ``ray_actor_options``, ``max_ongoing_requests``) apply to it.
 """
 
@@ -29,14 +29,15 @@ MAX_ONGOING_REQUESTS = 256
 """Serve's default of 5 is for models that compute one request at a time."""
 
 MAX_SURGE_PERCENT = 1
-"""The replicas above their number in a rolling update, rounded up to one: Serve starts a new one before it
-ends an old one. Its default of 0 is the other order, in which a single replica does not serve for a while."""
+"""The percentage of additional replicas in a rolling update, rounded up to one: Serve starts a new replica
+before it ends an old one. With Serve's default of 0, an old one ends first, so a single replica is down for a
+while."""
 
 
 def read_serve_config(args: Mapping[str, Any]) -> ServeConfig:
     """The configuration from the arguments of an application: settings of ``agentflow serve`` by their names
     (``kv_tokens``), ``model`` (``NAME[=PATH]``, or several) and ``config`` (a file). ``BadArgument`` for
-    others."""
+    unknown arguments."""
     values: dict[str, str | list[str] | bool] = {"host": "0.0.0.0"}  # Serve's proxies may listen anywhere
     models: list[str] = []
     file: str | None = None

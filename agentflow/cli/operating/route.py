@@ -1,4 +1,4 @@
-"""``agentflow route``: a gateway before servers with OpenAI's API."""
+"""``agentflow route``: a gateway in front of servers with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentflow.server.gateway.defaults import CACHE_TOKENS, DEFAULT_PORT, DRAIN_
 
 ADMIN_KEY_VARIABLE = "AGENTFLOW_ROUTE_ADMIN_KEY"
 API_KEY_VARIABLE = "AGENTFLOW_ROUTE_API_KEY"
-KEEPALIVE_S = 4.5  # servers close idle connections after 5 s, many of them
+KEEPALIVE_S = 4.5  # many servers close idle connections after 5 s
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -100,13 +100,13 @@ def _run(options: argparse.Namespace) -> int:
 COMMAND = Command(
     name="route",
     usage="agentflow route --to URL --to URL [--port N] ...",
-    summary="run a gateway before several servers",
+    summary="run a gateway in front of several servers",
     description="""\
 Distributes requests among servers with OpenAI's API, such as vLLM, SGLang,
-llama.cpp, Ollama, and agentflow. A request goes where its prefix is probably
-cached, unless waiting there would take longer than computing it again. Clients
-use the gateway's address like the address of one server, with the same paths
-and keys.""",
+llama.cpp, Ollama, and agentflow. A request is sent to the server that probably
+has its prefix cached, unless waiting there would take longer than computing it
+again. Clients use the gateway's address like the address of one server, with
+the same paths and keys.""",
     examples="""\
 agentflow route --to http://127.0.0.1:8000 --to http://127.0.0.1:8001
 agentflow route --to http://a:8000/v1 --to http://b:8000/v1 --port 9000

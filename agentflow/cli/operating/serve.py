@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def pull_missing(config: ServeConfig) -> None:
-    """Pulls the models and adapters of the configuration that can be pulled and are missing."""
+    """Pulls missing models and adapters of the configuration."""
     from agentflow.engine.store.adapter_folder import missing_adapters
     from agentflow.engine.store.model_store import is_missing, pull_model
 
@@ -68,7 +68,7 @@ def run_serve(
 
 @dataclass(frozen=True, slots=True)
 class ServerParts:
-    """The parts of a server, besides its limits and its address."""
+    """The parts of a server, except its limits and its address."""
 
     open_models: OpenModels
     access: Access
@@ -135,8 +135,8 @@ def _warn_of_open_keys(network: NetworkConfig, need_keys: bool) -> None:
 
 
 def _known_names(network: NetworkConfig) -> tuple[str, ...] | None:
-    """Accepted host names. A server that listens on loopback accepts only loopback names; None leaves the
-    decision to ``Access``."""
+    """Accepted host names. A server that listens on loopback only accepts loopback names; None: ``Access``
+    decides."""
     if network.allowed_hosts:
         return network.allowed_hosts
     return (network.host,) if is_loopback(network.host) else None

@@ -1,4 +1,4 @@
-"""Opens the models of a server that are behind an API: the one place where a server meets the backends."""
+"""Opens a server's models behind an API: the only module in which a server uses the backends."""
 
 from __future__ import annotations
 

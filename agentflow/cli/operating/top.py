@@ -28,7 +28,7 @@ from agentflow.errors import ProtocolError
 
 INTERVALS_S = (0.1, 3_600.0)
 NO_NAME = "-"
-"""The model of metrics without the label ``model``."""
+"""The name of the model in metrics without the label ``model``."""
 
 Buckets = Sequence[tuple[float, float]]
 """The upper bound and the number of values of each bucket. The last bound is infinite."""
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The samples of one scrape. ``at_s``: when, on any clock."""
+    """The samples of one scrape. ``at_s``: its time on any clock."""
 
     at_s: float
     samples: Sequence[Sample]
@@ -84,7 +84,7 @@ class Scrape:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """In seconds; None if there were no values."""
+    """Quantiles in seconds; None if there were no values."""
 
     p50_s: float | None
     p95_s: float | None
@@ -93,8 +93,8 @@ class Quantiles:
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
     """One model. Rates, quantiles and ``hit_rate`` are for the time between the scrapes, ``total_hit_rate``
-    for the time since the server started. Hit rates are None if there were no prompts. A model behind an API
-    has None for the figures of an engine. ``replicas_up``: the replicas that serve."""
+    for the time since the server started. Hit rates are None if there were no prompts, and an engine's
+    figures are None for a model behind an API. ``replicas_up``: the number of serving replicas."""
 
     name: str
     is_up: bool | None
@@ -196,7 +196,7 @@ def _tenant(name: str, before: Scrape, now: Scrape) -> TenantFigures:
 
 
 def growth(before: float, now: float) -> float:
-    """The increase of a counter. One that decreased was reset to 0 in between."""
+    """The increase of a counter. If it decreased, it was reset to 0 in between."""
     return now - before if now >= before else now
 
 
@@ -212,8 +212,8 @@ def _quantiles(name: str, before: Scrape, now: Scrape, **labels: str) -> Quantil
 
 
 def buckets_between(old: dict[float, float], new: dict[float, float]) -> Buckets:
-    """The values that a histogram received between two scrapes. One with fewer values than before was reset
-    in between."""
+    """The values that a histogram received between two scrapes. If it has fewer values than before, it was
+    reset in between."""
     was_reset = any(new[bound] < old.get(bound, 0.0) for bound in new)
     so_far = 0.0
     buckets: list[tuple[float, float]] = []
@@ -244,7 +244,7 @@ def quantile(buckets: Buckets, fraction: float) -> float | None:
 
 
 METRICS_PATH = "/metrics"
-# Figures are means over this time. Over a single second they change too much to be read.
+# Figures are means over this time. Over a single second they would change too fast to be read.
 WINDOW_S = 5.0
 BAR_CELLS = 14
 MAX_TENANTS = 20
@@ -472,7 +472,7 @@ def _run(options: argparse.Namespace) -> int:
                 interval_s=options.interval,
                 once=once,
             )
-    except KeyboardInterrupt:  # the way to leave it
+    except KeyboardInterrupt:  # ends the view
         if options.once:
             raise
     return 0
@@ -485,7 +485,7 @@ COMMAND = Command(
 Shows the load of a server: running and waiting requests, input and output
 tokens per second, the cache's hit rate (current and total), the use of the KV
 pool, the time to the first token (TTFT) and per token after it (TPOT), and the
-waiting times of each tenant. q or Ctrl-C leaves.""",
+waiting times of each tenant. Press q or Ctrl-C to exit.""",
     examples="""\
 agentflow top                                  the server on this machine
 agentflow top --url https://llm.example --interval 5

@@ -22,12 +22,12 @@ from agentflow.version import __version__
 if TYPE_CHECKING:
     from agentflow.server.serve import RunningServer
 
-# Addresses that stand for all interfaces: a browser on this machine uses loopback.
+# Addresses of all interfaces: a browser on this machine uses loopback.
 ALL_INTERFACES = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def quiet(effective: Effective) -> ServeConfig:
-    """The configuration, which logs only warnings unless a log level was set."""
+    """The configuration, with a log level of warnings unless one was set."""
     config = effective.config
     if effective.sources["log_level"] != "default":
         return config
@@ -51,12 +51,12 @@ async def welcome(server: RunningServer, *, has_page: bool, opens_browser: bool)
     weights = [f"{name}: {weights}" for name, weights in server.weights.items()]
     print("\n".join(["", title, *weights, "", *lines, "", "Ctrl-C ends it."]), flush=True)
     if has_page and opens_browser:
-        # In a thread: some browsers are waited for.
+        # In a thread, because some browsers block until they are closed.
         await anyio.to_thread.run_sync(webbrowser.open, f"{base}/ui/", abandon_on_cancel=True)
 
 
 def has_screen() -> bool:
-    """Whether a browser would open a window. In a terminal alone, ``webbrowser`` may start a text browser."""
+    """Whether a browser can open a window. Without a screen, ``webbrowser`` may start a text browser."""
     if sys.platform != "linux":
         return True
     return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
@@ -87,7 +87,7 @@ COMMAND = Command(
     summary="run the server and open its page in the browser",
     description="""\
 Pulls the model if it is missing, runs the server, prints its addresses and
-opens its page in the browser. Ctrl-C ends it. It takes the options of
+opens its page in the browser. Ctrl-C stops it. It has the options of
 `agentflow serve` and logs only warnings unless --log-level is given.""",
     examples="""\
 agentflow up                         the default model, and its page

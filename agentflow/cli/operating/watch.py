@@ -21,7 +21,7 @@ from agentflow.protocol.events import LiveGraph, LiveNode, LiveState
 from agentflow.protocol.ops import WATCH_INTERVALS_S
 
 MAX_ROWS = 2_000
-"""The rows of a frame without a terminal. In a terminal, as many as fit."""
+"""The maximum number of rows of a frame without a terminal. In a terminal, it is the number that fits."""
 _HEADING_ROWS = 5
 _STYLES = {"running": "green", "failed": "red"}
 
@@ -81,13 +81,13 @@ def _idle(state: LiveState) -> str:
 async def run_watch(
     url: str, console: Console, *, api_key: str | None, interval_s: float, once: bool
 ) -> None:
-    """Shows frames until it is cancelled, or one.
+    """Shows frames until it is cancelled, or one frame.
 
     Args:
         url: The http(s) URL of the server.
         console: Shows the frames.
-        api_key: Of the tenant whose programs are shown.
-        interval_s: The least seconds between two frames.
+        api_key: A key of the tenant whose programs are shown.
+        interval_s: The minimum number of seconds between two frames.
         once: Ends after one frame.
     """
     async with open_session(f"ws{url.removeprefix('http')}", api_key=api_key) as flow:
@@ -122,7 +122,7 @@ def _run(options: argparse.Namespace) -> int:
 
     try:
         anyio.run(watch)
-    except KeyboardInterrupt:  # the way to leave it
+    except KeyboardInterrupt:  # ends the view
         if options.once:
             raise
     return 0
