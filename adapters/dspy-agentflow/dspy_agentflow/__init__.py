@@ -1,10 +1,10 @@
 """agentflow's models for DSPy: ``AgentflowLM``, ``AgentflowEmbedding``; from DSPy 3.4 on also two engines.
 
 Reading order: ``lm`` (settings, signature), ``engines`` or ``older_lm`` (one for each generation of DSPy's
-interface), ``answers`` (calls of the model), ``answer_format``, and what DSPy does not pass to its engines:
-``call_notes`` (about one call) and ``programs`` (which program a call belongs to). ``embedding`` is what
-``dspy.Embedder`` calls. ``wired_module`` runs programs whose predictors get each other's outputs by
-reference; ``call_sites`` finds where their code allows it.
+interface), ``answers`` (calls of the model), ``answer_format``, and data that DSPy does not pass to its
+engines: ``call_notes`` (about one call) and ``programs`` (the program of a call). ``embedding`` has the
+callable for ``dspy.Embedder``. ``wired_module`` runs programs whose predictors get each other's outputs by
+reference; ``call_sites`` finds the places where their code allows it.
 """
 
 import re

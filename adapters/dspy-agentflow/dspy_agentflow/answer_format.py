@@ -2,7 +2,7 @@
 
 ``format_of`` derives an ``AnswerFormat`` from an adapter and a signature: literal heads (``[[ ## answer ##
 ]]`` or ``"answer": ``), each followed by a value, and a literal tail. ``constraint`` turns it into an
-argument of ``af.reply``. For text that ``max_tokens`` truncated, ``rest`` returns what is missing. A
+argument of ``af.reply``. For text that ``max_tokens`` truncated, ``rest`` returns the missing part. A
 ``FieldValue`` describes one value.
 """
 
@@ -43,20 +43,20 @@ class AnswerFormat:
         return _constraint([*_pairs(self.heads, self.values), (self.tail, None)])
 
     def rest(self, text: str) -> Rest | None:
-        """Returns what a truncated text lacks; None if it is complete, or not of this format."""
+        """Returns the missing part of a truncated text; None if it is complete, or has another format."""
         return _Reader(self, text).rest()
 
     def num_certain(self, text: str) -> int:
-        """Returns how many characters of a growing text are final, wherever it is truncated: an unfinished
-        value that is not free text would be generated again."""
+        """Returns the number of characters of a growing text that are final, wherever it is truncated: an
+        unfinished value that is not free text would be generated again."""
         rest = self.rest(text)
         return len(text) if rest is None else len(rest.kept)
 
 
 @dataclass(frozen=True)
 class Rest:
-    """``kept``: the part of the text that stays. ``constraint``: the argument of ``af.reply`` for what must
-    follow; it ends free text that was open."""
+    """The missing part of a truncated text. ``kept``: the part of the text to keep. ``constraint``: the
+    argument of ``af.reply`` for the text that must follow; it ends open free text."""
 
     kept: str
     constraint: dict[str, Any]
@@ -106,14 +106,14 @@ class _Reader:
         return True
 
     def _closed(self, index: int, literal: str) -> Rest:
-        """Ends free text that is open."""
+        """Ends open free text."""
         closing = "" if self._format.schema is None else _end_of_string(self._text)
         return self._from(index, literal, self._text, closing=closing)
 
     def _from(
         self, index: int, literal: str, kept: str, *, closing: str = "", is_whole: bool = False
     ) -> Rest:
-        """Returns what follows ``kept``: from the head of value ``index`` (or the tail) to the end."""
+        """Returns the part after ``kept``: from the head of value ``index`` (or the tail) to the end."""
         found = self._format
         done = 0 if is_whole or closing else _common(kept, literal)
         heads = (closing + literal[done:], *found.heads[index + 1 :], found.tail)
@@ -128,13 +128,13 @@ def _shortened(value: FieldValue) -> FieldValue:
 
 
 def _common(text: str, literal: str) -> int:
-    """Returns how many characters at the end of the text are the beginning of the literal."""
+    """Returns the number of characters at the end of the text with which the literal begins."""
     sizes = range(min(len(text), len(literal)), 0, -1)
     return next((size for size in sizes if text.endswith(literal[:size])), 0)
 
 
 def _end_of_string(text: str) -> str:
-    """Returns what closes the JSON string at the end of the text, with an incomplete escape completed."""
+    """Returns the characters that close the JSON string at the end of the text, and complete an escape."""
     half = re.search(r"(?<!\\)(?:\\\\)*(\\u[0-9a-fA-F]{0,3}|\\)$", text)
     if half is None:
         return '"'
@@ -238,8 +238,8 @@ _TEXT_TYPES: Final = ("Reasoning", "Code")
 
 @dataclass(frozen=True)
 class FieldValue:
-    """A value with a JSON ``schema``, or of a ``regex``. ``is_text``: free text, which may end anywhere;
-    ``short`` is the regular expression of a short one."""
+    """A value with a JSON ``schema`` or a ``regex``. ``is_text``: free text, which may end anywhere;
+    ``short``: a regular expression for a short one."""
 
     schema: dict[str, Any] | None = None
     regex: str = ""
@@ -248,8 +248,8 @@ class FieldValue:
 
 
 def chat_value(annotation: Any) -> FieldValue:
-    """Returns the format that ``dspy.ChatAdapter`` parses: text, words and numbers bare, everything else
-    JSON."""
+    """Returns the format that ``dspy.ChatAdapter`` parses: text, words and numbers without quotes, everything
+    else as JSON."""
     if _is_text(annotation) or _may_be_text(annotation):
         return FieldValue(regex=_PROSE, short=_SHORT_PROSE, is_text=True)
     words = _words(annotation)
@@ -321,12 +321,12 @@ def _is_text(annotation: Any) -> bool:
 
 
 def _may_be_text(annotation: Any) -> bool:
-    """``str | None`` and the like, of which DSPy takes any text."""
+    """Whether DSPy accepts any text for the type, as for ``str | None``."""
     return get_origin(annotation) in (Union, UnionType) and {str, NoneType} <= set(get_args(annotation))
 
 
 def _words(annotation: Any) -> list[str] | None:
-    """Returns the values of a type that has only a few, as text."""
+    """Returns the values of a type with few values, as text."""
     if annotation is bool:
         return ["True", "False"]
     if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):

@@ -1,7 +1,7 @@
 """Calls of the model for DSPy, and the completion of answers that ``max_tokens`` truncated.
 
 ``Asked`` is one call. ``complete`` and ``stream`` make it; an answer that was truncated within its adapter's
-format is continued under a constraint that allows only what is missing. While an answer streams,
+format is continued under a constraint that allows only the missing part. While an answer is streamed,
 ``CertainText`` holds back an unfinished value, because the continuation may generate it again.
 """
 
@@ -29,7 +29,7 @@ from dspy_agentflow.answer_format import AnswerFormat, Rest
 from dspy_agentflow.call_notes import WIRED_CALL
 from dspy_agentflow.programs import CALLS
 
-# The tokens that completing a truncated answer may take beyond ``max_tokens``: the missing values are short.
+# The maximum number of tokens for completing a truncated answer: the missing values are short.
 MAX_TOKENS_TO_END: Final = 1024
 # Sampling options that apply only to the answer as a whole.
 _ONLY_WHOLE: Final = ("min_tokens", "stop", "stop_regex", "ignore_eos")
@@ -37,9 +37,9 @@ _ONLY_WHOLE: Final = ("min_tokens", "stop", "stop_regex", "ignore_eos")
 
 @dataclass(frozen=True)
 class Asked:
-    """``sampling`` and ``constraint``: arguments of ``af.reply``. An answer can be completed if the
-    constraint is that of ``answer_format``. ``is_streamed``: whether the caller reads the answer while it is
-    generated. Transient failures are retried ``max_retries`` times."""
+    """A call of the model. ``sampling`` and ``constraint``: arguments of ``af.reply``. A truncated answer can
+    be completed if the constraint comes from ``answer_format``. ``is_streamed``: the caller reads the answer
+    while it is generated. Transient failures are retried ``max_retries`` times."""
 
     messages: list[af.Message]
     sampling: dict[str, Any]
@@ -60,7 +60,7 @@ class Asked:
         return ModelCall(prompt, output, n=self.n, cache_salt=self.cache_salt, deadline_s=self.deadline_s)
 
     def rest_of(self, answer: Answer) -> Rest | None:
-        """Returns what an answer lacks if it was truncated within its format, else None."""
+        """Returns the missing part of an answer that was truncated within its format, else None."""
         if self.answer_format is None or answer.finish_reason != "length":
             return None
         reply = read_reply(answer.text)
@@ -170,8 +170,8 @@ def _joined(answer: Answer, end: Answer, rest: Rest) -> Answer:
 
 
 class CertainText:
-    """The text of one streamed answer, without what may be generated again should ``max_tokens`` truncate it.
-    Without a format, all text passes at once."""
+    """The text of one streamed answer, except the part that may be generated again if ``max_tokens``
+    truncates it. Without a format, all text is passed on immediately."""
 
     def __init__(self, answer_format: AnswerFormat | None) -> None:
         self._is_held = answer_format is not None

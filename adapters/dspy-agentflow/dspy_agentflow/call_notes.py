@@ -1,8 +1,7 @@
-"""What DSPy does not pass to an engine: the number of answers, the rollout, and the answer format.
+"""Data that DSPy does not pass to an engine: the number of answers, the rollout, and the answer format.
 
-The LM puts these ``CallNotes`` into a context variable for the time of a call (``noting``), and the engine
-reads them there (``notes``). A callback records which adapter formatted the last prompt
-(``remember_prompt``).
+During a call, the LM keeps these ``CallNotes`` in a context variable (``noting``), where the engine reads
+them (``notes``). A callback records the adapter that formatted the last prompt (``remember_prompt``).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from dspy_agentflow.answer_format import AnswerFormat, format_of
 
 @dataclass(frozen=True)
 class _Prompt:
-    """The last prompt that an adapter formatted in this context. ``outer``: the prompt that this one is part
-    of, if a subclass adds to the result of ``format``."""
+    """The last prompt that an adapter formatted in this context. ``outer``: the prompt that contains this
+    one, if a subclass extends the result of ``format``."""
 
     call_id: str
     adapter: Any

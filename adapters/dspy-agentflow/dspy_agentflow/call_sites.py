@@ -1,4 +1,4 @@
-"""Finds the outputs of a module call that a program only passes on, to other modules or to its caller.
+"""Finds the outputs of a module call that a program only passes to other modules or to its caller.
 
 ``pending_use`` is called during the module call. It reads the source of the functions on the stack, up to one
 of the roots, and finds every use of the call's result. Code is read, never run: names are looked up in the
@@ -44,7 +44,7 @@ class Use(NamedTuple):
 
 
 class UnwiredPart(NamedTuple):
-    """A call of a module whose result the program needs before it goes on, and why."""
+    """A call of a module whose result the program needs before it continues, and the reason."""
 
     part: str
     reason: str
@@ -80,8 +80,8 @@ def pending_use(roots: Container[CodeType], depth: int = 1) -> Use:
 def unwired_calls(
     module: Any, roots: Container[CodeType] = (), *, is_async: bool = False
 ) -> Iterator[UnwiredPart]:
-    """Yields the calls in the module's function, and in those of its parts, that the code waits for.
-    ``roots``: as in ``pending_use``."""
+    """Yields the calls that the code waits for, in the functions of the module and of its parts. ``roots``:
+    as in ``pending_use``."""
     code = _code_of(module, is_async=is_async)
     if type(module) in LEAVES or code is None:
         return

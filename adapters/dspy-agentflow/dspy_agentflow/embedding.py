@@ -1,4 +1,4 @@
-"""``AgentflowEmbedding``: what ``dspy.Embedder`` calls, on agentflow."""
+"""``AgentflowEmbedding``: a callable for ``dspy.Embedder``, on agentflow."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from agentflow.integrations import EmbedCall, connection_through, embedding_conn
 
 
 class AgentflowEmbedding:
-    """Makes embeddings with ``model``, in this process or on an agentflow server, for ``dspy.Embedder``.
+    """Computes embeddings with ``model``, in this process or on an agentflow server, for ``dspy.Embedder``.
 
     ``model``: one of the server's embedding models (default: its first), or without a server one that
     ``agentflow pull`` knows, ``OWNER/NAME`` or a folder. ``base_url``: ``ws://…`` or ``wss://…``; default:
     the environment variable AGENTFLOW_URL. ``api_key``: default: AGENTFLOW_API_KEY. ``backend``: an agentflow
-    backend instead; for tests, ``af.Scripted``. The other arguments are those of ``flow.embed``.
+    backend instead; for tests, ``af.Scripted``. The other arguments are passed to ``flow.embed``.
 
     >>> embedder = dspy.Embedder(AgentflowEmbedding("Qwen/Qwen3-Embedding-0.6B"))
     >>> search = dspy.retrievers.Embeddings(embedder=embedder, corpus=passages, k=2)
@@ -54,5 +54,5 @@ class AgentflowEmbedding:
         return self._connection.embed(EmbedCall(texts, *self._options), max_retries=self._max_retries)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AgentflowEmbedding:
-        """Itself: DSPy copies what it caches and optimizes, and the connection is one of the process."""
+        """Itself: DSPy copies objects that it caches and optimizes, but the process has one connection."""
         return self

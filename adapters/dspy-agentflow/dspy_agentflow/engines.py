@@ -1,7 +1,7 @@
 """``AgentflowLM`` for DSPy 3.4 and later, and its two engines: one that blocks, and one for event loops.
 
-An engine takes a ``dspy.lm15.Request`` and returns a ``Response`` or streams its events. ``asked_of``
-converts the request; ``_response_of``, ``__EventWriter`` and ``_engine_errors`` convert what comes back.
+An engine receives a ``dspy.lm15.Request`` and returns a ``Response`` or streams its events. ``asked_of``
+converts the request; ``_response_of``, ``_EventWriter`` and ``_engine_errors`` convert answers and errors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AgentflowLM(BaseAgentflowLM):
 
     @classmethod
     def load_state(cls, state: dict[str, Any], *, allow_custom_lm_class: bool = False) -> Self:
-        """Makes the LM of what ``dump_state`` returned. To load a program with this LM, pass
+        """Returns the LM for a result of ``dump_state``. To load a program with this LM, pass
         ``allow_unsafe_lm_state=True``."""
         return cls(**{name: value for name, value in state.items() if name != LM_CLASS_STATE_KEY})
 
@@ -92,7 +92,7 @@ class _Engine:
 
     @classmethod
     def load_state(cls, state: dict[str, Any]) -> Self:
-        """Makes the engine of what ``dump_state`` returned."""
+        """Returns the engine for a result of ``dump_state``."""
         return cls(EngineSettings(**state))
 
     def __repr__(self) -> str:
@@ -191,8 +191,8 @@ _LEFT_OUT: Final = (lm15.ThinkingPart, lm15.ToolCallPart)
 def asked_of(
     request: lm15.Request, settings: EngineSettings, notes: CallNotes, *, is_streamed: bool = False
 ) -> Asked:
-    """Converts a request to one call, with all answers that DSPy will ask for unless there is a seed. Raises
-    ``NotSupported`` for what agentflow cannot do."""
+    """Converts a request to one call, with all answers that DSPy will request unless there is a seed. Raises
+    ``NotSupported`` for features that agentflow does not have."""
     tools = [_tool(tool) for tool in request.tools]
     sampling = _sampling(request.config)
     if request.config.seed is not None:

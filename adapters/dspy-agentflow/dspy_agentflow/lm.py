@@ -1,7 +1,7 @@
-"""What every ``AgentflowLM`` has in common, for every version of DSPy: its signature and its settings.
+"""The signature and the settings of ``AgentflowLM``, the same for every version of DSPy.
 
 The class itself is in ``engines.py`` for DSPy 3.4 and later, and in ``older_lm.py`` for DSPy 3.0 to 3.3.
-Neither has an ``__init__`` of its own.
+Both inherit their ``__init__`` from here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EngineSettings:
 
     ``base_url``: ``ws://…`` or ``wss://…``, default ``AGENTFLOW_URL``; without either, the model runs in this
     process. ``api_key``: the server's, default ``AGENTFLOW_API_KEY``. ``timeout``: seconds for one answer,
-    from when it is scheduled. ``cache_salt``: prompts share cached KV only under an equal salt. ``backend``:
+    from when it is scheduled. ``cache_salt``: only prompts with the same salt share cached KV. ``backend``:
     an agentflow backend instead of a server or local model; for tests, ``af.Scripted``.
     """
 
@@ -78,7 +78,8 @@ class BaseAgentflowLM(dspy.LM):
     ``api_key``, ``backend``, ``timeout`` and ``cache_salt`` are fields of ``EngineSettings``.
     ``follow_adapter``: constrain answers to the format that ``dspy.ChatAdapter`` or ``dspy.JSONAdapter``
     parses, and complete an answer that ``max_tokens`` truncates, with short values for the missing fields.
-    The other arguments are those of ``dspy.LM``; the defaults are ``temperature`` 0 and ``max_tokens`` 1024.
+    The other arguments are the same as of ``dspy.LM``; the defaults are ``temperature`` 0 and ``max_tokens``
+    1024.
     """
 
     follow_adapter: bool

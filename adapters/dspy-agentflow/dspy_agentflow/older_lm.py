@@ -1,7 +1,7 @@
-"""``AgentflowLM`` for DSPy 3.0 to 3.3, which speaks OpenAI's API by way of LiteLLM.
+"""``AgentflowLM`` for DSPy 3.0 to 3.3, which uses OpenAI's API through LiteLLM.
 
 The class replaces DSPy's call of LiteLLM. ``_asked_of`` converts a request; ``_response_of``, ``_chunk_of``
-and ``_litellm_errors`` convert what comes back.
+and ``_litellm_errors`` convert answers and errors.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def _logprobs(answer: Answer) -> dict[str, Any]:
 
 
 def _chunk_of(delta: Delta, model: str, predict_id: int | None) -> Any:
-    """Returns the chunk for DSPy's stream listener; None for what is not text."""
+    """Returns the chunk for DSPy's stream listener; None for deltas other than text."""
     if not isinstance(delta.piece, TextPiece):
         return None
     content = utils.Delta(content=delta.piece.text, role="assistant")

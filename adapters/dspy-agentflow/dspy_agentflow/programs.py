@@ -1,4 +1,4 @@
-"""Which program a model call belongs to: the outermost call of a DSPy module around it.
+"""The program of a model call: the outermost call of a DSPy module around it.
 
 ``CallTree`` is a callback that records the root module of every call of a module, tool or LM. When the root
 ends, its program ends. An evaluation or an optimizer runs many programs, with the objective ``throughput``.

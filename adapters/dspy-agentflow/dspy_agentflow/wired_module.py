@@ -3,8 +3,8 @@
 A run calls the program unchanged, with an adapter around the configured one. The adapter starts each
 predictor's call in a background loop. If the code only passes the outputs on (``call_sites``), the call
 returns ``_Pending`` values without waiting. In the prompt of a later predictor, DSPy's adapter formats a
-placeholder for such a value, and ``answers`` has ``WiredCall`` send the prompt with references instead.
-The texts behind the references are then compared with the outputs that DSPy parsed. If they differ, the
+placeholder for such a value, and in ``answers`` a ``WiredCall`` sends the prompt with references instead.
+The texts of the references are then compared with the outputs that DSPy parsed. If they differ, the
 later call is repeated with DSPy's outputs.
 """
 
@@ -48,11 +48,11 @@ _TURNS: Final = {"system": af.system, "user": af.user, "assistant": af.assistant
 
 
 def wired(module: dspy.Module) -> WiredModule:
-    """Returns the program with its predictors' outputs passed to later prompts in the backend, without a
-    round trip. Its results are the program's.
+    """Returns a program with the same results, whose predictors' outputs are passed to later prompts in the
+    backend, without a round trip.
 
-    ``dspy.Predict`` and ``dspy.ChainOfThought`` are wired where the code only passes their outputs to other
-    predictors and returns them. Other calls are waited for, as in DSPy; ``unwired`` lists them.
+    ``dspy.Predict`` and ``dspy.ChainOfThought`` are wired if the code only passes their outputs to other
+    predictors and returns them. The program waits for other calls, as in DSPy; ``unwired`` lists them.
     ``BadArgument`` for anything but a module.
 
     >>> program = wired(Essay())  # its forward: outline = self.outline(topic=topic), self.write(outline=…)
@@ -135,7 +135,7 @@ class _Run:
             await anyio.sleep_forever()
 
     def start(self, call: WiredCall, *, is_pending: bool) -> None:
-        """Starts a call in the background. ``is_pending``: nobody waits for it before the end."""
+        """Starts a call in the background. ``is_pending``: the program does not wait for it."""
         if is_pending:
             self._pending.append(call)
         context = contextvars.copy_context()
@@ -160,7 +160,7 @@ class _Run:
         return self._programs[id(connection)][1]
 
     def wait(self) -> None:
-        """Waits for all calls. Raises the failure of the first that failed, in the program's order."""
+        """Waits for all calls. Raises the first failure, in the program's order."""
         for call in self._pending:
             call.outputs.result()
         self._settle_trace()
@@ -181,7 +181,7 @@ class _Run:
             connection.shared.loop.call_soon(program.close)
 
     def _settle_trace(self) -> None:
-        """Gives the entries that the run added to DSPy's trace their values."""
+        """Fills in the values of the entries that the run added to DSPy's trace."""
         trace = dspy.settings.trace or []
         for _, inputs, prediction in trace[max(0, len(trace) - self.num_calls) :]:
             _settled(inputs)
@@ -189,7 +189,7 @@ class _Run:
 
 
 class _WiredAdapter:
-    """The adapter ``inner``, whose calls are calls of the run."""
+    """The adapter ``inner``, whose calls become calls of the run."""
 
     def __init__(self, run: _Run, inner: Any) -> None:
         self._run = run
@@ -387,7 +387,7 @@ class WiredCall:
 
 
 class _Pending:
-    """An output of a call that may not have ended. Code that uses it, such as a callback, waits for it."""
+    """An output of a call that may not have ended. Code that uses it, such as a callback, waits."""
 
     def __init__(self, call: WiredCall, field: str, annotation: Any) -> None:
         self.call = call
@@ -405,7 +405,7 @@ class _Pending:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """For DSPy's check of an input's type."""
+        """The class of the value, for DSPy's check of an input's type."""
         annotation = self._annotation
         return annotation if annotation in (str, int, bool) else str
 
@@ -429,7 +429,7 @@ class _Pending:
 
 
 def is_plain(annotation: Any) -> bool:
-    """Whether the text of a value in an answer is its text in a prompt."""
+    """Whether values of the type have the same text in answers and in prompts."""
     if get_origin(annotation) is Literal:
         return all(isinstance(value, str) for value in get_args(annotation))
     return annotation in (str, int, bool)
@@ -444,15 +444,15 @@ def _pending_in(inputs: dict[str, Any]) -> Iterator[_Pending]:
 
 
 def _unwired_adapter(adapter: Any) -> str:
-    """Why calls with the adapter are not wired; empty if they are."""
+    """The reason why calls with the adapter are not wired; empty if they are."""
     if type(adapter) in (dspy.ChatAdapter, dspy.JSONAdapter):
         return ""
     return f"only ChatAdapter and JSONAdapter are wired, not {type(adapter).__name__}"
 
 
 def _settled(value: Any) -> Any:
-    """The value with outputs in place of pending ones, which are known. Predictions, dicts and lists are
-    changed in place."""
+    """The value with pending outputs replaced by their values. Predictions, dicts and lists are changed in
+    place."""
     if type(value) is _Pending:
         return value.value()
     if isinstance(value, dspy.Prediction):

@@ -14,7 +14,7 @@ from langchain_agentflow.errors import langchain_errors
 
 
 class AgentflowEmbeddings(BaseModel, Embeddings):
-    """A model that makes embeddings, in this process or on an agentflow server.
+    """An embedding model, in this process or on an agentflow server.
 
     >>> embeddings = AgentflowEmbeddings(model="Qwen/Qwen3-Embedding-0.6B", query_prompt_name="query")
     >>> vectors = embeddings.embed_documents(["Plants turn light into sugar.", "Bees make honey."])
@@ -37,12 +37,13 @@ class AgentflowEmbeddings(BaseModel, Embeddings):
     """An agentflow backend, instead of ``base_url`` and ``model``; for tests, ``af.Scripted``."""
 
     dimensions: int | None = None
-    """Only so many, the first ones, for models that are trained for it."""
+    """Keep only the first ``dimensions`` dimensions, for models that are trained for it."""
     query_prompt: str | None = None
-    """Put before each query; ``query_prompt_name``: the model's own prompt of this name instead."""
+    """Inserted before each query. ``query_prompt_name``: the model's own prompt with this name instead."""
     query_prompt_name: str | None = None
     document_prompt: str | None = None
-    """Put before each document; ``document_prompt_name``: the model's own prompt of this name instead."""
+    """Inserted before each document. ``document_prompt_name``: the model's own prompt with this name
+    instead."""
     document_prompt_name: str | None = None
     max_retries: int = 2
     """Retries of a call after a transient failure."""

@@ -41,7 +41,7 @@ class AgentflowInvalidRequestError(ModelInvalidRequestError, af.errors.BadArgume
 
 
 class AgentflowModelNotFoundError(ModelNotFoundError, af.errors.UnknownModel):
-    """Neither the server nor this machine has a model of that name."""
+    """Neither the server nor this machine has a model with this name."""
 
 
 class AgentflowRateLimitError(ModelRateLimitError, af.errors.RateLimited):
@@ -53,7 +53,7 @@ class AgentflowTimeoutError(ModelTimeoutError, af.DeadlineExceeded):
 
 
 class AgentflowModelError(ModelError, af.AgentflowError):
-    """Any other error of agentflow's."""
+    """Any other error of agentflow."""
 
 
 _KINDS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[ModelError]], ...] = (

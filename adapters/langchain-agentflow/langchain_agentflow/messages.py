@@ -118,9 +118,9 @@ def metadata_of(answer: Answer, *, has_calls: bool) -> dict[str, Any]:
 
 
 def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
-    """Returns for each token its text, its bytes and its log-probability, as OpenAI's API does, and the
-    likeliest tokens at its place if they were requested. The log-probability is None for a token that was
-    re-encoded at the end of the text, and so are the bytes of a part of a character."""
+    """Returns for each token its text, its bytes and its log-probability, as in OpenAI's API, and the
+    likeliest tokens at its position if they were requested. The log-probability is None for a token that was
+    encoded again at the end of the text, and so are the bytes of a part of a character."""
     logprobs = answer.logprobs or ()
     top = answer.top_logprobs or [None] * len(logprobs)
     tokens = answer.tokens or [None] * len(logprobs)

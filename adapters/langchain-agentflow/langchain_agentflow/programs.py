@@ -1,4 +1,4 @@
-"""Model calls of LangChain, each as part of a program: the run at the root of the chain that it is made in.
+"""Model calls of LangChain, each as part of a program: the run at the root of its chain.
 
 ``complete``, ``stream`` and their asynchronous versions make a call, with errors of LangChain's types.
 ``RunTree`` is a callback handler that records the root of every chain, tool and retriever, because a model
@@ -132,7 +132,7 @@ class RunTree(BaseCallbackHandler):
         self._end(run_id)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a chain that failed."""
+        """Ends a tool that failed."""
         self._end(run_id)
 
     def on_retriever_end(self, documents: Any, *, run_id: UUID, **kwargs: Any) -> None:
@@ -140,7 +140,7 @@ class RunTree(BaseCallbackHandler):
         self._end(run_id)
 
     def on_retriever_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a tool that failed."""
+        """Ends a retriever that failed."""
         self._end(run_id)
 
 
@@ -168,13 +168,13 @@ def one_batch(connections: Sequence[ModelConnection], num_calls: int) -> Iterato
 
 
 def _parent_here() -> UUID | None:
-    """Returns the current run; for streamed models, to which LangChain passes no run manager."""
+    """Returns the current run, for streamed models, which get no run manager from LangChain."""
     callbacks = (var_child_runnable_config.get() or {}).get("callbacks")
     return callbacks.parent_run_id if isinstance(callbacks, BaseCallbackManager) else None
 
 
 def program_of(run_manager: Any, connection: ModelConnection) -> tuple[str, Objective | None]:
-    """Returns the name and the objective of the program that a call with this run manager belongs to."""
+    """Returns the name and the objective of the program of a call with this run manager."""
     batch = _batch.get()
     if batch is not None:
         return batch

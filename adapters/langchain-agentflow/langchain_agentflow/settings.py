@@ -52,7 +52,7 @@ _OPENAI_NAMES: Final = {
 }
 # Dictionaries of further parameters in ``ChatOpenAI``.
 _COLLECTIONS: Final = ("model_kwargs", "extra_body")
-# Fields of ``ChatOpenAI`` that change no answer of agentflow.
+# Fields of ``ChatOpenAI`` without effect on agentflow's answers.
 _WITHOUT_EFFECT: Final = frozenset(
     {"openai_organization", "organization", "service_tier", "stream_usage", "tiktoken_model_name", "user"}
 )
@@ -99,11 +99,11 @@ class ModelSettings(BaseModel):
     max_retries: int = 2
     """Retries of a call after a transient failure. A stream is not retried once it has begun."""
     n: int = 1
-    """The number of answers to each prompt, which share its computation."""
+    """The number of answers to each prompt, which is computed once."""
     streaming: bool = False
     """Whether LangChain streams ``invoke`` internally, so that its callbacks receive each token."""
     cache_salt: str = ""
-    """Prompts share cached KV only under an equal one."""
+    """Only prompts with the same salt share cached KV."""
 
     _own_connection: ModelConnection | None = PrivateAttr(default=None)
 
@@ -115,7 +115,7 @@ class ModelSettings(BaseModel):
     @field_validator("base_url")
     @classmethod
     def _read_http_address(cls, address: str | None) -> str | None:
-        """Takes the address of the server's HTTP API, too."""
+        """Also accepts the address of the server's HTTP API."""
         if address is None or not address.startswith(("http://", "https://")):
             return address
         return "ws" + address.removeprefix("http").rstrip("/").removesuffix("/v1")
@@ -139,8 +139,8 @@ class ModelSettings(BaseModel):
         return int(asked.get("max_retries", self.max_retries))
 
     def options(self, stop: Sequence[str] | str | None, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of ``af.gen`` and ``af.reply``: the fields, overridden by those of the call.
-        Raises ``BadArgument`` for an unknown parameter."""
+        """Returns the arguments of ``af.gen`` and ``af.reply``: the fields, overridden by the arguments of
+        the call. Raises ``BadArgument`` for an unknown parameter."""
         unknown = asked.keys() - _SAMPLING.keys() - set(CONSTRAINTS) - set(_ELSEWHERE)
         if unknown:
             raise af.errors.BadArgument(f"there is no parameter {', '.join(sorted(unknown))}")

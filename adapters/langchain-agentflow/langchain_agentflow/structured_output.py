@@ -99,8 +99,8 @@ def _by_answer(
 
 
 def json_schema_of(schema: Any) -> dict[str, Any]:
-    """Returns the JSON schema of what LangChain accepts as one: a pydantic class, a TypedDict, a tool, or a
-    schema, by itself or in a dictionary with its name as in OpenAI's API."""
+    """Returns the JSON schema of a type that LangChain accepts: a pydantic class, a TypedDict, a tool, or a
+    schema, alone or in a dictionary with its name as in OpenAI's API."""
     if isinstance(schema, type) and issubclass(schema, BaseModel):
         return schema.model_json_schema()
     if isinstance(schema, dict):

@@ -18,7 +18,7 @@ _MODES = {"auto": "auto", "none": "none", "any": "required", "required": "requir
 
 
 def as_openai(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Returns the tools in the form of OpenAI's API. Raises ``BadArgument`` for what is not a tool."""
+    """Returns the tools in the form of OpenAI's API. Raises ``BadArgument`` for other objects."""
     described = []
     for tool in tools:
         try:
@@ -54,7 +54,7 @@ def choice_of(choice: Choice, names: Sequence[str], *, parallel: bool | None) ->
         asked = choice
     else:
         asked = "required" if choice else "auto" if names else "none"
-    # A small model that must call and may call several tools does not stop calling: the default is one call.
+    # The default is one call, because a small model that must call and may call several tools does not stop.
     one = ToolChoice("required", parallel=parallel is True)
     if asked in _MODES and asked not in names:
         mode = _MODES[asked]

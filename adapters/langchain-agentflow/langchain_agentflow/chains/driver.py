@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Driver(Protocol):
-    """Runs a walk's coroutines, and the calls in them that wait."""
+    """Runs a walk's coroutines, and the waiting calls in them."""
 
     config: RunnableConfig
 

@@ -1,4 +1,4 @@
-"""The parts of a chain: which are wired, and which run in this process."""
+"""The parts of a chain, which are wired or run in this process."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _MESSAGE_TEMPLATES: Final = (HumanMessagePromptTemplate, AIMessagePromptTemplate
 
 
 class UnwiredPart(NamedTuple):
-    """A part of a chain that runs in this process, and why."""
+    """A part of a chain that runs in this process, and the reason."""
 
     part: Runnable[Any, Any]
     reason: str
 
 
 def bare(part: Runnable[Any, Any]) -> Runnable[Any, Any]:
-    """The part without a name and tags, which only its own run in the callbacks would have."""
+    """The part without its name and tags, which only matter for its run in callbacks."""
     while (
         isinstance(part, RunnableBinding)
         and not part.kwargs
@@ -113,7 +113,7 @@ def unwired_parts(part: Runnable[Any, Any], *, is_last: bool) -> Iterator[Unwire
 
 
 def _structured(steps: Sequence[Runnable[Any, Any]]) -> set[int]:
-    """The indices of parsers of structured answers of which the next step, a template, needs only texts."""
+    """The indices of parsers of structured answers whose next step, a template, needs only texts."""
     found: set[int] = set()
     for index in range(1, len(steps) - 2):
         check, parser, template = map(bare, steps[index : index + 3])
@@ -175,7 +175,7 @@ def wired_model(part: Runnable[Any, Any]) -> WiredModel | None:
 
 
 def is_fillable(template: Runnable[Any, Any]) -> bool:
-    """Whether references can stand in the template's text."""
+    """Whether the template's text can contain references."""
     if type(template) is PromptTemplate:
         return template.template_format == "f-string"
     return type(template) is ChatPromptTemplate and all(

@@ -1,5 +1,5 @@
-"""The values of a run before their answers are there: a call that was sent, its answer as a reference, and a
-prompt with references in it.
+"""The values of a run before their answers have arrived: a call that was sent, its answer as a reference, and
+a prompt with references.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class NotWired(Exception):
 
 
 class Placeholder(str):
-    """Stands for a reference in a template. Anything but the insertion of its text raises."""
+    """Represents a reference in a template. Any use other than inserting its text raises."""
 
     def __format__(self, spec: str) -> str:
         return self._changed() if spec else str.__str__(self)

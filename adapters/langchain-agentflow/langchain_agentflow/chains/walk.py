@@ -174,7 +174,7 @@ class Walk:
             self._connections[key].shared.loop.call_soon(program.close)
 
     async def _branches(self, branches: dict[str, Runnable[Any, Any]], value: Any) -> dict[str, Any]:
-        """The values of branches. Those that wait for nothing are sent before any other runs."""
+        """The values of branches. Calls that need no other value are sent before any other part runs."""
         waiting = [name for name, branch in branches.items() if any(unwired_parts(branch, is_last=True))]
         found = {
             name: await self.value(branch, value) for name, branch in branches.items() if name not in waiting
@@ -291,8 +291,8 @@ def _message(call: SentCall) -> AIMessage:
 
 
 def _wired_call(model: WiredModel, value: Any) -> tuple[list[Appendable], ModelCall]:
-    """The items of the prompt, and the call. Raises ``NotWired`` for a prompt with references of which the
-    backend cannot make turns."""
+    """The items of the prompt, and the call. Raises ``NotWired`` for a prompt with references that the
+    backend cannot divide into turns."""
     kwargs = dict(model.kwargs)
     stop = kwargs.pop("stop", None)
     if isinstance(model.model, Agentflow):

@@ -31,12 +31,12 @@ _TRANSIENT: Final = (ModelRateLimitError, ModelAPIError, ModelConnectionError)
 
 
 def wired(chain: Runnable[Any, Any]) -> WiredChain:
-    """Returns the chain as one program: the answers of its models pass to later prompts in the backend,
-    without a round trip. Its results are the chain's.
+    """Returns the chain as one program with the same results: answers of its models are passed to later
+    prompts in the backend, without a round trip.
 
     Sequences, ``RunnableParallel``, ``RunnablePassthrough`` and its ``assign``, ``RunnablePick``, prompt
-    templates with f-strings, models of this package and ``StrOutputParser`` are wired. Any other part runs at
-    its place in this process, on the values it needs; ``unwired`` lists these parts.
+    templates with f-strings, models of this package and ``StrOutputParser`` are wired. Other parts run in
+    this process, on the values that they need; ``unwired`` lists them.
 
     >>> chain = wired(outline | model | StrOutputParser() | essay | model)
     >>> chain.unwired
