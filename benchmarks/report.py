@@ -62,13 +62,13 @@ class Report:
     extra: dict[str, Any] = field(default_factory=dict)
     is_exact: bool = False  # only figures that do not depend on the speed of the machine
     seconds: dict[str, float] = field(default_factory=dict)
-    """How long each part took that was ``timed``."""
+    """The duration of each ``timed`` part."""
     file: Path | None = None
-    """Where ``write`` writes; None: nowhere."""
+    """The file for ``write``; None: nothing is written."""
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Records how long the block takes. Exact figures may be taken on a busy machine, so for these it
+        """Records the duration of the block. For exact figures, which may be measured on a busy machine, it
         records the time of this process."""
         clock = time.process_time if self.is_exact else time.monotonic
         start = clock()
@@ -106,8 +106,8 @@ class Report:
         console.print(", ".join(f"{key}: {value}" for key, value in data["machine"].items()), style="dim")
 
     def write(self) -> None:
-        """Writes the JSON, if there is a file for it: at the end, and after each part of a long run. A run
-        that is killed meanwhile leaves the file of the part before."""
+        """Writes the JSON, if there is a file for it: at the end, and after each part of a long run. If a run
+        is killed, the file has the results of the previous part."""
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             new = self.file.with_name(self.file.name + ".new")
@@ -115,8 +115,8 @@ class Report:
             new.replace(self.file)
 
     def earlier(self) -> dict[str, Any]:
-        """Returns the content of the file, if it has exact figures of this commit and scale: a run that was
-        stopped can go on from there. Empty otherwise."""
+        """Returns the content of the file, if it has exact figures of this commit and scale, so that a
+        stopped run can be continued. Empty otherwise."""
         if self.file is None or not self.is_exact or not self.file.exists():
             return {}
         found = json.loads(self.file.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 """``python -m benchmarks.apis.chat_server [TOKENS_PER_S]``: a server of the API for chat completions.
 
 Two models are functions of their prompts: ``words`` writes ``max_tokens`` words, and ``forms`` fills in the
-form of the page in the prompt, also from the middle of a turn. Each stream has the given rate; without one,
-tokens come as fast as they are sent. ``GET /counters`` reports the calls and tokens. The first line printed
+form of the page in the prompt, also from the middle of a turn. Each stream has the given rate, or no limit.
+``GET /counters`` reports the calls and tokens. The first line printed
 is the address. The server runs until standard input ends.
 """
 

@@ -37,7 +37,7 @@ def questions(count: int) -> list[dict[str, Any]]:
 
 
 async def measure_decisions(report: Report, num_questions: int, num_words: int, rounds: int) -> None:
-    """Measures ``decisions_gain`` without a cache, which a sample of the single requests stands for, and
+    """Measures ``decisions_gain`` without a cache, with a sample of the single requests, and
     ``decisions_gain_cached`` with the text in the cache."""
     rng = random.Random(11)
     uncached: list[float] = []

@@ -1,7 +1,7 @@
 """The client's CPU time per call and per token, above a loop that reads the same streams without agentflow.
 
-The loop is the least that a program does with httpx2: it sends the request, splits the stream into events,
-and decodes each with msgspec into the fields that it needs.
+The loop is the minimum for a program with httpx2: it sends the request, splits the stream into events, and
+decodes the necessary fields of each event with msgspec.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.report import Report, median_of
 
 PROMPT = "Where does the river go?"
 TOKENS_PER_S = 1000.0
-"""Slow enough that each token is read by itself, as tokens of a model are."""
+"""Slow enough that each token is read separately, like the tokens of a model."""
 _encode = msgspec.json.encode
 
 

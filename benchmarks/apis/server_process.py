@@ -1,4 +1,4 @@
-"""The handle on the process that runs ``chat_server``: its CPU time is not the client's."""
+"""Runs ``chat_server`` in a separate process, so that its CPU time is not part of the client's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models behind APIs: calls and tokens that speculation saves, the client's cost per call and per token,
 stalls under many streams, and prefixes that forks find in a server's cache.
 
-The server is a separate process with models that are functions of their prompts. The prefixes are those of
+The server is a separate process with models that are functions of their prompts. Prefixes are measured on
 ``agentflow serve`` with the default model.
 """
 
@@ -36,7 +36,7 @@ FOUND_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """The amounts of a scale."""
 
     rounds: int
     calls: Calls

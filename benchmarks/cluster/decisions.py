@@ -1,4 +1,4 @@
-"""How many decisions the router makes in a second of one core, without engines."""
+"""The number of the router's decisions per second of one core, without engines."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from benchmarks.engine.programs import GPU
 NUM_REPLICAS = 64
 NUM_PREFIXES, PREFIX, OWN = 256, 2048, 192
 IN_PROGRESS = 16
-"""Requests of each replica."""
+"""Requests in progress on each replica."""
 HELD = 48
-"""Prompts of which each replica holds the end."""
+"""Prompts whose end each replica has cached."""
 
 
 def decide(num_decisions: int, seed: int = 0, *, is_shared: bool = False) -> tuple[list[float], float]:
-    """Routes requests over a full cluster: each has a shared prefix and a part that no other has. Returns the
-    processor seconds of each decision, and the total of what follows them: first tokens, ends and reports of
-    blocks that enter and leave the caches. ``is_shared``: another model has an engine on each device."""
+    """Routes requests in a full cluster: each has a shared prefix and a unique part. Returns the processor
+    seconds of each decision, and of the updates after it (first tokens, ends, and reports of blocks that
+    enter and leave the caches) in total. ``is_shared``: another model has an engine on each device."""
     router = Router(EngineShape(GPU, 64, 200_000, 0.05), "m")
     if is_shared:
         shared = SharedDevices()

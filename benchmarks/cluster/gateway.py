@@ -1,8 +1,8 @@
 """The gateway (``agentflow route``): the time that it adds, and the prefixes that its servers find cached.
 
-The times are measured in turns, directly and through a gateway in a separate process, before a server that
-writes words without a model. The hits are simulated: the router over text learns caches and costs from what
-it sends, and is compared with the router that reads the replicas' reports, and with round robin.
+The times are measured alternately, directly and through a gateway in a separate process, with a server that
+writes words without a model. The hits are simulated: the text router learns caches and costs from its
+requests, and is compared with the router that reads the replicas' reports, and with round robin.
 ``gateway_real_hits`` is measured on two servers with the default model.
 """
 
@@ -40,15 +40,15 @@ ROUNDS = {"small": 5, "full": 9}
 CALLS = {"small": 100, "full": 400}
 STREAMED = {"small": 1_000, "full": 3_000}
 TOKENS_PER_S = 1000.0
-"""Slow enough that each token is passed on by itself, as tokens of a model are."""
+"""Slow enough that each token is forwarded separately, like the tokens of a model."""
 PROMPT = "Where does the river go, and what does it do when it arrives there? " * 20
 CONVERSATIONS, TURNS = 7, 4
 """An odd number of conversations, so that round robin does not keep them on one server."""
 
 
 def measure_gateway(report: Report, console: Console, only: str, served: Mapping[str, float]) -> None:
-    """Measures the figures whose id contains ``only``. ``served``: the programs that a replica serves in a
-    second, of the workloads of which this is known."""
+    """Measures the figures whose id contains ``only``. ``served``: the programs that a replica serves per
+    second, for the workloads for which this is known."""
     is_timed = any(only in f"cluster.{name}" for name in ("gateway_overhead_ms", "gateway_token_us"))
     if is_timed and not report.is_exact:
         console.print("the gateway before a server without a model", style="dim")
@@ -147,7 +147,7 @@ async def _overhead(report: Report) -> None:
 
 
 class _Text:
-    """The router over text as a policy of the simulator. It reads no report, and knows no costs."""
+    """The text router as a policy of the simulator. It reads no reports, and does not know the costs."""
 
     reads_feed = True  # otherwise the simulator tells it the length of outputs
 

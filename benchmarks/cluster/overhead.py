@@ -1,8 +1,8 @@
 """The cost of the router on real requests: an engine behind a ``ReplicaSet`` of one replica against the same
 engine without a router.
 
-Both engines are loaded, and run in turns (A B A B …), so that the load of the machine by others concerns
-both. Latency is that of a request for one token whose prompt is cached; throughput, of a batch of streams.
+Both engines are loaded, and run alternately (A B A B …), so that other load on the machine affects both.
+Latency is measured with requests for one token whose prompt is cached, throughput with a batch of streams.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A lost replica: how long its streams wait for their next token once the loss is known.
+"""A lost replica: the wait of its streams for their next token once the loss is known.
 
 Two engine processes with the default model serve streams, and one is killed. The loss is known when its
 supervisor logs it. Streams that the other process serves have their next token soon in any case, so the wait
@@ -31,7 +31,7 @@ KV_TOKENS = 16_384
 STREAMS, PROMPT_TOKENS, LENGTH = 8, 128, 2_000
 """No stream ends before it is cancelled."""
 TOKENS_BEFORE = 8
-"""Of each stream, when a process is killed."""
+"""The tokens of each stream before a process is killed."""
 ROUNDS = {"small": 1, "full": 5}
 WAIT_S = 120.0
 
@@ -65,7 +65,7 @@ async def _measure(rounds: int) -> tuple[list[float], list[int]]:
 
 
 class _Losses(logging.Handler):
-    """Reads the log: when a loss was known, and how many requests continue elsewhere."""
+    """Reads the log: the time when a loss was known, and the number of requests that continue elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()

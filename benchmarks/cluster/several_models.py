@@ -1,4 +1,4 @@
-"""Two models on GPUs that they share, simulated: routers that know of each other, or do not.
+"""Two models on shared GPUs, simulated, with routers that know about each other or do not.
 
 The small model takes 0.3 of the time of the large one. Engines on one GPU share it by time.
 """
@@ -32,7 +32,7 @@ NAME = "cluster.several_models"
 
 
 def run(report: Report) -> None:
-    """Adds the mean time of a request with routers that know of each other, by that with others."""
+    """Adds the mean time of a request with routers that know about each other, relative to the others."""
     parts, notes = [], []
     for seed in SEEDS[report.scale]:
         for name, arrivals, num_large in _workloads(seed):

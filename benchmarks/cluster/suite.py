@@ -1,12 +1,12 @@
 """Replicas behind a router, simulated: scaling, cache hits, goodput against other routers, and the cost of a
 decision.
 
-Time in the simulation follows ``GPU``, so the same commit gives the same figures everywhere, except those
-that are timed: decisions and the large simulation in processor time, overheads, and tensor parallel. A
-request is *good* if its first token comes within a second and each further one within 50 ms, at 0.8 of the
-load that one replica serves, times the replicas. Requests count from the time on when as many programs end as
-begin. Routers are compared on workloads from several seeds. The simulations run in as many processes as there
-are cores.
+Time in the simulation follows ``GPU``, so the same commit has the same figures everywhere, except timed
+figures: decisions and the large simulation in processor time, overheads, and tensor parallel. A
+request is *good* if its first token arrives within a second and each further one within 50 ms, at 0.8 of the
+load that one replica serves, times the replicas. Requests are counted as soon as programs end at the rate at
+which they begin. Routers are compared on workloads from several seeds. The simulations run in one process for
+each core.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RAY = "ray"
 COMPARED = {"small": 2, "full": 4}
 """Replicas on which all routers run."""
 SEEDS = {"small": range(1), "full": range(3)}
-"""Of the workloads on which they run: one alone says little where few programs run."""
+"""The seeds of their workloads: a single one is not meaningful if few programs run."""
 REPLICAS = {"small": 2, "full": 64}
 """Replicas of the scaling and of the hit rate."""
 MANY = {"small": (100, 5_000), "full": (100, 100_000)}
@@ -44,7 +44,7 @@ MANY = {"small": (100, 5_000), "full": (100, 100_000)}
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """Measures the figures whose id contains ``only``; if ``report.is_exact``, none that is timed."""
+    """Measures the figures whose id contains ``only``; if ``report.is_exact``, no timed ones."""
     if only in "cluster.decisions_per_s_shared" and not report.is_exact:
         _decisions(report)
     cases = [case for case in CASES if any(only in f"cluster.{figure}_{case.name}" for figure in _OF_A_CASE)]
@@ -155,7 +155,7 @@ def _begin(case: Case, scale: str, served_per_s: float, pool: ProcessPoolExecuto
 
 
 def _measure(case: Case, report: Report, console: Console, running: _Running) -> dict[str, float]:
-    """Adds the figures of one workload, and returns those of the summary."""
+    """Adds the figures of one workload, and returns the figures for the summary."""
     few, many = COMPARED[report.scale], REPLICAS[report.scale]
     compared, gap, overloaded = running.compared, running.gap, running.overloaded
     of_each = {name: Steady.mean([one.result() for one in futures]) for name, futures in compared.items()}
@@ -222,7 +222,7 @@ def _summarise(report: Report, measured: list[Mapping[str, float]]) -> None:
 
 @dataclass(frozen=True)
 class _Many:
-    """A large simulation. ``digest``: of the times of all requests."""
+    """A large simulation. ``digest``: a digest of the times of all requests."""
 
     num_requests: int
     elapsed_s: float

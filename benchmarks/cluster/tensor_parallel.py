@@ -1,8 +1,8 @@
 """One model on two processes of this machine (tensor parallel), against the same model in one process.
 
 The model has the shape of Qwen3-0.6B and random weights in bfloat16. Both ways have two threads. On a
-machine with two cores they divide the same memory bandwidth and the same products, so two processes cannot be
-faster: the figures say how much the sums over the processes cost.
+machine with two cores they share the same memory bandwidth and divide the same products, so two processes
+cannot be faster: the figures show the cost of the sums over the processes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run(report: Report, console: Console, only: str) -> None:
 
 @contextmanager
 def divided(folder: Path, collective: str) -> Iterator[TensorParallelRunner]:
-    """The model on two processes, which add by ``collective``."""
+    """The model on two processes, which add their results with ``collective``."""
     with mock.patch.dict(os.environ, AGENTFLOW_RANKS=collective):
         runner = TensorParallelRunner(folder, 2, num_slots=NUM_SLOTS, device="cpu", num_threads=NUM_THREADS)
     yield runner

@@ -1,8 +1,7 @@
-"""Workloads of many replicas: the programs of papers, and agent sessions, as many as the replicas serve.
+"""Workloads for many replicas: programs from papers and agent sessions, as many as the replicas can serve.
 
-What a workload shares (examples, system messages,
-applications' prompts) grows with the replicas, as the users of a larger service do, except the prompts of
-``applications``, which are four.
+The shared parts of a workload (examples, system messages, prompts of applications) grow with the replicas,
+like the users of a larger service, except the four prompts of ``applications``.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ class Case:
     """A workload of any number of replicas.
 
     Args:
-        name: Of its figures.
-        note: What it is.
-        make: Makes the programs of a number of replicas, at a rate of programs in a second (0: all at the
+        name: The name in its figures.
+        note: Its description.
+        make: Makes the programs for a number of replicas, at a rate of programs per second (0: all at the
             start), from a seed.
-        burst: Programs that keep one replica busy, to measure how many it serves.
-        with_pauses: They do so with their pauses, because the memory that they hold meanwhile is the limit.
-        warm_s: The time after which as many programs run as arrive later: about that of a program.
+        burst: The number of programs that keep one replica busy, to measure how many it serves.
+        with_pauses: Their pauses are included, because the memory that they hold meanwhile is the limit.
+        warm_s: The time until programs end at the rate at which they arrive: about the time of a program.
         steady_s: How long requests are measured after that.
-        overloaded_s: The arrivals with which the scaling is measured: long against the time of a request.
+        overloaded_s: The seconds of arrivals to measure scaling: long compared to the time of a request.
         kv_tokens: The pool of a replica.
         max_running: The batch of a replica.
         max_context: The longest sequence.
@@ -75,7 +74,7 @@ class Case:
         return Workload(self.name, self.make(num_replicas, count, per_s * num_replicas, seed), self.kv_tokens)
 
     def config(self, scale: int = 1) -> SchedulerConfig:
-        """Of a replica, or of one engine that is ``scale`` times as large."""
+        """The configuration of a replica, or of one engine that is ``scale`` times as large."""
         return SchedulerConfig(max_running=self.max_running * scale, token_budget=2048 * scale)
 
     def router(self) -> Router:
@@ -114,9 +113,9 @@ class Case:
         ).run(until_s)
 
     def programs_per_s(self) -> float:
-        """How many programs one replica serves in a second, without the time in which the batch fills and
-        empties: ``burst`` programs run at any time, until three times as many have begun. Counted while the
-        second third of them ends."""
+        """The number of programs that one replica serves per second, except while the batch fills and
+        empties: ``burst`` programs run at any time, until three times as many have begun. They are counted
+        while the second third of them ends."""
         arrivals = self.make(1, 3 * self.burst, float(self.burst), 0)
         programs = _in_turns(arrivals, self.burst)
         workload = self._busy(Workload(self.name, arrivals, self.kv_tokens))
@@ -126,15 +125,15 @@ class Case:
         return self.burst / (ended[2 * self.burst - 1] - ended[self.burst - 1])
 
     def overloaded_per_s(self, num_replicas: int, per_s: float) -> float:
-        """Returns how many requests end in a second, in the second half of ``overloaded_s``, while more
-        programs arrive than the replicas serve. ``per_s``: the programs that one replica serves."""
+        """Returns the number of requests that end per second, in the second half of ``overloaded_s``, while
+        more programs arrive than the replicas serve. ``per_s``: the programs that one replica serves."""
         seconds = self.overloaded_s
         workload = self._busy(self.workload(num_replicas, OVERLOAD * per_s, seconds))
         ended = [one.ended_s for one in self.run(workload, num_replicas, self.router(), seconds).served]
         return sum(seconds / 2 <= end < seconds for end in ended) / (seconds / 2)
 
     def _busy(self, workload: Workload) -> Workload:
-        """The same with clients and tools that take no time, unless memory is the limit."""
+        """The workload with clients and tools that take no time, unless memory is the limit."""
         if self.with_pauses:
             return workload
         arrivals = [
@@ -144,7 +143,7 @@ class Case:
 
     def steady(self, name: str, num_replicas: int, per_s: float, seed: int = 0) -> Steady:
         """Simulates programs at a rate for each replica, under the policy of this name (``OURS``, ``LARGE``
-        or a published one). Measures the requests that come in ``steady_s`` seconds after ``warm_s``."""
+        or a published one). Measures the requests that arrive in ``steady_s`` seconds after ``warm_s``."""
         start_s, end_s = self.warm_s, self.warm_s + self.steady_s
         workload = self.workload(num_replicas, per_s, end_s, seed)
         longest = max(len(arrival.output) for arrival in workload.arrivals)
@@ -170,13 +169,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Steady:
-    """The requests of some seconds while as many programs end as begin.
+    """The requests of some seconds while programs end at the rate at which they begin.
 
     Args:
-        num_requests: How many.
+        num_requests: The number of requests.
         goodput: The part with a first token within TTFT_S and further ones every TPOT_S.
         hit_rate: The part of the prompts' tokens that was cached.
-        latency_s: The mean time of a request, at least: one that has not ended is counted until the
+        latency_s: A lower bound of the mean time of a request: unfinished requests are counted until the
             simulation's end.
         ttft_p99_s: The 99th percentile of the time until the first token.
     """

@@ -1,4 +1,4 @@
-"""Where greedy generations with jump-forward differ from plain masked decoding, and why, case by case."""
+"""The differences between greedy generations with jump-forward and with plain masked decoding, by cause."""
 
 from __future__ import annotations
 

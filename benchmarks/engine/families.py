@@ -1,8 +1,8 @@
 """One decoding stream of a model of each family, at the widths of a published model, with random weights of 4
 bits and as many layers as fit: in one native call, and kernel by kernel.
 
-The limit is reading the weights that a token uses once, and its KV. Of a mixture, these are the experts that
-are chosen.
+The limit is reading the weights that a token uses once, and its KV. In a mixture, only the chosen experts
+count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 NUM_SLOTS = 2_048
 DECODE = Shape(1, 200)
 SETTLE_S = 0.05
-"""Steps before a measurement: threads of the measured thing before it spin for some milliseconds."""
+"""The time of steps before a measurement: threads of the previous measurement spin for some milliseconds."""
 
 
 def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
@@ -108,7 +108,7 @@ GOALS = {"deepseek_v2_lite": ">= 0.6"}
 
 
 class RandomTensors(TensorSource):
-    """Matrices in random blocks of 4 bits, and random vectors, of whatever name and shape is asked for."""
+    """Matrices in random blocks of 4 bits, and random vectors, of any requested name and shape."""
 
     def __init__(self) -> None:
         super().__init__(Path(), torch.bfloat16, CPU)

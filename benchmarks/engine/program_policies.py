@@ -1,4 +1,4 @@
-"""The scheduler next to published policies for programs, simulated, with a pool that is too small.
+"""The scheduler compared with published policies for programs, simulated, with a pool that is too small.
 
 ``python -m benchmarks programs`` adds these figures to its report. Each policy follows its paper's rule
 (``agentflow.engine.simulator.published``).

@@ -3,10 +3,10 @@ al., OSDI 2024, figures 11 to 19), and agent sessions.
 
 Most settings are simulated: time follows ``GPU``, so the same commit gives the same figures everywhere. The
 workloads are generated from seeds in shapes that papers publish, not taken from traces. Each setting runs
-with the program's graph in the service, and as a server of single requests sees it: a client waits for each
+with the program's graph in the service, and as single requests: a client waits for each
 answer and sends the next request after a round trip of 200 to 300 ms, as in the paper, and the scheduler
-knows neither programs nor groups, states or objectives. Both sides have the same engines, and keep the same
-target if there is one. ``real_programs`` runs small ones on a model.
+does not know programs, groups, states or objectives. Both sides have the same engines, and the same target if
+there is one. ``real_programs`` runs small programs on a model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GPU_CONTEXT = 160_000
 LOAD = 0.7
 """The arrival rate of other requests, as a part of the rate that the engine serves."""
 BUSY = 0.9
-"""The same where requests wait."""
+"""The arrival rate at which requests wait."""
 ROUND_TRIP_S = (0.2, 0.3)
 BATCH_TOKENS = 12_288
 """``max_total_tokens`` of the engines in the paper's artifact: the tokens of one batch."""
@@ -98,12 +98,12 @@ class Engines:
         return simulate(workload, config, cost=GPU, max_context=GPU_CONTEXT, knows_programs=knows_programs)
 
     def _router(self, tpot_s: float) -> RoutingPolicy:
-        """What places requests by their objectives."""
+        """The policy that places requests by their objectives."""
         return Router(EngineShape(GPU, self.max_running, self.kv_tokens, tpot_s, keeps_tpot=True), MODEL)
 
     def capacity(self, chats: Chats) -> float:
-        """Returns how many of the single requests the engines serve in a second, without the time in which
-        the batch fills and empties."""
+        """Returns the number of single requests that the engines serve per second, except while the batch
+        fills and empties."""
         alone = replace(self, count=1)
         ended = sorted(one.ended_s for one in alone.run("capacity", chats(500, 0.0)).served)
         first, last = len(ended) // 5, 4 * len(ended) // 5
@@ -115,11 +115,11 @@ class Setting:
     """One workload.
 
     Args:
-        name: Of its figures.
-        note: What it is, with the figure of the paper.
+        name: The name in its figures.
+        note: Its description, with the figure of the paper.
         arrivals: Its requests, as a service that knows the programs receives them.
-        engines: What serves them.
-        goal: For the gain of programs that are driven by a client.
+        engines: The engines that serve them.
+        goal: The goal for the gain over programs that are driven by a client.
         has_round_trips: A client would send dependent requests after a round trip.
         tpot_target_ms: The target of the engines.
     """
@@ -134,12 +134,12 @@ class Setting:
 
 
 def single_requests(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Returns the requests as a server sees them that knows no programs."""
+    """Returns the requests for a server that does not know programs."""
     return [replace(arrival, task_group="", state="", objective="latency") for arrival in arrivals]
 
 
 def over_network(arrivals: Sequence[Arrival], seed: int = 3) -> list[Arrival]:
-    """Returns the requests as a client sends them that waits for the answers which they depend on."""
+    """Returns the requests of a client that waits for the answers on which they depend."""
     random = np.random.default_rng(seed)
     return [
         arrival
@@ -245,7 +245,7 @@ FIGURES = ("latency_gain", "scheduler_gain", "throughput", "chat_tpot_p95_ms")
 
 
 def settings(scale: str, only: str) -> dict[str, Callable[[], Setting]]:
-    """Returns the workloads that have a figure whose id contains ``only``: what makes each of them."""
+    """Returns functions that make the workloads with a figure whose id contains ``only``."""
     size = 1 if scale == "small" else 3
     one, four = Engines(), Engines(max_running=64, kv_tokens=400_000, count=4)
     found: dict[str, Callable[[], Setting]] = {}
@@ -395,7 +395,7 @@ def _ratio(name: str, value: float, note: str = "", goal: str = "") -> Result:
 def _add_waits(
     report: Report, setting: Setting, driven: Sequence[Arrival], aware: Simulated, unaware: Simulated
 ) -> None:
-    """Adds the time per token of the other requests, and how long requests wait."""
+    """Adds the time per token of the other requests, and the waits of requests."""
     engines, target = setting.engines, setting.tpot_target_ms
     tpot = [p95_ms([one.tpot_s for one in others(run)]) for run in (aware, unaware)]
     ttft = [p95_ms([one.ttft_s for one in others(run)]) for run in (aware, unaware)]
@@ -421,12 +421,12 @@ def _add_waits(
 
 
 RECOMPUTED_SEEDS = range(6)
-"""One workload alone says little: equal rules differ by a third over these."""
+"""A single workload is not meaningful: equal rules differ by a third over these."""
 
 
 def measure_recomputed(report: Report) -> None:
-    """Adds the tokens that are computed again in agent sessions, against a cache that knows when each session
-    continues, and against one that knows no sessions. Sums over ``RECOMPUTED_SEEDS``."""
+    """Adds the tokens that are computed again in agent sessions, compared with a cache that knows when each
+    session continues, and with one that does not know sessions. Sums over ``RECOMPUTED_SEEDS``."""
     name = "recomputed_of_optimum"
 
     def recomputed(arrivals: Sequence[Arrival], *, knows_returns: bool = False) -> tuple[int, float]:

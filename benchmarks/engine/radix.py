@@ -102,8 +102,8 @@ def measure(tree: Tree, samples: int) -> tuple[list[float], list[float], float]:
 
 
 class Misses:
-    """A full pool with prompts of 1,000 tokens under 12 salts, of which half are a common prefix. The oldest
-    are evicted."""
+    """A full pool with prompts of 1,000 tokens under 12 salts; half of each is a common prefix. The oldest
+    prompts are evicted."""
 
     NUM_SALTS, COMMON, NUM_PROMPTS = 12, 500, 400
 

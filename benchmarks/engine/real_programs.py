@@ -18,7 +18,7 @@ ROUND_TRIP_S = 0.25
 RUNS = 3
 CHUNKS = 6
 WORDS = 100
-"""Of a chunk."""
+"""The words of a chunk."""
 OUTPUT = 12
 
 Program = Callable[[af.Session, str, bool], Awaitable[None]]
@@ -69,7 +69,7 @@ PROGRAMS: dict[str, Program] = {"chain": chain, "map_reduce": map_reduce}
 
 
 async def measure_real(report: Report) -> None:
-    """Adds the gains on the real model. Runs of both kinds take turns, on texts that nothing else has."""
+    """Adds the gains on the real model. Runs of both kinds alternate, on texts that are used only once."""
     backend = af.Embedded(MODEL, dtype="bfloat16", device="cpu", threads=2, kv_tokens=20_000)
     async with af.session(backend=backend, seed=0) as flow:
         for name, program in PROGRAMS.items():

@@ -39,7 +39,7 @@ IMAGE_TOKEN = 49_190
 NUM_TEXT = 16
 """The tokens of text before an image, after each of its tiles, and after it."""
 SIZE = 2_048
-"""Of the matrices that measure the machine's products."""
+"""The size of the matrices with which the machine's products are measured."""
 TEXT = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,

@@ -1,7 +1,7 @@
 """Images in the whole engine: a second question about an image, a fork of questions over it, and the first
 answer to an image beside streams of text.
 
-The model is that of ``vision``, with a tokenizer and a chat template. A file is read, encoded and computed as
+The model of ``vision`` is used, with a tokenizer and a chat template. A file is read, encoded and computed as
 in a session. New images are noise of other seeds, so nothing of them is cached.
 """
 
@@ -185,8 +185,8 @@ class _Bench:
         return time.perf_counter() - began
 
     async def measure_beside_streams(self, report: Report) -> None:
-        """Measures the first answer to an image beside streams against alone, and the longest pause of the
-        streams meanwhile."""
+        """Measures the time to the first answer to an image while streams run, relative to an idle engine,
+        and the longest pause of the streams meanwhile."""
         ratios, stalls, gaps = [], [], []
         for _ in range(self._num_runs):
             began = time.perf_counter()
@@ -228,7 +228,7 @@ class _Bench:
 
 
 def _noting(times: list[float], run_in: anyio.Event) -> Callable[[str], None]:
-    """Notes when each text arrives. ``run_in``: is set when the stream goes on steadily."""
+    """Records when each text arrives. ``run_in``: set when the stream runs steadily."""
 
     def note(_: str) -> None:
         times.append(time.perf_counter())

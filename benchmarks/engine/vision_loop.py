@@ -1,5 +1,5 @@
-"""How long large and hostile files of images hold the server's event loop: the processor time of the longest
-section between two points where others run. It is a thread's time, so load of the machine does not change it.
+"""The time for which large and hostile files of images block the server's event loop: the processor time of
+the longest section without a switch to other tasks. It is a thread's time, so other load does not change it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.report import Report, median_of
 PATH = "/v1/chat/completions"
 PIECE_BYTES = 65_536
 SIDE = 1_900
-"""Of an image whose file, uncompressed, almost fills a body."""
+"""The side of an image whose uncompressed file almost fills a body."""
 
 
 class Sections:
@@ -108,7 +108,7 @@ async def measure_sections(generator: EngineGenerator, report: Report) -> None:
 
 
 async def _sent(app: Any, body: bytes) -> int:
-    """Sends a body in the pieces in which a socket brings it. Returns the status of the answer."""
+    """Sends a body in pieces, as a socket delivers it. Returns the status of the answer."""
     pieces = iter(range(0, len(body), PIECE_BYTES))
     status = 0
 

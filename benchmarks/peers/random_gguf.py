@@ -53,9 +53,9 @@ def write_random_gguf(file: Path, shape: Shape = QWEN3_600M, *, tokenizer: Path 
     """Writes a model with random weights; the same file each time.
 
     Args:
-        file: where.
-        shape: of the model. Matrices must have rows of whole blocks.
-        tokenizer: the GGUF file that has the tokenizer; None: the default model's.
+        file: the path of the file.
+        shape: the shape of the model. Matrices must have rows of whole blocks.
+        tokenizer: the GGUF file with the tokenizer; None: the default model's.
     """
     writer = GGUFWriter(file, "qwen3")
     writer.add_name("random")
@@ -152,7 +152,7 @@ def _default_file() -> Path:
 
 
 def _tokenizer(file: Path, vocab_size: int) -> Iterator[tuple[str, Any]]:
-    """Yields the metadata of a tokenizer, with tokens that no text becomes up to ``vocab_size``."""
+    """Yields the metadata of a tokenizer, with unused tokens up to ``vocab_size``."""
     for key, value in read_container(file).metadata.items():
         if not key.startswith("tokenizer.ggml."):
             continue

@@ -8,7 +8,7 @@ space in JSON by default, and half of the default model's records then end in wh
 runs with the setting for compact JSON. The clients are a separate process on the same cores. Without vLLM,
 the two data types of this server are compared.
 
-llama.cpp reads the same GGUF files as this server: the default model's, or those in ``GGUF_FILES``, separated
+llama.cpp reads the same GGUF files as this server: the default model's, or the ``GGUF_FILES``, separated
 by colons; and one of Qwen3-0.6B's shape with random weights (``random_gguf``). One stream, prompts, chats and
 trees are compared with it. It runs with eight slots, one for each chat.
 
@@ -54,7 +54,7 @@ MODEL = "smollm2-135m"
 DTYPES = {"bf16": "bfloat16", "4bit": "auto"}
 """The data types of this server: their part of a figure's name, and the value of the option."""
 TITLES = {"bf16": "bfloat16", "vllm": "vLLM", "llamacpp": "llama.cpp"}
-"""The servers that others are compared with, in notes."""
+"""The names of the compared servers in notes."""
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """vLLM's settings: 2 GiB of KV, which are 90,000 tokens."""
 COMPACT_JSON = {"backend": "xgrammar", "disable_any_whitespace": True}
@@ -76,7 +76,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 NUM_CALLS = 5
-"""Of a tree: one, three that continue its answer, and one that reads theirs."""
+"""The calls of a tree: one, three that continue its answer, and one that reads their answers."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ CHATML = (
 )
 NUM_THREADS = 2
 NUM_SLOTS, SLOT_TOKENS = 8, 4_096
-"""Of llama.cpp's server."""
+"""The slots of llama.cpp's server."""
 OF_LLAMACPP = {"single": ">= 1.2", "prompt2000": ">= 2", "chat8": "", "tree4": ""}
 """The workloads that are compared with llama.cpp, and the goals."""
 

@@ -146,7 +146,7 @@ async def measure_tokens(url: str, report: Report) -> None:
 
 
 async def measure_stalls(url: str, report: Report) -> None:
-    """Measures how late a timer of 5 ms fires while a thousand states stream."""
+    """Measures the delay of a timer of 5 ms while a thousand states stream."""
     runs = []
     for _ in range(3):
         longest = 0.0

@@ -42,8 +42,8 @@ class Load:
     """A closed loop of clients that send requests in sequence. Or, with ``rate_per_s``, an open loop:
     requests arrive at random times for ``duration_s``.
 
-    With ``turns`` or ``branches``, a client sends several requests in the place of each one: the turns of a
-    chat, or a tree of calls. The answers are part of the prompts after them.
+    With ``turns`` or ``branches``, a client sends several requests instead of each one: the turns of a
+    chat, or a tree of calls. Later prompts contain the answers.
     """
 
     port: int

@@ -1,4 +1,4 @@
-"""The handle on the process that runs ``http_load``."""
+"""Starts and controls the process that runs ``http_load``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The cost of a turn of the Responses API: the share of the earlier tokens that it finds in the cache, and
-its time compared with the same turn of the chat route."""
+"""The cost of a turn of the Responses API: the cached share of the earlier tokens, and its time compared with
+the same turn of the chat route."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Dialogue:
 
     def count(self, cached: int, total: int) -> None:
         """Records the share of the earlier tokens that were cached. The KV of the last token of an answer is
-        computed by the turn after it."""
+        computed by the next turn."""
         if self.num_known:
             self.cached_shares.append(min(1.0, cached / (self.num_known - 1)))
         self.num_known = total

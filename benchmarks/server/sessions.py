@@ -68,7 +68,7 @@ async def _open(stack: AsyncExitStack, url: str, count: int) -> None:
 
 
 async def _leave(socket: ClientConnection) -> None:
-    """Ends the session, and waits until it has ended: those of the warm-up would count against the limit."""
+    """Ends the session, and waits for its end: sessions of the warm-up would count towards the limit."""
     await socket.send(encode(Bye(), binary=True))
     await socket.wait_closed()
 

@@ -1,5 +1,5 @@
-"""How long one request can block all others: the longest time for which bodies and frames of the largest
-size, in the worst known shapes, block the server's event loop.
+"""The longest time for which one request can block all others: bodies and frames of the largest size, in the
+worst known shapes, block the server's event loop.
 
 ``python -m benchmarks.server.stalls PORT`` is the client. It sends one shape after the other, and prints the
 name of each before sending and the status after it.

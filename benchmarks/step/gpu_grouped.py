@@ -26,10 +26,10 @@ from benchmarks.step.limits import Limits
 from benchmarks.step.work import Work
 
 NUM_INPUTS = 4
-"""Inputs that take turns, so that the experts of one call are not those of the call before."""
+"""The number of alternating inputs, so that consecutive calls use different experts."""
 RUNS, REPEATS = 5, 8
 RANK = 16
-"""Of adapters."""
+"""The rank of adapters."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def _ends(prompt: Prompt, output: list[int]) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts that come at once, and the prompts that follow the output of a prompt."""
+    """Prompts that arrive together, and the prompts that follow the output of a prompt."""
 
     prompts: list[Prompt]
     follow: Callable[[Prompt, list[int]], list[Prompt]] = _ends
