@@ -1,9 +1,9 @@
 """A request: the client's message, the engine's record with its tokens, progress and memory, and its row in a
 batch.
 
-A client sends a ``Submit``. ``make_request`` checks it and makes the engine's ``Request``; ``check_task`` and
-``check_request`` find an error before a client submits. ``make_rows`` makes the ``Row`` of each request in a
-batch when the batch is scheduled, and its results are read from the row when the batch completes.
+A client sends a ``Submit``. ``make_request`` checks it and makes the engine's ``Request``; ``check_request``
+finds an error before a client submits. ``make_rows`` makes the ``Row`` of each request in a batch when the
+batch is scheduled, and its results are read from the row when the batch completes.
 """
 
 from __future__ import annotations
@@ -390,20 +390,6 @@ class Request:
         return self.leads.get(index) or int(self.tokens[index])
 
 
-def check_task(embeds: bool, info: RunnerInfo) -> None:
-    """``BadArgument`` if a model that generates is asked for an embedding, or the reverse."""
-    if embeds and not info.embedding_size:
-        raise BadArgument(
-            "this model generates text: serve it, or an embedding model, with --task embed for embeddings",
-            param="model",
-        )
-    if info.embedding_size and not embeds:
-        raise BadArgument(
-            "this model makes embeddings only (--task embed): take another one to generate text",
-            param="model",
-        )
-
-
 def check_request(num_prompt: int, params: SamplingParams, info: RunnerInfo) -> None:
     """Raises the error with which the engine would reject a generation: ``BadArgument`` for a bias outside
     the vocabulary, or ``PromptTooLong``. For clients that must know before they submit."""
@@ -446,7 +432,6 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
     it and will be computed again, as after a preemption. ``max_total_tokens``: limit of prompt and output.
     ``BadArgument`` for a parameter out of range."""
     params = message.params or GREEDY
-    check_task(message.embeds, info)
     if not message.token_ids:
         raise EngineFailed("a request needs at least one token")
     token_ids = np.array(message.token_ids, dtype=np.int32)

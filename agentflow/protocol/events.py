@@ -71,6 +71,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     continuation: bool = True  # a gen may follow text in the assistant's turn
     plain_text: bool = True  # a gen may be outside of turns
     decisions: bool = True  # ``Decide`` is supported
+    generates: bool = True  # False: the model only makes embeddings
     # The capabilities of models that may replace each other (``af.Fallback``), in their order. This struct
     # then has the features that all of them support.
     candidates: tuple[Capabilities, ...] = ()
@@ -78,6 +79,13 @@ class Capabilities(msgspec.Struct, frozen=True):
     def accepts(self, name: str) -> bool:
         """Whether the sampling parameter ``name`` is supported."""
         return self.sampling is None or name in self.sampling
+
+    def require_generation(self) -> None:
+        """Raises ``NotSupported`` if the model makes embeddings only."""
+        if not self.generates:
+            raise NotSupported(
+                f"{self.model} makes embeddings only: take another model to generate text", param="model"
+            )
 
     def require_params(self, params: GenParams) -> None:
         """Raises ``NotSupported``, with its ``param``, for a parameter that the model does not accept."""

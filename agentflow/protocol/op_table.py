@@ -115,6 +115,7 @@ def _check_gen(op: ops.Gen) -> None:
 
 
 def _require_gen(op: ops.Gen, capabilities: Capabilities) -> None:
+    capabilities.require_generation()
     if op.reply:
         capabilities.require_conversations()
     capabilities.require_params(op.params)
@@ -133,6 +134,7 @@ def _check_select(op: ops.Select) -> None:
 
 
 def _require_select(op: ops.Select, capabilities: Capabilities) -> None:
+    capabilities.require_generation()
     if not capabilities.select:
         raise NotSupported(f"{capabilities.model} cannot select: {USE_ANOTHER}")
 
@@ -143,6 +145,7 @@ def _check_decide(op: ops.Decide) -> None:
 
 
 def _require_decide(op: ops.Decide, capabilities: Capabilities) -> None:
+    capabilities.require_generation()
     if not capabilities.decisions:
         raise NotSupported(f"{capabilities.model} cannot decide: {USE_ANOTHER}")
 

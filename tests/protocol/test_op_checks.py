@@ -123,6 +123,12 @@ async def with_logprobs(s: af.State) -> None:
 
 
 @af.program
+async def with_a_decision(s: af.State) -> None:
+    s += af.user("a")
+    await s.decide({"good": bool})
+
+
+@af.program
 async def with_a_select(s: af.State) -> None:
     s += "a" + af.select("x", ["a", "b"])
 
@@ -142,6 +148,10 @@ UNSUPPORTED = [
     (with_a_turn, "roles"),
     (with_logprobs, "logprobs"),
     (with_a_select, "select"),
+    (with_a_decision, "decisions"),
+    (with_logprobs, "generates"),
+    (with_a_select, "generates"),
+    (with_a_decision, "generates"),
     (with_a_conversation, "conversations"),
     (with_token_ids, "token_ids"),
 ]

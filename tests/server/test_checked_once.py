@@ -24,7 +24,6 @@ from support.server.apis import APIS, CHAT, Api, post
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.request import check_task
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.constraint import Constraint
@@ -41,15 +40,15 @@ CHECKS: dict[str, Any] = {
     "params": (SamplingParams, "check"),
     "constraint": (Constraint, "check"),
     "conversation": (Conversation, "check"),
+    "task": (Capabilities, "require_generation"),
     "kind": (Capabilities, "require"),
     "accepted": (Capabilities, "require_params"),
     "stop": check_stop_regex,
-    "task": check_task,
     "transforms": check_written,
 }
 """Methods, and functions of modules."""
 
-OF_A_GEN = ("params", "stop", "constraint", "kind", "accepted", "transforms")
+OF_A_GEN = ("params", "stop", "constraint", "task", "kind", "accepted", "transforms")
 
 
 @pytest.fixture
@@ -136,19 +135,18 @@ async def traced(s: af.State) -> str:
 
 IN_THE_PROGRAM: Counts = dict.fromkeys(OF_A_GEN, (1, 0))
 ON_BOTH_SIDES: Counts = dict.fromkeys(OF_A_GEN, (1, 1))
-BY_THE_ENGINE: Counts = {"task": (0, 1)}
 
 
 async def test_an_embedded_session(tally: Tally) -> None:
     async with af.session(backend=Constrained()) as flow:
         await generate(flow)
-    assert tally.counts == IN_THE_PROGRAM | BY_THE_ENGINE
+    assert tally.counts == IN_THE_PROGRAM
 
 
 async def test_a_session_on_a_server(tally: Tally, server: ApiServer) -> None:
     async with af.session(server.url.replace("http:", "ws:")) as flow:
         await generate(flow)
-    assert tally.counts == ON_BOTH_SIDES | BY_THE_ENGINE
+    assert tally.counts == ON_BOTH_SIDES
 
 
 async def test_several_models(tally: Tally) -> None:
@@ -158,7 +156,7 @@ async def test_several_models(tally: Tally) -> None:
         other = s.copy(model="a")
         other += af.user(s["year"].strip())
         await other
-    assert tally.counts == IN_THE_PROGRAM | BY_THE_ENGINE
+    assert tally.counts == IN_THE_PROGRAM
 
 
 async def test_a_session_with_an_api(tally: Tally) -> None:
@@ -171,13 +169,13 @@ async def test_a_session_with_an_api(tally: Tally) -> None:
 async def test_a_graph(tally: Tally, server: ApiServer, is_served: bool) -> None:
     """Its values are checked as it is traced; as it is submitted, only whether the model can run it."""
     graph = traced.trace()
-    abilities = ("kind", "accepted")
+    abilities = ("task", "kind", "accepted")
     assert tally.counts == {name: (1, 0) for name in OF_A_GEN if name not in abilities}
     url = server.url.replace("http:", "ws:")
     opening = af.session(url) if is_served else af.session(backend=Constrained())
     async with opening as flow:
         await flow.submit(graph)
-    assert tally.counts == (ON_BOTH_SIDES if is_served else IN_THE_PROGRAM) | BY_THE_ENGINE
+    assert tally.counts == (ON_BOTH_SIDES if is_served else IN_THE_PROGRAM)
 
 
 @pytest.mark.parametrize("is_served", [False, True])
@@ -190,9 +188,9 @@ async def test_a_conversation_with_tools(tally: Tally, server: ApiServer, is_ser
         s += asked + af.reply("x", tools=[weather], max_tokens=4)
         await s["x"]
     side = int(is_served)
-    of_ops: Counts = {"params": (1, side), "accepted": (1, side), "conversation": (2, side)}
+    of_ops: Counts = dict.fromkeys(("params", "task", "accepted"), (1, side)) | {"conversation": (2, side)}
     of_calls = dict.fromkeys(("constraint", "kind"), (1 - side, side))  # made of the tools
-    assert tally.counts == of_ops | of_calls | BY_THE_ENGINE
+    assert tally.counts == of_ops | of_calls
 
 
 FORMS: dict[str, Callable[[str], Any]] = {
@@ -216,11 +214,10 @@ async def test_an_http_api(tally: Tally, server: ApiServer, api: Api) -> None:
     body = api.body("Which year?", max_tokens=4, extra=FORMS[api.name](api.name))
     response = await anyio.to_thread.run_sync(partial(post, server, api, body))
     assert response.status_code == 200, response.text
-    once = ["params", "constraint", "kind"]
+    once = ["params", "constraint", "task", "kind"]
     if api.prompt_field != "text" and api.name != "completions":
         once.append("conversation")
-    # The route looks for a model of its task first, so that this error comes before others.
-    assert tally.counts == dict.fromkeys(once, (0, 1)) | {"task": (0, 2)}
+    assert tally.counts == dict.fromkeys(once, (0, 1))
 
 
 async def test_an_http_api_before_another(tally: Tally) -> None:
@@ -229,7 +226,7 @@ async def test_an_http_api_before_another(tally: Tally) -> None:
         with api_server(vendor=vendor) as running:
             response = await anyio.to_thread.run_sync(partial(post, running, CHAT, body))
             assert response.status_code == 200, response.text
-    once = ("params", "constraint", "kind", "accepted", "conversation")
+    once = ("params", "constraint", "task", "kind", "accepted", "conversation")
     assert tally.counts == dict.fromkeys(once, (0, 1))
 
 

@@ -416,4 +416,5 @@ _SWITCHES = (
     "continuation",
     "plain_text",
     "decisions",
+    "generates",
 )

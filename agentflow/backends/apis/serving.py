@@ -270,19 +270,17 @@ async def connected(
     async with open_transport(settings, settings.errors(model, params, facts.context)) as transport:
         from agentflow.backends.apis.chat.chat_completions import ChatCompletions
         from agentflow.backends.apis.chat.completions import TextCompletions
-        from agentflow.backends.apis.generation.embeddings import EmbeddingsOnly
 
-        if only_embeds:
-            embedder = make_embedder(settings, transport, flavour, embed_model or model)
-            features = _embedding_capabilities(model, context or (known.context if known else None))
-            only = EmbeddingsOnly(model)
-            async with generating(settings, transport, only, features, FREE, deliver, embedder) as connection:
-                yield connection
-            return
-        other = None if embed_model is None else make_embedder(settings, transport, flavour, embed_model)
         errors = transport.errors
         plain = TextCompletions(model, flavour, facts, errors) if flavour.has_completions else None
         api = ChatCompletions(model, flavour, facts, errors, plain)
+        if only_embeds:
+            embedder = make_embedder(settings, transport, flavour, embed_model or model)
+            features = _embedding_capabilities(model, context or (known.context if known else None))
+            async with generating(settings, transport, api, features, FREE, deliver, embedder) as connection:
+                yield connection
+            return
+        other = None if embed_model is None else make_embedder(settings, transport, flavour, embed_model)
         features = flavoured_capabilities(model, flavour, facts, settings.on_unsupported)
         if "video" in accepts:
             features = msgspec.structs.replace(features, videos=True, video_frames=False)
@@ -448,6 +446,7 @@ def _embedding_capabilities(model: str, context: int | None) -> Capabilities:
         continuation=False,
         plain_text=False,
         decisions=False,
+        generates=False,
     )
 
 

@@ -110,6 +110,7 @@ class EngineGenerator:
             embedding_models=(name or info.model,) if info.embedding_size else (),
             batch_size=info.batch_size,
             default_max_tokens=SamplingParams().max_tokens,
+            generates=not info.embedding_size,
             images=reader is not None,
             videos=reader is not None and bool(reader.video_token),
         )

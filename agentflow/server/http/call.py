@@ -23,7 +23,6 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.engine.request import check_task
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import AgentflowError, drop_traceback
 from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, JsonScan
@@ -181,8 +180,8 @@ class ApiCall:
         priority: int | None = None,
     ) -> EngineGenerator:
         """The tenant's generator on the model. ``embeds``: to make embeddings. ``UnknownModel``;
-        ``BadArgument`` if the model is for the other task; ``Overloaded`` if a request with this ``priority``
-        would wait too long."""
+        ``NotSupported``, or an ``ApiError`` with its code, if the model is for the other task; ``Overloaded``
+        if a request with this ``priority`` would wait too long."""
         generator = self._find(model, to_generate, embeds, priority)
         if isinstance(generator, TenantGenerator):
             text = f"{generator.capabilities.model} is behind an API: this route needs a model of this server"
@@ -211,14 +210,13 @@ class ApiCall:
         if to_generate:
             found.check_admission(self.tenant, priority or 0)
         generator = found.generator(self.tenant)
-        if isinstance(generator, TenantGenerator):
-            if found.makes_embeddings != embeds:
-                why = "makes no embeddings" if embeds else "makes embeddings and generates nothing"
-                raise ApiError(400, "unsupported", f"{found.name} {why}", "model")
-        elif not isinstance(generator, EngineGenerator):
+        if not isinstance(generator, TenantGenerator | EngineGenerator):
             raise ApiError(400, "unsupported", f"{model!r} has no engine and is available in sessions only")
-        elif to_generate:
-            check_task(embeds, generator.info)
+        if embeds and not found.makes_embeddings:
+            why = "makes no embeddings: serve it, or an embedding model, with --task embed"
+            raise ApiError(400, "unsupported", f"{found.name} {why}", "model")
+        if to_generate and not embeds:
+            generator.capabilities.require_generation()
         self.record.model = generator.capabilities.model
         return generator
 

@@ -118,8 +118,7 @@ class ApiModel:
 
     @property
     def makes_embeddings(self) -> bool:
-        features = self.inner.capabilities
-        return features.model in features.embedding_models
+        return not self.inner.capabilities.generates
 
     @property
     def num_running(self) -> int:

@@ -1392,6 +1392,8 @@ export interface Capabilities {
   plain_text: boolean;
   /** `decide`. */
   decisions: boolean;
+  /** `gen`, `select` and `decide`; without it, the model makes embeddings only. */
+  generates: boolean;
   /**
    * The capabilities of each model, if several may replace each other; the other fields then have the
    * features that all of them support.

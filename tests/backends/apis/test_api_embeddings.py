@@ -79,9 +79,8 @@ async def test_a_model_for_embeddings_generates_no_text() -> None:
         assert (flow.capabilities.model, flow.capabilities.embedding_models) == (SMALL, (SMALL,))
         assert await flow.embed("a") == vector("a", 4)
         async with flow.state() as s:
-            s += af.user("Hi") + af.assistant(af.gen("x"))
             with pytest.raises(NotSupported) as caught:
-                await s["x"]
+                s += af.user("Hi") + af.assistant(af.gen("x"))
         assert caught.value.param == "model"
     assert len(server.received) == 1
 

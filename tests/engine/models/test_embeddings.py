@@ -24,7 +24,6 @@ from support.engine.embedding_models import (
     write_embedding_model,
 )
 from support.engine.gguf_models import write_gguf, write_vocabulary
-from support.engine.random_model import write_random_model
 from support.faults import has_param
 from support.server.http_clients import only_asyncio
 
@@ -34,7 +33,6 @@ from agentflow.engine.models.encoder_runner import MAX_PADDING, groups_of_simila
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.errors import BadArgument, BadModelFolder, PromptTooLong
-from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import EmbeddingOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -178,17 +176,6 @@ async def test_the_folder_may_name_a_shorter_length(tmp_path: Path, kind: str) -
     folder = write_embedding_model(tmp_path, kind, pooling=pooling, max_tokens=20)
     async with embedding_engine(folder) as client:
         assert client.info.max_context == 20
-
-
-async def test_an_embedding_model_does_not_generate_nor_the_reverse(tmp_path: Path) -> None:
-    embedding = write_embedding_model(tmp_path / "a", "qwen3", pooling="lasttoken")
-    async with embedding_engine(embedding) as client:
-        with pytest.raises(BadArgument, check=has_param("model")):
-            await client.generate([5, 6], SamplingParams(max_tokens=2), seed=0)
-    generating = write_random_model(tmp_path / "b")
-    async with embedding_engine(generating, task="generate") as client:
-        with pytest.raises(BadArgument, match="--task embed", check=has_param("model")):
-            await client.embed([5, 6])
 
 
 async def test_runs_in_a_process_of_its_own_in_bfloat16(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 from support.server.http_clients import only_asyncio
 
@@ -30,6 +31,7 @@ async def serving(tenants: Tenants | None = None) -> AsyncIterator[RunningServer
     tenants = tenants or Tenants()
     gate = TenantGate(current=tenants.current)
     generator = af.Scripted("x").generator
+    generator.capabilities = msgspec.structs.replace(generator.capabilities, generates=False)
     model = ApiModel("embedder", generator, gate=gate, aliases=["text-embedding-3-small"])
 
     @asynccontextmanager

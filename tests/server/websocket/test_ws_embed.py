@@ -64,9 +64,8 @@ async def test_a_session_of_the_embedding_model_embeds_too(server: ApiServer) ->
     async with af.session(server.url, model=EMBEDDER) as flow, flow.state() as s:
         assert flow.capabilities.embedding_models == (EMBEDDER,)
         assert len(await flow.embed("a dog")) == SIZE
-        s += "Once" + af.gen("tale", max_tokens=4)
-        with pytest.raises(af.errors.BadArgument):
-            await s["tale"]
+        with pytest.raises(af.errors.NotSupported):
+            s += "Once" + af.gen("tale", max_tokens=4)
 
 
 @pytest.mark.parametrize(

@@ -432,18 +432,18 @@ GENERATING: dict[str, list[Row]] = {
     "/detokenize": DETOKENIZE,
     # A model that generates makes no embeddings, and the reverse.
     "/v1/decisions": DECISIONS,
-    "/v1/embeddings": [({}, "model", VALUE)],
-    "/api/embed": [({"input": "a"}, "model", VALUE)],
-    "/api/embeddings": [({"prompt": "a"}, "model", VALUE)],
+    "/v1/embeddings": [({}, "model", UNSUPPORTED)],
+    "/api/embed": [({"input": "a"}, "model", UNSUPPORTED)],
+    "/api/embeddings": [({"prompt": "a"}, "model", UNSUPPORTED)],
 }
 EMBEDDING: dict[str, list[Row]] = {
     "/v1/embeddings": EMBEDDINGS,
     "/api/embed": OLLAMA_EMBED,
     "/api/embeddings": OLLAMA_EMBEDDINGS,
-    "/v1/decisions": [({}, "model", VALUE)],
-    "/v1/completions": [({}, "model", VALUE)],
-    "/v1/chat/completions": [({}, "model", VALUE)],
-    "/api/generate": [({}, "model", VALUE)],
+    "/v1/decisions": [({}, "model", UNSUPPORTED)],
+    "/v1/completions": [({}, "model", UNSUPPORTED)],
+    "/v1/chat/completions": [({}, "model", UNSUPPORTED)],
+    "/api/generate": [({}, "model", UNSUPPORTED)],
 }
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import anyio
 import msgspec
 
-from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, AnswerCollector
+from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN
 from agentflow.backends.apis.answers.reported_usage import read_count
 from agentflow.backends.apis.capability_table import EmbeddingFacts
-from agentflow.backends.apis.generation.api_format import ApiRequest, Call
-from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.backends.apis.http.transport import ApiTransport
 from agentflow.backends.apis.prices import FREE, Billing
@@ -165,26 +163,3 @@ class ApiEmbedder:
 
     def _wrong(self, why: str) -> ProtocolError:
         return ProtocolError(f"{self._transport.errors.server} answered with wrong embeddings: {why}")
-
-
-class EmbeddingsOnly:
-    """The ``ApiFormat`` of a model that generates no text."""
-
-    min_tokens = 1
-    may_stop_reasoning = False
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    def request(self, context: ApiContext, call: Call) -> ApiRequest:
-        """``NotSupported``."""
-        raise self._refused()
-
-    def sink(self, request: ApiRequest, answer: AnswerCollector) -> NoReturn:
-        """``NotSupported``."""
-        raise self._refused()
-
-    def _refused(self) -> NotSupported:
-        return NotSupported(
-            f"{self._model} makes embeddings and generates no text: use another model for gens", param="model"
-        )
