@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from agentflow.errors import (
     AgentflowError,
@@ -252,6 +253,7 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.Fork: _step(
         opens="children",
         check=lambda op: _check_name("model", op.model),
+        check_received=lambda op: ops.check_branches(len(op.children)),
         label=lambda op, names: f"fork {len(op.children)}",
         box=("{", "}"),
     ),
@@ -355,7 +357,8 @@ def check_sent(op: ops.Op) -> None:
     """Raises ``BadArgument`` for a wrong type in an op of the frontend, or an invalid value that was not
     checked where the program wrote it."""
     if not isinstance(op, ops.Converse | ops.Tools):  # the program wrote a record that was checked
-        check_types(op)
+        # The ops of a graph were checked when it was traced; a run may change the fields of the first.
+        check_types(replace(op, ops=op.ops[:1]) if isinstance(op, ops.SubmitGraph) else op)
     op_spec(op).check(op)
 
 
@@ -441,7 +444,7 @@ def shift_numbers(op: ops.Op, base: int) -> ops.Op:
                 for part in op.parts
             ]
         )
-    return msgspec.structs.replace(op, **changes)
+    return replace(op, **changes)
 
 
 def expanded(graph: ops.SubmitGraph) -> Iterator[ops.Op]:
@@ -462,7 +465,7 @@ def expanded(graph: ops.SubmitGraph) -> Iterator[ops.Op]:
             unsealed.pop(op.state, None)
         elif isinstance(op, ops.Gen) and op.var in graph.places:
             seed = ops.derived_seed(graph.seeds, graph.places[op.var])
-            op = msgspec.structs.replace(op, params=msgspec.structs.replace(op.params, seed=seed))
+            op = replace(op, params=replace(op.params, seed=seed))
         yield shift_numbers(op, base)
     for state in unsealed:
         yield ops.Seal(state + base)

@@ -468,6 +468,15 @@ def check_number(number: int) -> None:
         raise ProtocolError(f"states, variables and tickets have numbers up to {MAX_NUMBER}, not {number}")
 
 
+def check_branches(count: int) -> None:
+    """Raises ``BadArgument`` for more branches than a ``Fork`` may have."""
+    if count > MAX_BRANCHES:
+        raise BadArgument(
+            f"fork({count}): a fork has at most {MAX_BRANCHES:,} branches; flow.map runs a program for any "
+            "number of inputs"
+        )
+
+
 def check_hint(output_tokens: int | None, forks: int | None, deadline_s: float | None) -> None:
     """Raises ``BadArgument`` for invalid values of a ``Hint``."""
     for name, value in (("output_tokens", output_tokens), ("forks", forks)):

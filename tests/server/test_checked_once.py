@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,10 +25,13 @@ from support.server.apis import APIS, CHAT, Api, post
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.engine.generator.generator import EngineGenerator
+from agentflow.protocol import op_table, ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities
+from agentflow.protocol.op_table import OPS, check_types
+from agentflow.protocol.ops import check_branches
 from agentflow.protocol.sampling import SamplingParams, check_stop_regex
 from agentflow.protocol.text.transform import check_written
 
@@ -45,6 +49,7 @@ CHECKS: dict[str, Any] = {
     "accepted": (Capabilities, "require_params"),
     "stop": check_stop_regex,
     "transforms": check_written,
+    "branches": check_branches,
 }
 """Methods, and functions of modules."""
 
@@ -108,6 +113,13 @@ class Constrained(FakeEngine):
                 yield connection
 
 
+def open_session(server: ApiServer | None = None) -> af.Session:
+    """A session on a server, or (None) on an embedded engine."""
+    return (
+        af.session(backend=Constrained()) if server is None else af.session(server.url.replace("http", "ws"))
+    )
+
+
 @asynccontextmanager
 async def behind_an_api() -> AsyncIterator[af.OpenAICompatible]:
     async with fake_server(lambda request: openai_answers.text_stream("1984")) as vendor:
@@ -138,13 +150,13 @@ ON_BOTH_SIDES: Counts = dict.fromkeys(OF_A_GEN, (1, 1))
 
 
 async def test_an_embedded_session(tally: Tally) -> None:
-    async with af.session(backend=Constrained()) as flow:
+    async with open_session() as flow:
         await generate(flow)
     assert tally.counts == IN_THE_PROGRAM
 
 
 async def test_a_session_on_a_server(tally: Tally, server: ApiServer) -> None:
-    async with af.session(server.url.replace("http:", "ws:")) as flow:
+    async with open_session(server) as flow:
         await generate(flow)
     assert tally.counts == ON_BOTH_SIDES
 
@@ -156,7 +168,7 @@ async def test_several_models(tally: Tally) -> None:
         other = s.copy(model="a")
         other += af.user(s["year"].strip())
         await other
-    assert tally.counts == IN_THE_PROGRAM
+    assert tally.counts == IN_THE_PROGRAM | {"branches": (1, 0)}  # the copy is a fork
 
 
 async def test_a_session_with_an_api(tally: Tally) -> None:
@@ -171,19 +183,65 @@ async def test_a_graph(tally: Tally, server: ApiServer, is_served: bool) -> None
     graph = traced.trace()
     abilities = ("task", "kind", "accepted")
     assert tally.counts == {name: (1, 0) for name in OF_A_GEN if name not in abilities}
-    url = server.url.replace("http:", "ws:")
-    opening = af.session(url) if is_served else af.session(backend=Constrained())
-    async with opening as flow:
+    async with open_session(server if is_served else None) as flow:
         await flow.submit(graph)
     assert tally.counts == (ON_BOTH_SIDES if is_served else IN_THE_PROGRAM)
+
+
+@af.program
+async def forked(s: af.State) -> str:
+    s += af.user("Which year?")
+    for branch in s.fork(2):
+        branch += af.gen("year", max_tokens=4)
+    return await branch["year"]
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+async def test_the_rows_of_the_table_of_ops(monkeypatch, server: ApiServer, is_served: bool) -> None:
+    """An op of a graph is checked as it is traced, and where a server receives it. A run changes the first
+    op, whose types are checked again."""
+    here, calls, typed = threading.get_ident(), Counter[tuple[str, bool]](), list[Any]()
+
+    def counted(kind: str, check: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any) -> Any:
+            calls[kind, threading.get_ident() == here] += 1
+            return check(*args)
+
+        return count
+
+    def recorded(value: Any) -> None:
+        typed.append(value)
+        check_types(value)
+
+    for kind, row in OPS.items():
+        monkeypatch.setitem(OPS, kind, replace(row, check=counted(kind.__name__, row.check)))
+    monkeypatch.setattr(op_table, "check_types", recorded)
+    graph = forked.trace()
+    of_graph = Counter([type(op).__name__ for op in graph.ops])
+    assert {name: calls[name, True] for name in of_graph} == of_graph
+    typed.clear()
+    async with open_session(server if is_served else None) as flow:
+        await flow.submit(graph)
+    assert {name: calls[name, True] for name in of_graph} == of_graph
+    assert {name: calls[name, False] for name in of_graph} == {
+        name: number * is_served for name, number in of_graph.items()
+    }
+    [submitted] = [op for op in typed if isinstance(op, ops.SubmitGraph)]
+    assert [type(op) for op in submitted.ops] == [ops.Open]
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+async def test_a_fork(tally: Tally, server: ApiServer, is_served: bool) -> None:
+    async with open_session(server if is_served else None) as flow, flow.state() as s:
+        s.fork(2)
+        await s
+    assert tally.counts == {"branches": (1, int(is_served))}
 
 
 @pytest.mark.parametrize("is_served", [False, True])
 async def test_a_conversation_with_tools(tally: Tally, server: ApiServer, is_served: bool) -> None:
     """The messages and the tools are two records of the program, and one op."""
-    url = server.url.replace("http:", "ws:")
-    opening = af.session(url) if is_served else af.session(backend=Constrained())
-    async with opening as flow, flow.state() as s:
+    async with open_session(server if is_served else None) as flow, flow.state() as s:
         asked = af.conversation([af.Message("user", "How is it?")])
         s += asked + af.reply("x", tools=[weather], max_tokens=4)
         await s["x"]

@@ -42,7 +42,7 @@ from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.images import placed_in
-from agentflow.protocol.ops import MAX_BRANCHES, Objective, ReadWhat, Role
+from agentflow.protocol.ops import Objective, ReadWhat, Role, check_branches
 from agentflow.protocol.sampling import is_whole
 
 ValueT = TypeVar("ValueT")
@@ -342,11 +342,7 @@ class State:
         self._node.check_appendable()
         if not is_whole(count, 1, math.inf):
             raise BadArgument(f"fork({count!r}): say how many branches, 1 or more")
-        if count > MAX_BRANCHES:
-            raise BadArgument(
-                f"fork({count}): a fork has at most {MAX_BRANCHES:,} branches; flow.map runs a program for "
-                "any number of inputs"
-            )
+        check_branches(count)
         if model is None or self._node.runs_on(model):
             return Branches(self, [State(node) for node in self._node.fork(count)])
         content = self._node.transcript

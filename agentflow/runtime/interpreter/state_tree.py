@@ -18,7 +18,6 @@ import anyio
 
 from agentflow.errors import (
     AgentflowError,
-    BadArgument,
     Cancelled,
     LimitExceeded,
     Overloaded,
@@ -37,7 +36,7 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import GRAPH_TICKET
-from agentflow.protocol.ops import MAX_BRANCHES, check_number
+from agentflow.protocol.ops import check_number
 from agentflow.runtime.generator import ContextT, Generator, StateHint
 from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
 from agentflow.runtime.limits import (
@@ -272,8 +271,6 @@ class StateTree(Generic[ContextT]):
         """Adds states that a fork will start, in steps. They accept ops after the last one."""
         if not children or len(set(children)) != len(children):
             raise ProtocolError("a fork needs one or more new states")
-        if len(children) > MAX_BRANCHES:
-            raise BadArgument(f"a fork has at most {MAX_BRANCHES:,} branches, not {len(children):,}")
         self._check_new(children)
         reservations: list[MemoryReservation] = []  # all of them, or none
         for number in range(len(children)):

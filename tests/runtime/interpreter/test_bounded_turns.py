@@ -26,6 +26,7 @@ from agentflow.protocol.text import transform
 from agentflow.protocol.text.transform import Transform, apply_transforms
 from agentflow.runtime import loop_turns
 from agentflow.runtime.interpreter import state_tree, variables
+from agentflow.runtime.interpreter.checking import CheckingInterpreter
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.interpreter.state_tree import StateTree
 
@@ -217,7 +218,7 @@ async def test_f27f_a_fork_has_a_bounded_number_of_branches() -> None:
         with pytest.raises(af.errors.BadArgument):
             s.fork(ops.MAX_BRANCHES + 1)
     async with anyio.create_task_group() as group:
-        session = Session(Interpreter(ScriptedGenerator("x"), group))
+        session = Session(CheckingInterpreter(ScriptedGenerator("x"), group))
         session.submit(ops.Open(1))
         with pytest.raises(af.Overloaded):  # there is no room for so many failed states either
             session.submit(ops.Fork(1, tuple(range(2, ops.MAX_BRANCHES + 3))))
