@@ -75,3 +75,23 @@ async def test_a_conversation_with_tools_embedded(model_folder):
 async def test_a_conversation_with_tools_over_the_wire(model_url):
     async with af.session(model_url, seed=1) as flow:
         await converse(flow)
+
+
+async def test_the_methods_of_select(model_url: str) -> None:
+    """What is likely anyway (``the``) loses where that is taken into account."""
+    options = [" Paris", " the", " Lyon"]
+    found = {}
+    async with af.session(model_url) as flow:
+        for method in (
+            "token_length_normalized",
+            "greedy_token_selection",
+            "unconditional_likelihood_normalized",
+        ):
+            async with flow.state() as s:
+                s += "The capital of France is" + af.select("city", options, method=method)
+                found[method] = await s["city"]
+                scores = s["city"].choices
+                assert set(scores) == set(options)
+                assert found[method] == max(scores, key=scores.__getitem__)
+    assert found["unconditional_likelihood_normalized"] == " Paris"
+    assert found["greedy_token_selection"] in options

@@ -1,4 +1,4 @@
-"""The three methods of select: against a walk of the choices' tree, and on the real model."""
+"""The three methods of select, against a walk of the choices' tree. On the real model: tests/end_to_end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import agentflow as af
 from agentflow.engine.text.state.choices import compute_scores, num_greedy_tokens
 
 
@@ -52,26 +51,3 @@ def test_the_other_methods_compare_means(made, alone):
     without = [[alone] * len(one) for one in ids]
     found = compute_scores("unconditional_likelihood_normalized", ids, logprobs, without)
     assert found == pytest.approx([value - alone for value in means])
-
-
-@pytest.mark.model
-@pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_on_the_real_model(model_folder, anyio_backend):
-    """What is likely anyway (``the``) loses where that is taken into account."""
-    options = [" Paris", " the", " Lyon"]
-    found = {}
-    async with af.session(backend=af.Embedded(model_folder)) as flow:
-        for method in (
-            "token_length_normalized",
-            "greedy_token_selection",
-            "unconditional_likelihood_normalized",
-        ):
-            async with flow.state() as s:
-                s += "The capital of France is" + af.select("city", options, method=method)
-                found[method] = await s["city"]
-                scores = s["city"].choices
-                assert set(scores) == set(options)
-                assert found[method] == max(scores, key=scores.__getitem__)
-    assert found["unconditional_likelihood_normalized"] == " Paris"
-    assert found["greedy_token_selection"] in options
