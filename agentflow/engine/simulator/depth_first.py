@@ -7,7 +7,7 @@ the requests' tree is then computed once. It is not fair: a request that shares 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.policies.policy import Clock, LongestPrefix, PeekCache
@@ -22,44 +22,63 @@ class DepthFirst(LongestPrefix):
     def __init__(self, peek: PeekCache, token_budget: int, clock: Clock) -> None:
         super().__init__(peek, token_budget, clock)
         self._path: list[WaitingNode] = []  # from the root to the end of the last admitted request
+        self._num_waiting: dict[WaitingNode, int] = {}  # requests at and below each node of the tree
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        counts = self._num_waiting
+        for node in self._nodes_up(request):
+            if node in counts:
+                counts[node] += 1
+            else:  # new: below it nothing else is
+                counts[node] = len(node.requests) + sum([counts[child] for child in node.children.values()])
+
+    def remove(self, request: Request) -> None:
+        if request.id in self._waiting:
+            for node in self._nodes_up(request):
+                self._num_waiting[node] -= 1
+                if not self._num_waiting[node]:
+                    del self._num_waiting[node]
+        super().remove(request)
+
+    def _nodes_up(self, request: Request) -> Iterator[WaitingNode]:
+        node: WaitingNode | None = self._tree.nodes[request.id]
+        while node is not None:
+            yield node
+            node = node.parent
 
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
-        while self._path and not self._path[-1].num_waiting:
+        while self._path and not self._path[-1].has_requests:
             self._path.pop()
         for node in reversed(self._path):
-            request = _heaviest_first(node, is_blocked)
+            request = self._heaviest_first(node, is_blocked)
             if request is not None:
                 return request
         roots = [root for by_rank in self._tree.roots.values() for root in by_rank.values()]
-        for root in sorted(roots, key=lambda root: -root.num_waiting):
-            request = _heaviest_first(root, is_blocked)
+        for root in sorted(roots, key=lambda root: -self._num_waiting[root]):
+            request = self._heaviest_first(root, is_blocked)
             if request is not None:
                 return request
         return None
 
+    def _heaviest_first(self, root: WaitingNode, is_blocked: IsBlocked) -> Request | None:
+        """Depth first, without recursion: the tree is as deep as clients nest their prompts."""
+        pending = [root]
+        while pending:
+            node = pending.pop()
+            if node.start + node.cached < node.end and is_blocked(node.any_request(), None):
+                continue  # all below need the same token next
+            for request in node.requests.values():
+                if not is_blocked(request, None):
+                    return request
+            pending += sorted(node.children.values(), key=self._num_waiting.__getitem__)
+        return None
+
     def admit(self, request: Request) -> None:
         if request.id in self._waiting:
-            node: WaitingNode | None = self._tree.nodes[request.id]
-            self._path = []
-            while node is not None:
-                self._path.append(node)
-                node = node.parent
+            self._path = [*self._nodes_up(request)]
             self._path.reverse()
         super().admit(request)
-
-
-def _heaviest_first(root: WaitingNode, is_blocked: IsBlocked) -> Request | None:
-    """Depth first, without recursion: the tree is as deep as clients nest their prompts."""
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        if node.start + node.cached < node.end and is_blocked(node.any_request(), None):
-            continue  # all below need the same token next
-        for request in node.requests.values():
-            if not is_blocked(request, None):
-                return request
-        pending += sorted(node.children.values(), key=lambda child: child.num_waiting)
-    return None
 
 
 SIMULATED_POLICIES: Mapping[str, NewPolicy] = {**POLICIES, "dfs-weight": DepthFirst}

@@ -1,6 +1,10 @@
 """The waiting requests' tree against a reference that compares every request with every cached run."""
 
+import random
+from functools import partial
+
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -11,11 +15,13 @@ from hypothesis.stateful import (
     multiple,
     rule,
 )
+from support.counted_lines import counted_lines
 from support.engine.requests import request_of
 
 from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.cache.token_run import token_run
 from agentflow.engine.request import Request
+from agentflow.engine.scheduling.policies import waiting_tree
 from agentflow.engine.scheduling.policies.waiting_tree import WaitingTree
 from agentflow.protocol.sampling import SamplingParams
 
@@ -132,3 +138,52 @@ class WaitingTreeMachine(RuleBasedStateMachine):
 
 
 TestWaitingTree = WaitingTreeMachine.TestCase
+
+
+class SkippingMachine(WaitingTreeMachine):
+    """The same in a tree whose walks skip edges from the second on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = waiting_tree.SKIPPED, waiting_tree.MIN_SKIPPED
+        waiting_tree.SKIPPED, waiting_tree.MIN_SKIPPED = 2, 1
+
+    def teardown(self):
+        waiting_tree.SKIPPED, waiting_tree.MIN_SKIPPED = self.before
+
+
+TestSkips = SkippingMachine.TestCase
+
+
+def nested(num_requests: int, order: str) -> list[Request]:
+    """Requests each of which has the prompt of another one and one more token, in this order."""
+    requests = [request_of(count, [*range(1, count + 2)], 1) for count in range(1, num_requests + 1)]
+    if order == "longest first":
+        requests.reverse()
+    elif order == "shuffled":
+        random.Random(1).shuffle(requests)
+    return requests
+
+
+@pytest.mark.parametrize("order", ["shortest first", "longest first", "shuffled"])
+def test_nested_prompts_take_lines_almost_in_proportion_to_their_number(order):
+    num_lines = {}
+    for num_requests in (400, 1600):
+        requests, tree = nested(num_requests, order), WaitingTree()
+        key, whole = requests[0].cache_key, max([request.reusable_run() for request in requests], key=len)
+        with counted_lines() as lines:
+            for request in requests:
+                tree.add(request, request.reusable_run(), 0)
+            for request in requests:
+                assert tree.count_match(request) == 0
+            for end in range(0, len(whole), 256):  # 64 tokens at a time, as a running prompt does
+                tree.tokens_cached(key, whole[:end])
+            tree.tokens_cached(key, whole)
+            for request in requests:
+                assert tree.count_match(request) == request.num_reusable
+            for end in range(len(whole), 0, -256):
+                tree.tokens_evicted(key, partial(bytes, whole[:end]), max(0, end - 256) // 4)
+            for request in requests:
+                tree.remove(request)
+        num_lines[num_requests] = lines.num
+    assert num_lines[1600] < 8 * num_lines[400]  # 16 if each walk took each edge

@@ -8,6 +8,10 @@ frontiers, by rank and then by match, gives the first request without looking at
 
 Within a step requests only become blocked. A frontier whose requests are all blocked is not looked at again
 before the next step, nor is such a child of another frontier.
+
+A client can nest its prompts, each of which is a prefix of the next: the tree is then as deep as there are
+requests. A walk of ``SKIPPED`` edges, down or up, leaves a skip, which later walks take instead if nothing
+between its ends concerns them.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 from agentflow.engine.request import Request
@@ -25,6 +29,10 @@ IsBlocked = Callable[[Request, int | None], bool]
 does not fit into memory in this step (``Request.is_held_back``). The second argument is the request's match
 if the policy knows it."""
 Rank = tuple[Any, ...]
+SKIPPED = 64
+"""A skip is made after this many edges in a row without one."""
+MIN_SKIPPED = 8
+"""A skip is made to the start of another one after at least this many edges."""
 
 
 class WaitingNode:
@@ -33,20 +41,22 @@ class WaitingNode:
     - ``rank``: the rank of all requests in its tree.
     - ``children``: by their first token. ``uncached``: the children without any cached token.
     - ``requests``: the requests that end here, by id.
-    - ``num_waiting``: requests here and below.
     - ``queued_match``: its match in the heap; -1 if it is not in the heap.
+    - ``skip``: the last one that was made down from here. ``skip_up``: the node above, not a root, where the
+      last one ends that was made up from here.
     """
 
     __slots__ = (
         "cached",
         "children",
         "end",
-        "num_waiting",
         "parent",
         "queued_match",
         "rank",
         "requests",
         "run",
+        "skip",
+        "skip_up",
         "start",
         "uncached",
     )
@@ -62,8 +72,9 @@ class WaitingNode:
         self.uncached = _NO_CHILDREN
         self.requests = _NO_REQUESTS
         self.cached = 0
-        self.num_waiting = 0
         self.queued_match = -1
+        self.skip: Skip | None = None
+        self.skip_up: WaitingNode | None = None
 
     @property
     def frontier_match(self) -> int:
@@ -71,6 +82,11 @@ class WaitingNode:
         if self.start + self.cached < self.end:
             return self.start + self.cached if self.cached else -1
         return self.end if self.requests or self.uncached else -1
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether requests end here or below. A node without any is removed."""
+        return bool(self.requests or self.children)
 
     @property
     def first_token(self) -> TokenRun:
@@ -95,6 +111,14 @@ class WaitingNode:
             pending.append(iter(node.children.values()))
 
 
+class Skip(NamedTuple):
+    """A way down from a node. Edges are split, never joined, so it leads where it did while ``node`` has
+    requests."""
+
+    run: TokenRun  # the tokens of all its edges
+    node: WaitingNode  # where it ends
+
+
 class WaitingTree:
     """Requests by rank and match.
 
@@ -112,10 +136,22 @@ class WaitingTree:
 
     def count_match(self, request: Request) -> int:
         """How many of the request's tokens are cached."""
-        node: WaitingNode | None = self.nodes[request.id]
-        while node is not None and node.parent is not None and not node.cached:
-            node = node.parent
-        return node.start + node.cached if node is not None else 0
+        node = self.nodes[request.id]
+        begin, num_walked = node, 0  # where a skip would start, and the edges since
+        while (parent := node.parent) is not None and not node.cached:
+            above = node.skip_up
+            if above is not None and not above.cached:
+                if num_walked >= MIN_SKIPPED:
+                    begin.skip_up = node
+                node = begin = above
+                num_walked = 0
+                continue
+            node = parent
+            num_walked += 1
+            if num_walked == SKIPPED and node.parent is not None:
+                begin.skip_up = node
+                begin, num_walked = node, 0
+        return node.start + node.cached
 
     def add(self, request: Request, run: TokenRun, match: int, rank: Rank = ()) -> None:
         """Adds a request.
@@ -131,20 +167,13 @@ class WaitingTree:
         if node is None:
             node = roots[rank] = WaitingNode(b"", 0, None, rank)
         rank = node.rank  # one object for all nodes: equal objects are compared faster
-        node.num_waiting += 1
-        done = 0
-        while done < len(run):
-            child = node.children.get(run[done : done + TOKEN_BYTES])
-            if child is None:
-                child = WaitingNode(run[done:], node.end, node, rank)
-                _add_child(node, child)
-                self._set_cached(child, max(0, min(match, child.end) - child.start))
-            else:
-                piece = run[done : done + len(child.run)]
-                if piece != child.run:
-                    child = self._split(child, common_prefix_len(piece, child.run))
-            child.num_waiting += 1
-            done += len(child.run)
+        for child, common in _along(node, run, _skips_all):
+            complete = TOKEN_BYTES * common == len(child.run)
+            node = child if complete else self._split(child, common)
+        if node.end * TOKEN_BYTES < len(run):
+            child = WaitingNode(run[node.end * TOKEN_BYTES :], node.end, node, rank)
+            _add_child(node, child)
+            self._set_cached(child, max(0, min(match, child.end) - child.start))
             node = child
         if node.requests is _NO_REQUESTS:
             node.requests = {}
@@ -157,23 +186,21 @@ class WaitingTree:
         node: WaitingNode | None = self.nodes.pop(request.id)
         assert node is not None
         del node.requests[request.id]
-        while node is not None:
-            node.num_waiting -= 1
+        while node is not None and not node.has_requests:
+            node.queued_match = -1
             parent = node.parent
-            if node.num_waiting == 0:
-                node.queued_match = -1
-                if parent is None:
-                    self._remove_root(request.cache_key, node.rank)
-                else:
-                    del parent.children[node.first_token]
-                    parent.uncached.pop(node.first_token, None)
+            if parent is None:
+                self._remove_root(request.cache_key, node.rank)
+            else:
+                del parent.children[node.first_token]
+                parent.uncached.pop(node.first_token, None)
             node = parent
 
     def tokens_cached(self, cache_key: Hashable, run: TokenRun) -> bool:
         """The whole of ``run`` is cached now. Returns whether the match of a request has changed."""
         has_changed = False
         for root in self.roots.get(cache_key, _NO_ROOTS).values():
-            for child, common in _along(root, run):
+            for child, common in _along(root, run, _skips_cached):
                 if common > child.cached:
                     self._set_cached(child, common)
                     has_changed = True
@@ -188,8 +215,10 @@ class WaitingTree:
         evicted = run()
         has_changed = False
         for root in roots.values():
-            for child, common in _along(root, evicted):
-                if child.cached and child.start + common > kept:
+            for child, common in _along(root, evicted, lambda node: node.end <= kept):
+                if not child.cached:
+                    break  # nor is anything below
+                if child.start + common > kept:
                     self._set_cached(child, min(child.cached, max(0, kept - child.start)))
                     has_changed = True
         return has_changed
@@ -268,7 +297,6 @@ class WaitingTree:
         parent = node.parent
         assert parent is not None
         upper = WaitingNode(node.run[: length * TOKEN_BYTES], node.start, parent, node.rank)
-        upper.num_waiting = node.num_waiting
         _add_child(parent, upper)
         parent.uncached.pop(upper.first_token, None)
         cached = node.cached
@@ -304,22 +332,47 @@ def _add_child(parent: WaitingNode, child: WaitingNode) -> None:
     parent.children[child.first_token] = child
 
 
-def _along(node: WaitingNode, run: TokenRun) -> list[tuple[WaitingNode, int]]:
-    """The edges below ``node`` along ``run``, each with the number of its tokens that match."""
-    found: list[tuple[WaitingNode, int]] = []
+def _along(
+    node: WaitingNode, run: TokenRun, may_skip: Callable[[WaitingNode], bool]
+) -> Iterator[tuple[WaitingNode, int]]:
+    """The edges below ``node`` along ``run``, each with the number of its tokens that match. ``may_skip``:
+    whether the edges above a node, and its own, concern the caller no more than the node itself does."""
     done = 0
+    begin, begin_done, num_walked = node, 0, 0  # where a skip would start, and the edges since
     while done < len(run):
+        skip = node.skip
+        if skip is not None and run.startswith(skip.run, done) and skip.node.has_requests:
+            if num_walked >= MIN_SKIPPED:
+                begin.skip = Skip(run[begin_done:done], node)
+            if may_skip(skip.node):
+                node = skip.node
+                done += len(skip.run)
+                begin, begin_done, num_walked = node, done, 0
+                yield node, len(node.run) // TOKEN_BYTES
+                continue
+            begin, begin_done, num_walked = node, done, 0
         child = node.children.get(run[done : done + TOKEN_BYTES])
         if child is None:
-            break
+            return
         piece = run[done : done + len(child.run)]
         if piece != child.run:
-            found.append((child, common_prefix_len(piece, child.run)))
-            break
-        found.append((child, len(piece) // TOKEN_BYTES))
+            yield child, common_prefix_len(piece, child.run)
+            return
         done += len(piece)
         node = child
-    return found
+        num_walked += 1
+        if num_walked == SKIPPED:
+            begin.skip = Skip(run[begin_done:done], node)
+            begin, begin_done, num_walked = node, done, 0
+        yield node, len(piece) // TOKEN_BYTES
+
+
+def _skips_all(node: WaitingNode) -> bool:
+    return True
+
+
+def _skips_cached(node: WaitingNode) -> bool:
+    return node.start + node.cached == node.end
 
 
 def _ask(node: WaitingNode, match: int, is_blocked: IsBlocked) -> tuple[Request | None, bool]:
