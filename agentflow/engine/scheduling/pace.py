@@ -244,9 +244,7 @@ class Pace:
     def is_closed(self, request: Request) -> bool:
         """Whether the request need not be tried in this step, because another request of its tenant was held
         back."""
-        if request.tenant not in self._closed:
-            return False
-        return not is_urgent(request) and _will_decode(request) and not request.was_admitted
+        return request.tenant in self._closed and is_paced(request)
 
     def _bound_s(self, reader_s: float, urgent_s: float, balance_s: float = -math.inf) -> float:
         """The longest step for urgent requests whose decoding alone takes ``urgent_s``, and whose lowest
@@ -266,6 +264,11 @@ class Pace:
 def is_urgent(request: Request) -> bool:
     """Whether somebody waits for each of its tokens."""
     return request.origin.objective == "latency"
+
+
+def is_paced(request: Request) -> bool:
+    """Whether the request is held back with others of its tenant (``Pace.is_closed``)."""
+    return not is_urgent(request) and _will_decode(request) and not request.was_admitted
 
 
 def _will_decode(request: Request) -> bool:

@@ -407,6 +407,7 @@ class Scheduler:
                 if self._pace is not None and not self._pace.may_start(request):
                     self._hold_back(request)
                     may_admit = self._pace.hold_back(request, self.memory.num_computed)
+                    self.waiting.close(request.tenant)
                     continue
                 if (run := self._missing_run(request, draft)) is not None:
                     if not self._encode(request, run.identity, draft):

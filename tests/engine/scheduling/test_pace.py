@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.counted_lines import counted_lines
 from support.engine.requests import request_of
 from support.examples import examples
 
@@ -222,6 +223,27 @@ def test_a_chat_has_its_time_per_token_after_steps_that_were_all_full():
         steps.step()
     assert np.mean(steps.took_s) <= 0.008
     assert max(steps.took_s) <= pace.MOST_PART * 0.008
+
+
+@pytest.mark.parametrize("task_group", [0, 1])
+def test_a_step_asks_about_one_of_the_requests_that_are_held_back_together(task_group):
+    """However many of them wait, and whatever their prompts have in common."""
+    num_lines = {}
+    for num_waiting in (100, 1000):
+        steps = Paced(ROWS, tpot_target_ms=20)
+        steps.add(4, 1000, tenant="a")
+        steps.step()
+        for _ in range(num_waiting):
+            steps.add(4, 1000, objective="throughput", tenant="b", weight=100.0, task_group=task_group)
+        for _ in range(12):  # as many start as the target allows
+            steps.step()
+        chat = steps.add(4, 5, tenant="a")
+        with counted_lines() as lines:
+            steps.step()
+        assert chat.status is Status.RUNNING
+        assert {request.tenant for request in steps.scheduler._held_back} == {"b"}
+        num_lines[num_waiting] = lines.num
+    assert num_lines[1000] < 1.2 * num_lines[100]
 
 
 @pytest.mark.parametrize("policy", ["fair-lpm", "fcfs", "lpm", "random"])

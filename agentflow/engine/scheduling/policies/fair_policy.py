@@ -147,6 +147,9 @@ class FairLongestPrefix(Policy):
         self._in_step.clear()
         self._restore_passed()
 
+    def close(self, tenant: str) -> None:
+        self._tenants[tenant].is_closed = True
+
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         """A request of the tenant with the lowest charge that can use a chunk. Within a step charges only
         grow, and a tenant that cannot use one cannot use a later one either."""

@@ -101,6 +101,11 @@ class Policy(ABC):
         """A step is being planned."""
         return
 
+    def close(self, tenant: str) -> None:
+        """Until the next step, all requests of the tenant are blocked that ``pace`` holds back together
+        (``is_paced``), so that the policy need not ask about them."""
+        return
+
     def charge(self, request: Request, num_tokens: int) -> None:
         """The step computes ``num_tokens`` tokens of the request that no step computed before."""
         return

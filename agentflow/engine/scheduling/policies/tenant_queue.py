@@ -84,6 +84,7 @@ from typing import NamedTuple, TypeAlias
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 from agentflow.engine.request import PATIENT_GROUPS, CacheKey, Request, Status
+from agentflow.engine.scheduling.pace import is_paced
 from agentflow.engine.scheduling.policies.policy import Clock, Preempted
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
 
@@ -125,7 +126,8 @@ class TenantQueue:
     - ``num_admitted``: requests that run. ``num_waiting``: requests that wait.
     - ``oldest``: its first admitted prompt in this step, which got ``oldest_tokens``; its other prompts got
       ``other_tokens``.
-    - ``may_begin``: whether some waiting request may not be blocked.
+    - ``may_begin``: whether some waiting request may not be blocked. ``is_closed``: in this step, those that
+      ``pace`` holds back together are blocked.
     - ``open_groups``: task groups of admitted requests, of which some may still wait, the last one last.
     - ``aside``: requests of paused programs, by id.
     - ``trees``: of the requests that were short when they arrived, and of the others. While only a few wait,
@@ -145,6 +147,7 @@ class TenantQueue:
         self.oldest: Request | None = None
         self.oldest_tokens = self.other_tokens = 0
         self.may_begin = True
+        self.is_closed = False
         self._chosen: Request | None = None  # the first that waits, if it was found in this step
         self._has_searched = False  # in this step
         self._found: _Found | None = None  # since the requests that wait, or their matches, changed
@@ -158,6 +161,7 @@ class TenantQueue:
         self.trees: tuple[()] | tuple[WaitingTree, WaitingTree] = ()
         self.few: list[_Few] = []  # in the order of their arrival
         self._num_at: dict[int, int] = {}  # requests in line, by priority
+        self._num_unpaced: dict[_Rank, int] = {}  # the ones that ``pace`` never holds back together, by rank
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
         self._continuing: list[_Place] = []  # requests that continue their programs, in order
         self._places: dict[int, _Place] = {}  # of requests that have a program, by id
@@ -192,6 +196,8 @@ class TenantQueue:
                 self._plant(one)
             self.few.clear()
             self._plant(_Few(request, run, match, rank, self._is_short(request, match)))
+        if not is_paced(request):
+            self._num_unpaced[rank] = self._num_unpaced.get(rank, 0) + 1
         if program is not None:
             place = self._places[request.id] = _Place(rank, program.arrival, request.id, request)
             self._of_program.setdefault(request.origin.program, {})[request.id] = request
@@ -220,9 +226,17 @@ class TenantQueue:
     def take_out(self, request: Request) -> None:
         """Reverses ``put_in``. The caller removes the request, or puts it in again."""
         if self.few:
-            self.few.remove(self._find_few(request))
+            one = self._find_few(request)
+            rank = one.rank
+            self.few.remove(one)
         else:
-            self._find_tree(request).remove(request)
+            tree = self._find_tree(request)
+            rank = tree.nodes[request.id].rank
+            tree.remove(request)
+        if not is_paced(request):
+            self._num_unpaced[rank] -= 1
+            if not self._num_unpaced[rank]:
+                del self._num_unpaced[rank]
         place = self._places.pop(request.id, None)
         if place is not None:
             siblings = self._of_program[request.origin.program]
@@ -408,6 +422,7 @@ class TenantQueue:
         """Forgets the tokens that prompts got in the last step."""
         self.oldest, self.oldest_tokens, self.other_tokens = None, 0, 0
         self.may_begin, self._chosen, self._has_searched = True, None, False
+        self.is_closed = False
         if self._first_prompt is not None and self._first_prompt.num_generated:
             self._first_prompt = None  # the tokens that it has to compute count now
         for tree in self.trees:
@@ -461,12 +476,19 @@ class TenantQueue:
                 return urgent
         for group in reversed(self.open_groups):
             siblings = self._groups.get((priority, group))
-            sibling = None if siblings is None else siblings.first(self.count_match, is_blocked)
+            if siblings is None or (self.is_closed and not siblings.num_unpaced and not self._has_complete):
+                continue
+            sibling = siblings.first(self.count_match, is_blocked)
             if sibling is not None:
                 if sibling.origin.task_group >= PATIENT_GROUPS and self._has_better(sibling, is_blocked):
                     continue
                 return self._continuing_before(sibling, is_blocked) or sibling
         return None
+
+    @property
+    def _has_complete(self) -> bool:
+        """Whether a request that waits may be cached completely, and is not held back."""
+        return bool(self.few) or any(tree.has_complete() for tree in self.trees)
 
     def _has_better(self, request: Request, is_blocked: IsBlocked) -> bool:
         """Whether the first request in the trees has a better objective."""
@@ -504,13 +526,14 @@ class TenantQueue:
         if not self.trees:
             return None
         short_tree, long_tree = self.trees
-        short = short_tree.first(is_blocked) if short_tree.nodes else None
-        long = long_tree.first(is_blocked) if long_tree.nodes else None
+        ranks = self._num_unpaced if self.is_closed else None
+        short = short_tree.first(is_blocked, ranks) if short_tree.nodes else None
+        long = long_tree.first(is_blocked, ranks) if long_tree.nodes else None
         if short is None or long is None:
             found = short or long
         else:
-            ranks = long_tree.nodes[long[0].id].rank, short_tree.nodes[short[0].id].rank
-            found = long if self._is_first(*long, *ranks, short[1]) else short
+            long_rank, short_rank = long_tree.nodes[long[0].id].rank, short_tree.nodes[short[0].id].rank
+            found = long if self._is_first(*long, long_rank, short_rank, short[1]) else short
         return None if found is None else found[0]
 
     def _first_of_few(self, is_blocked: IsBlocked) -> Request | None:
@@ -674,6 +697,7 @@ class Siblings:
     def __init__(self) -> None:
         self._by_arrival: OrderedDict[int, Request] = OrderedDict()
         self._by_tokens: list[Request] = []
+        self.num_unpaced = 0  # the ones that ``pace`` never holds back together
 
     def __len__(self) -> int:
         return len(self._by_arrival)
@@ -681,11 +705,13 @@ class Siblings:
     def add(self, request: Request) -> None:
         """A sibling arrived."""
         self._by_arrival[request.id] = request
+        self.num_unpaced += not is_paced(request)
         insort(self._by_tokens, request, key=_tokens_and_id)
 
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
         del self._by_arrival[request.id]
+        self.num_unpaced -= not is_paced(request)
         del self._by_tokens[bisect_left(self._by_tokens, _tokens_and_id(request), key=_tokens_and_id)]
 
     def first(self, match_of: Callable[[Request], int], is_blocked: IsBlocked) -> Request | None:

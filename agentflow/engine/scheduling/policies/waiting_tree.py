@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any, NamedTuple
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
@@ -132,6 +132,7 @@ class WaitingTree:
         self._frontiers: list[_Frontier] = []  # a heap, without frontiers that are blocked in this step
         self._blocked: list[_Frontier] = []
         self._blocked_children: set[WaitingNode] = set()  # in this step, below frontiers that are not blocked
+        self._complete: set[WaitingNode] = set()  # where requests end whose tokens are all cached
         self._ties = itertools.count()
 
     def count_match(self, request: Request) -> int:
@@ -179,6 +180,7 @@ class WaitingTree:
             node.requests = {}
         node.requests[request.id] = request
         self.nodes[request.id] = node
+        self._count_complete(node)
         self._queue(node)
 
     def remove(self, request: Request) -> None:
@@ -186,6 +188,7 @@ class WaitingTree:
         node: WaitingNode | None = self.nodes.pop(request.id)
         assert node is not None
         del node.requests[request.id]
+        self._count_complete(node)
         while node is not None and not node.has_requests:
             node.queued_match = -1
             parent = node.parent
@@ -229,9 +232,12 @@ class WaitingTree:
             heapq.heappush(self._frontiers, self._blocked.pop())
         self._blocked_children.clear()
 
-    def first(self, is_blocked: IsBlocked) -> tuple[Request, int] | None:
+    def first(
+        self, is_blocked: IsBlocked, ranks: Collection[Rank] | None = None
+    ) -> tuple[Request, int] | None:
         """Of the requests that are not blocked, the one with the lowest rank and then the longest match.
-        Returns it with its match."""
+        Returns it with its match. ``ranks``: requests of other ranks are blocked in this step, except those
+        that are cached completely."""
         held_back: list[_Frontier] = []
         found: tuple[Request, int] | None = None
         while self._frontiers and found is None:
@@ -242,7 +248,12 @@ class WaitingTree:
                 if node.queued_match == match:
                     node.queued_match = -1
                 continue
-            request, is_certain = self._unblocked(node, match, is_blocked)
+            if ranks is None or node.rank in ranks:
+                request, is_certain = self._unblocked(node, match, is_blocked)
+            else:
+                request, is_certain = _complete_request(node), True
+                if request is None and node.rank > max(ranks, default=()) and not self.has_complete():
+                    break  # nor has a later one
             if request is not None:
                 found = request, match
             else:
@@ -258,9 +269,9 @@ class WaitingTree:
         others."""
         if match < node.end:
             return _ask(node, match, is_blocked)
-        for request in node.requests.values():
-            if not request.is_held_back:
-                return request, True  # nothing left to compute could be shared
+        complete = _complete_request(node)
+        if complete is not None:
+            return complete, True
         all_certain = True
         for child in node.uncached.values():
             if child in self._blocked_children:
@@ -273,6 +284,16 @@ class WaitingTree:
             all_certain = all_certain and is_certain
         return None, all_certain
 
+    def has_complete(self) -> bool:
+        """Whether a request is complete and not held back. In a step only a few are held back."""
+        return any(_complete_request(node) is not None for node in self._complete)
+
+    def _count_complete(self, node: WaitingNode) -> None:
+        if node.requests and node.start + node.cached == node.end:
+            self._complete.add(node)
+        else:
+            self._complete.discard(node)
+
     def _remove_root(self, cache_key: Hashable, rank: Rank) -> None:
         roots = self.roots[cache_key]
         del roots[rank]
@@ -283,6 +304,7 @@ class WaitingTree:
         parent = node.parent
         assert parent is not None
         node.cached = cached
+        self._count_complete(node)
         if cached:
             parent.uncached.pop(node.first_token, None)
             self._queue(node)
@@ -373,6 +395,16 @@ def _skips_all(node: WaitingNode) -> bool:
 
 def _skips_cached(node: WaitingNode) -> bool:
     return node.start + node.cached == node.end
+
+
+def _complete_request(node: WaitingNode) -> Request | None:
+    """A request that ends here, all of whose tokens are cached, if it is not held back: nothing left to
+    compute could be shared."""
+    if node.start + node.cached == node.end:
+        for request in node.requests.values():
+            if not request.is_held_back:
+                return request
+    return None
 
 
 def _ask(node: WaitingNode, match: int, is_blocked: IsBlocked) -> tuple[Request | None, bool]:
