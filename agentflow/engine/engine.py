@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from msgspec.structs import astuple
 
@@ -74,6 +74,8 @@ from agentflow.errors import (
 from agentflow.protocol.events import StepRecord
 
 logger = logging.getLogger(__name__)
+
+_Message: TypeAlias = ToEngine | KeepMedium | BuiltGrammar | AdapterRead
 
 DeliverMessages = Callable[[list[FromEngine]], None]
 # After this many failed forward passes in a row the engine counts as broken.
@@ -133,9 +135,7 @@ class Engine:
         self._runner = runner
         self._deliver = deliver
         self._is_stuck = False  # the last step had nothing to run
-        self._inbox: queue.SimpleQueue[ToEngine | KeepMedium | BuiltGrammar | AdapterRead] = (
-            queue.SimpleQueue()
-        )
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         info = runner.info
         self._media = MediaWork(runner, FEATURE_BYTES) if isinstance(runner, MediaRunner) else None
         self._blocks = BlockFeed(MAX_REPORTED_BLOCKS)
@@ -371,46 +371,69 @@ class Engine:
                     self._deliver([])
                 return
             is_idle = False
-            match message:
-                case Submit():
-                    self._submit(message)
-                case BuiltGrammar():
-                    self._grammar_built(message)
-                case Abort():
-                    if message.request_id in self._requests:
-                        self._fail(message.request_id, Cancelled("the request was aborted"))
-                case CloseState():
-                    self.scheduler.close_state(message.state, is_dropped=message.is_dropped)
-                case Placed():
-                    self._place(message)
-                case BlocksRequest():
-                    self._wants_all_blocks = True
-                case Charges():
-                    self._charge(message)
-                case StatsRequest() | SnapshotRequest():
-                    num_unready = len(self._awaited)
-                    stats = self._watch.stats(message.ticket, self.times, num_unready)
-                    if isinstance(message, SnapshotRequest):
-                        self._outbox.append(self._watch.snapshot(message, self._requests.values(), stats))
-                    else:
-                        self._outbox.append(stats)
-                case PeekRequest():
-                    self._outbox.append(self._watch.peek(message))
-                case LoadAdapter():
-                    self._adapters.read(message)
-                case AdapterRead():
-                    self._install_adapter(message)
-                case UnloadAdapter():
-                    self._adapters.unload(message.identity)
-                case KeepMedium():
-                    if self._media is not None:
-                        self._media.keep(message.medium)
-                case DropMedium():
-                    if self._media is not None:
-                        self._media.drop(message.identity)
-                case Stop():
-                    self._is_stopping = True
-                    return
+            if isinstance(message, Stop):
+                self._is_stopping = True
+                return
+            try:
+                self._handle(message)
+            except Exception as error:
+                self._cannot_handle(message, error)
+
+    def _handle(self, message: _Message) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case BuiltGrammar():
+                self._grammar_built(message)
+            case Abort():
+                if message.request_id in self._requests:
+                    self._fail(message.request_id, Cancelled("the request was aborted"))
+            case CloseState():
+                self.scheduler.close_state(message.state, is_dropped=message.is_dropped)
+            case Placed():
+                self._place(message)
+            case BlocksRequest():
+                self._wants_all_blocks = True
+            case Charges():
+                self._charge(message)
+            case StatsRequest() | SnapshotRequest():
+                num_unready = len(self._awaited)
+                stats = self._watch.stats(message.ticket, self.times, num_unready)
+                if isinstance(message, SnapshotRequest):
+                    self._outbox.append(self._watch.snapshot(message, self._requests.values(), stats))
+                else:
+                    self._outbox.append(stats)
+            case PeekRequest():
+                self._outbox.append(self._watch.peek(message))
+            case LoadAdapter():
+                self._adapters.read(message)
+            case AdapterRead():
+                self._install_adapter(message)
+            case UnloadAdapter():
+                self._adapters.unload(message.identity)
+            case KeepMedium():
+                if self._media is not None:
+                    self._media.keep(message.medium)
+            case DropMedium():
+                if self._media is not None:
+                    self._media.drop(message.identity)
+
+    def _cannot_handle(self, message: _Message, error: Exception) -> None:
+        """Fails the requests that the message is about, and no others."""
+        failure = _as_failure(error, "cannot handle a message of the request")
+        match message:
+            case Submit() | Abort():
+                failed = [message.request_id]
+            case Placed():
+                failed = [one.id for one in self._requests.values() if one.origin.state == message.state]
+            case AdapterRead():
+                failed = [message.message.ticket]
+            case LoadAdapter() | StatsRequest() | SnapshotRequest() | PeekRequest():
+                failed = [message.ticket]
+            case _:  # it is about no request
+                failed = []
+        for request_id in failed:
+            self._fail(request_id, failure)
 
     def _charge(self, message: Charges) -> None:
         """Charges tenants for the work of other engines."""

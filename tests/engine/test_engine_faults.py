@@ -24,13 +24,14 @@ from agentflow.engine.constrained.grammar_builder import BuiltGrammar
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.messages import Placed
 from agentflow.engine.request import Origin, Request, Submit
 from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.rows import batch_builder
 from agentflow.engine.scheduling.rows.batch_builder import SamplingTable
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from agentflow.engine.scheduling.step_limits import Draft
+from agentflow.engine.scheduling.step_limits import Draft, StepCost
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.text.reasoning import ReasoningFormat
 from agentflow.errors import EngineFailed
@@ -188,6 +189,40 @@ async def test_f1_a_fault_of_a_whole_step_ends_its_requests_and_not_the_engine(
         assert len(errors) == 5
         end = await client.generate([5, 6], params, seed=0)
         assert end.text == alone([5, 6], params).text
+
+
+async def test_f37_what_a_step_teaches_about_costs_ends_no_request() -> None:
+    def fail(*args: Any) -> None:
+        raise Fault("_add")
+
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    async with plain_model_engine(SchedulerConfig(), num_slots=600) as client:
+        with patch.object(StepCost, "_add", fail):
+            end = await client.generate([5, 6], params, seed=0)
+        assert end.text == alone([5, 6], params).text
+
+
+@pytest.mark.parametrize("name", ["_start_by", "_note_pace"])
+async def test_f37_a_place_that_cannot_be_given_ends_its_request_only(name: str) -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    async with plain_model_engine(SchedulerConfig(), num_slots=900) as client:
+
+        async def run(number: int, first: int) -> None:
+            placed = Placed(number, 1, 0, "throughput", ttft_s=1.0)
+            prompt, origin = [first, 5, 6], Origin(state=number)
+            with suppress(EngineFailed) if first == BAD else ExitStack():
+                end = await client.generate(
+                    prompt, params, seed=0, origin=origin, on_text=lambda text: client.place(placed)
+                )
+                assert first != BAD
+                assert end.text == alone(prompt, params).text
+
+        with failing(Scheduler, name, lambda self, request, *rest: request, first=2):
+            async with anyio.create_task_group() as group:
+                for number, first in enumerate([5, BAD, 6], start=1):
+                    group.start_soon(run, number, first)
+        stats = await client.stats()
+        assert stats.free_slots + stats.cached_slots == stats.total_slots
 
 
 async def test_f1_a_request_that_cannot_be_cached_can_be_aborted() -> None:

@@ -9,6 +9,7 @@ prompts are averaged separately, so that a long stretch of decoding does not era
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from agentflow.engine.batch import Batch
 from agentflow.engine.request import Request, Work
 from agentflow.engine.scheduling.media_work import MediaWork
+
+logger = logging.getLogger(__name__)
 
 StepFeatures = NDArray[np.float64]
 
@@ -61,7 +64,7 @@ class StepCost:
         self._matrices = [np.zeros((NUM_FEATURES, NUM_FEATURES)) for _ in range(2)]
         self._targets = [np.zeros(NUM_FEATURES) for _ in range(2)]
         self._scale = np.zeros(NUM_FEATURES)
-        self._num_observed = 0
+        self._num_observed = self._num_failed = 0
         self.is_known = False
         """Whether any step was observed."""
 
@@ -109,7 +112,12 @@ class StepCost:
         """Adds the observed steps to the fit."""
         observed, self._observed = self._observed, []
         for features, took_s in observed:
-            self._add(features(), took_s)
+            try:
+                self._add(features(), took_s)
+            except Exception:  # a step that teaches nothing is no fault of its requests
+                self._num_failed += 1
+                if self._num_failed.bit_count() == 1:  # log at 1, 2, 4, …: it may happen in every step
+                    logger.exception("cannot learn from the time of a step (%d so far)", self._num_failed)
 
     def _add(self, features: StepFeatures, took_s: float) -> None:
         kind = 1 if features[4] > 0 else 0
