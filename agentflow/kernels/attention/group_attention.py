@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,31 @@ from torch import Tensor
 from agentflow.kernels.attention.groups import ChunkGroup
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+
+
+def attend_groups(
+    q: Tensor,
+    kv_layer: Tensor,
+    tails: Sequence[ChunkGroup],
+    shared_groups: Sequence[ChunkGroup],
+    scale: float,
+    attend: Attend,
+) -> tuple[Tensor, Tensor]:
+    """Attends from each row to the slots of all its groups, merged by log-sum-exp. The arguments are as in
+    ``AttentionPlan``. Returns float32 [rows, heads, head_dim] and [rows, heads]."""
+    out = q.new_empty(q.shape, dtype=torch.float32)
+    lse = out.new_empty(q.shape[:2])
+    for group in tails:  # the repeated rows of a group have equal results
+        part_out, part_lse = attend_group(q, kv_layer, group, scale, attend)
+        out.index_copy_(0, group.rows, part_out)
+        lse.index_copy_(0, group.rows, part_lse)
+    for group in shared_groups:
+        part_out, part_lse = attend_group(q, kv_layer, group, scale, attend)
+        own_out, own_lse = out.index_select(0, group.rows), lse.index_select(0, group.rows)
+        weight = torch.sigmoid(part_lse - own_lse).unsqueeze(-1)
+        out.index_copy_(0, group.rows, own_out.lerp_(part_out, weight))
+        lse.index_copy_(0, group.rows, torch.logaddexp(own_lse, part_lse))
+    return out, lse
 
 
 def attend_group(

@@ -25,9 +25,12 @@ from kernel_cases import (
     seen_by_all,
     with_trees,
 )
+from support.examples import examples
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentflow.kernels.attention.backend import AttentionRule
-from agentflow.kernels.attention.groups import MaskedPlans
+from agentflow.kernels.attention.groups import MaskedPlans, plan_groups
+from agentflow.kernels.attention.masked_attention import masked_attention
 from agentflow.kernels.platforms import REFERENCE, TORCH, Kernels, triton_kernels
 
 CPU = torch.device("cpu")
@@ -135,7 +138,59 @@ def test_windows_over_long_contexts(
     assert_windows(kernels, case, None, AttentionRule(0.1, window, 2.0), has_sinks=True)
 
 
+class LargestTensor(TorchDispatchMode):
+    """Counts the elements of the largest tensor that operations make. Views count as much as they show."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not func.is_view:
+            self.num_elements = max(self.num_elements, made.numel())
+        return made
+
+
+@examples(40)
+@given(batches(), st.sampled_from([1, 9]), RULES, st.booleans(), st.integers(0, 1000), st.booleans())
+def test_windows_in_parts(
+    made: tuple[list[Shape], list[Tree]],
+    times: int,
+    rule: AttentionRule,
+    has_sinks: bool,
+    seed: int,
+    both_ways: bool,
+) -> None:
+    """Torch gathers a bounded number of slots at a time, next to the new tokens of the batch, and merges the
+    parts."""
+    longer = [replace(one, shared=times * one.shared, cached=times * one.cached) for one in made[0]]
+    case, rows = with_trees(make_case(longer, seed=seed), made[1], seed)
+    case = in_both_directions(case, seed) if both_ways else case
+    sinks = torch.linspace(-2, 2, case.q.shape[1]) if has_sinks else None
+    most = 20
+    plan = plan_groups(batch_of(case, rows), case.q.dtype, CPU, max_gathered=most)
+    new = int(case.query_lens.max(initial=0)) + (0 if rows is None else rows.paths.size)
+    tails, parts = plan.masked.of(rule.window)
+    assert all(len(group.slots) // group.num_chunks <= most + 2 * new for group in tails)
+    assert all(len(group.slots) <= most for group in parts)
+    found = TORCH.attention.attend(case.q, case.kv_layer, plan, rule, sinks)
+    torch.testing.assert_close(found.double(), expected(case, rows, rule, sinks), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 4_000, 1_000_000])
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_the_memory_of_windows_does_not_grow_with_the_text(window: int, num_rows: int) -> None:
+    largest = {}
+    for length in (2_500, 10_000):
+        case = make_case([Shape(-1, 0, length, num_rows)])
+        with LargestTensor() as counted:
+            plans = MaskedPlans(batch_of(case), CPU, max_gathered=300)
+            rule = AttentionRule(0.1, window, 2.0)
+            masked_attention(case.q, case.kv_layer, plans.of(window), rule)
+        largest[length] = counted.num_elements
+    assert largest[10_000] == largest[2_500]
+
+
 def test_a_batch_of_one_decoding_row_gathers_only_its_window() -> None:
     case = make_case([Shape(-1, 0, 40, 1)])
-    (group,) = MaskedPlans(batch_of(case), CPU).of(5)
+    (group,), _ = MaskedPlans(batch_of(case), CPU).of(5)
     np.testing.assert_array_equal(group.slots.numpy(), case.req_to_token[case.req_rows[0], 36:41])
