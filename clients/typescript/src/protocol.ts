@@ -1392,7 +1392,7 @@ export interface Capabilities {
   plain_text: boolean;
   /** `decide`. */
   decisions: boolean;
-  /** `gen`, `select` and `decide`; without it, the model makes embeddings only. */
+  /** `gen`, `select` and `decide`; false: the model only makes embeddings. */
   generates: boolean;
   /**
    * The capabilities of each model, if several may replace each other; the other fields then have the
