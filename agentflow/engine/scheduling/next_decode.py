@@ -58,6 +58,8 @@ class NextDecode:
         rows: list[Row] = []
         for row in running:
             request = row.request
+            if row.withdrawn_slots is not None:  # it left, and another running request is not in the batch
+                return None
             if row.targets is not SAMPLED_ONCE or request.num_generated + 1 >= request.max_new_tokens:
                 return None
             rows.append(Row(request, row.end, 1, SAMPLED_ONCE))

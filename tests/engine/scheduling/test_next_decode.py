@@ -153,3 +153,27 @@ def test_steps_that_only_decode_were_built_ahead(num_slots):
     assert harness.num_prepared - num_before >= 15
     for number in range(8, 12):
         assert harness.output(number) == expected_output([number] * 10, 20)
+
+
+def test_a_request_that_leaves_during_the_step_is_not_in_the_next_batch():
+    harness = Harness(token_budget=16, max_running=3)
+    prompt = [*range(10)]
+    harness.add(0, prompt, 0)
+    harness.run()
+    harness.add(1, [10], 9)
+    harness.step()
+    cost = harness.scheduler.cost
+    for num_tokens in range(1, 16):  # a step has time for one token of a prompt
+        cost.observe(lambda count=num_tokens: np.array([1.0, count, 1.0, count, 0.0]), float(num_tokens))
+    for number in (2, 3):
+        harness.add(number, prompt, 4)
+    assert harness.launch()
+    assert [row.request.id for row in harness.scheduler._in_flight.launched[0].rows] == [1, 2]
+    assert len(harness.scheduler.running) == 3
+    harness.scheduler.release(harness.requests[1])
+    assert harness.scheduler.prepare() is None
+    harness.scheduler.complete(harness.runner.collect(harness.in_flight.popleft()))
+    harness.run()
+    for number in (2, 3):
+        assert harness.output(number) == expected_output(prompt, 4)
+    harness.scheduler.check_idle()
