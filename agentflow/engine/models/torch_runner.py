@@ -460,6 +460,7 @@ class TorchRunner:
             )
 
     def drop_adapter(self, identity: str) -> None:
+        self._prepared = None, None  # its forward pass may keep the adapter
         del self._adapters[identity]
 
     @property

@@ -3,8 +3,10 @@ and the model itself in each batch."""
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,22 @@ def test_an_adapter_is_the_same_under_any_path_and_another_with_other_weights(tm
     assert 3 * 4 * (4 * 48 * 2) <= infos[0].nbytes <= 3 * 4 * (32 * 48 + 64 * 8)
     runner.drop_adapter(identities[0])
     runner.drop_adapter(identities[2])
+
+
+def test_a_dropped_adapter_is_freed_after_a_batch_was_prepared_with_it(tmp_path: Path) -> None:
+    saved_model("llama", tmp_path / "model")
+    folder = write_adapter(tmp_path / "model", tmp_path / "adapter", seed=0, target_modules=ALL)
+    runner = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")
+    info = load(runner, folder)
+    driver = Driver(runner)
+    walker = driver.add([10, 11])
+    walker.adapter = info.identity
+    driver.allot_slots([(walker, 1)])
+    runner.prepare(driver.batch([(walker, 1)], [True]))
+    known = weakref.ref(runner._adapters[info.identity])
+    runner.drop_adapter(info.identity)
+    gc.collect()
+    assert known() is None
 
 
 HIDDEN, Q = 48, "model.layers.0.self_attn.q_proj"
