@@ -86,8 +86,9 @@ class ModelRunner(Protocol):
 class PreparingRunner(ModelRunner, Protocol):
     """A ``ModelRunner`` that does a part of ``launch`` earlier, while the batch before it runs.
 
-    After ``prepare``, the next batch may be the same object with other numbers in ``token_ids``, or another
-    batch.
+    After ``prepare``, the next batch may be another one, or the same object with other numbers in
+    ``token_ids``, ``write_slots`` and ``req_to_token``, which a runner must therefore not copy before
+    ``launch``.
     """
 
     def prepare(self, batch: Batch) -> None: ...

@@ -248,7 +248,7 @@ class Scheduler:
         ``schedule`` then has less to do, and returns the same batches. None if anything else may follow.
 
         Returns:
-            The batch that ``schedule`` may return next. Its token ids are not known before.
+            The batch that ``schedule`` may return next. Its token ids and slots are not known before.
         """
         if not self._only_decodes or len(self._in_flight.launched) != 1:
             return None
