@@ -575,15 +575,15 @@ class Engine:
         self._report_texts()  # it needs the request's text, and may fail it already
         if is_known and request_id not in self._requests:
             return
-        self._outbox.append(Failed(request_id, error.code, str(error), error.param))
         self._drop(request_id)
+        self._outbox.append(Failed(request_id, error.code, str(error), error.param))
 
     def _fail_all(self, requests: Sequence[Request], failure: EngineFailed) -> None:
         for request in requests:
             self._fail(request.id, failure)
 
     def _drop(self, request_id: int) -> None:
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         self._outputs.drop(request_id)
         self._started.discard(request_id)
         key = self._awaited.pop(request_id, None)
@@ -596,6 +596,8 @@ class Engine:
         if request is not None:
             if request.status is not Status.FINISHED:
                 self.scheduler.release(request)
+            # Not before: the scheduler would go on with a request that the engine does not know.
+            del self._requests[request_id]
             request.next_mask = None  # it refers to the request
             if request.adapter:
                 self._adapters.leave(request.adapter)

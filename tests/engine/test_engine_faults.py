@@ -238,6 +238,29 @@ async def test_f1_a_request_that_cannot_be_cached_can_be_aborted() -> None:
         assert end.text == alone([5, 6], params).text
 
 
+async def test_a_request_that_could_not_be_released_is_released_again() -> None:
+    """Otherwise it would run on, without an end that the engine could see."""
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    real, num_calls = Scheduler._stop_running, 0
+
+    def fail_once(self: Scheduler, request: Request) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise Fault("_stop_running")
+        real(self, request)
+
+    with patch.object(Scheduler, "_stop_running", fail_once):
+        async with plain_model_engine(SchedulerConfig(), num_slots=600) as client:
+            with anyio.CancelScope() as scope:
+                await client.generate([5, 6, 7], params, seed=0, on_text=lambda text: scope.cancel())
+            stats = await client.stats()
+            end = await client.generate([5, 6], params, seed=0)
+    assert num_calls == 3
+    assert end.text == alone([5, 6], params).text
+    assert stats.free_slots + stats.cached_slots == stats.total_slots
+
+
 @pytest.mark.parametrize("waits_for_grammar", [False, True])
 async def test_requests_that_run_go_on_while_thousands_of_others_come(waits_for_grammar: bool) -> None:
     """The messages of a burst are read in turns between steps. So are requests whose grammar was built."""
