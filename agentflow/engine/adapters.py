@@ -43,10 +43,11 @@ class Adapters:
 
     def read(self, message: LoadAdapter) -> None:
         """Begins to load an adapter. When it is read, the result is delivered, to be installed."""
-        self._to_read.put(message)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="agentflow-adapters", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="agentflow-adapters", daemon=True)
+            thread.start()  # fails if the process has reached its limit of threads
+            self._thread = thread
+        self._to_read.put(message)
 
     def install(self, read: AdapterRead) -> AdapterLoaded:
         """Ends a load. Raises the error of the reader, or ``BadModelFolder`` if it is not the adapter that

@@ -420,18 +420,20 @@ class Engine:
 
     def _cannot_handle(self, message: _Message, error: Exception) -> None:
         """Fails the requests that the message is about, and no others."""
-        failure = _as_failure(error, "cannot handle a message of the request")
         match message:
             case Submit() | Abort():
                 failed = [message.request_id]
             case Placed():
                 failed = [one.id for one in self._requests.values() if one.origin.state == message.state]
+            case BuiltGrammar():
+                failed = [one for one, key in self._awaited.items() if key == message.key]
             case AdapterRead():
                 failed = [message.message.ticket]
             case LoadAdapter() | StatsRequest() | SnapshotRequest() | PeekRequest():
                 failed = [message.ticket]
             case _:  # it is about no request
                 failed = []
+        failure = _as_failure(error, "cannot handle a message of the request")
         for request_id in failed:
             self._fail(request_id, failure)
 
@@ -487,8 +489,8 @@ class Engine:
             return
         self._requests[request.id] = request
         if new is not None:
-            unready = self._unready[new.key] = {}
             self._builder.build(new, message.origin.tenant)
+            unready = self._unready[new.key] = {}  # if it is built: others wait for it
         if unready is None:
             self._enter(request.id, message)
         else:

@@ -20,7 +20,8 @@ from support.plain_model import runner as plain_runner
 from agentflow.engine import engine as engine_module
 from agentflow.engine import request as request_module
 from agentflow.engine.client import EngineClient
-from agentflow.engine.constrained.grammar_builder import BuiltGrammar
+from agentflow.engine.constrained.grammar_builder import BuiltGrammar, GrammarBuilder
+from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
@@ -259,6 +260,30 @@ async def test_a_request_that_could_not_be_released_is_released_again() -> None:
     assert num_calls == 3
     assert end.text == alone([5, 6], params).text
     assert stats.free_slots + stats.cached_slots == stats.total_slots
+
+
+@pytest.mark.parametrize(("owner", "name"), [(GrammarBuilder, "build"), (GrammarCache, "keep")])
+async def test_a_grammar_that_cannot_be_built_or_kept_fails_the_requests_that_wait_for_it(
+    owner: type, name: str
+) -> None:
+    """And no later ones."""
+    constraint = CompiledConstraint("yes", "dfa", build_dfa(parse_regex("(?:yes)+")).to_bytes())
+    params = SamplingParams(max_tokens=3)
+    real, has_failed = getattr(owner, name), False
+
+    def fail_once(*args: Any) -> Any:
+        nonlocal has_failed
+        if not has_failed:
+            has_failed = True
+            raise Fault(name)
+        return real(*args)
+
+    with patch.object(owner, name, fail_once), anyio.fail_after(30):
+        async with plain_model_engine(SchedulerConfig(), num_slots=600) as client:
+            with pytest.raises(EngineFailed):
+                await client.generate([5, 6], params, seed=0, constraint=constraint)
+            end = await client.generate([5, 6], params, seed=0, constraint=constraint)
+    assert set(end.text) <= set("yes")
 
 
 @pytest.mark.parametrize("waits_for_grammar", [False, True])

@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import anyio
 import pytest
@@ -166,6 +167,24 @@ async def test_f10e_requests_run_while_an_adapter_is_read(tmp_path: Path) -> Non
                     may_end.set()
         finally:
             may_end.set()
+        assert (await run(client, "one")).output_tokens == 4
+
+
+async def test_an_adapter_can_be_read_after_a_thread_for_it_could_not_start(tmp_path: Path) -> None:
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == "agentflow-adapters" and not failed:
+            failed.append(self)
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    failed: list[threading.Thread] = []
+    async with plain_model_engine() as client:
+        with patch.object(threading.Thread, "start", start), anyio.fail_after(20):
+            with pytest.raises(EngineFailed):
+                await client.load_adapter("one", adapter(tmp_path / "one"))
+            await client.load_adapter("one", adapter(tmp_path / "one"))
         assert (await run(client, "one")).output_tokens == 4
 
 
