@@ -173,6 +173,7 @@ class Engine:
         self._unrecorded: tuple[_InFlight, int, int, int, float] | None = None
         self._num_failures = 0  # forward passes in a row
         self._num_halved = 0  # batches since the start
+        self._num_unhandled = 0  # faults in messages about no request, since the start
         self._has_stop = False  # ``Stop`` was sent: all messages up to it are read
         self._is_stopping = False
         self._charges_at = 0.0  # the next report of charges, on the clock ``monotonic``
@@ -433,6 +434,12 @@ class Engine:
                 failed = [message.ticket]
             case _:  # it is about no request
                 failed = []
+        if not failed:
+            self._num_unhandled += 1
+            if self._num_unhandled.bit_count() == 1:  # log at 1, 2, 4, …: it may happen in every step
+                text = "cannot handle a message (%d so far): %s"
+                logger.error(text, self._num_unhandled, type(message).__name__, exc_info=error)
+            return
         failure = _as_failure(error, "cannot handle a message of the request")
         for request_id in failed:
             self._fail(request_id, failure)

@@ -226,6 +226,26 @@ async def test_f37_a_place_that_cannot_be_given_ends_its_request_only(name: str)
         assert stats.free_slots + stats.cached_slots == stats.total_slots
 
 
+@pytest.mark.parametrize("error", [Fault("close"), EngineFailed("close")])
+async def test_faults_in_messages_about_no_request_are_logged_ever_less_often(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    with patch.object(Scheduler, "close_state", fail):
+        async with plain_model_engine(SchedulerConfig(), num_slots=600) as client:
+            for state in range(1, 6):
+                client.close_state(state)
+            end = await client.generate([5, 6], SamplingParams(max_tokens=4), seed=0)
+    assert end.text == alone([5, 6], SamplingParams(max_tokens=4)).text
+    lines = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [line.getMessage() for line in lines] == [
+        f"cannot handle a message ({count} so far): CloseState" for count in (1, 2, 4)
+    ]
+    assert all(line.exc_info and line.exc_info[1] is error for line in lines)
+
+
 async def test_f1_a_request_that_cannot_be_cached_can_be_aborted() -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     async with plain_model_engine(SchedulerConfig(), num_slots=600) as client:
