@@ -19,6 +19,7 @@ from support.plain_model import runner as plain_runner
 
 from agentflow.engine import engine as engine_module
 from agentflow.engine import request as request_module
+from agentflow.engine.batch import BatchOutput
 from agentflow.engine.client import EngineClient
 from agentflow.engine.constrained.grammar_builder import BuiltGrammar, GrammarBuilder
 from agentflow.engine.constrained.grammar_cache import GrammarCache
@@ -164,12 +165,13 @@ async def test_f1_a_fault_in_a_row_fails_its_request_only(
         (Scheduler, "_prompt_seconds"),
         (batch_builder, "_sampled_rows"),
         (InFlight, "complete"),
+        (BatchOutput, "list_tops"),
     ],
 )
 async def test_f1_a_fault_of_a_whole_step_ends_its_requests_and_not_the_engine(
     owner: object, name: str, ahead: bool
 ) -> None:
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=True, top_logprobs=2)
     errors: list[EngineFailed] = []
     config = SchedulerConfig(max_running=2)
     async with plain_model_engine(config, num_slots=600, launches_ahead=ahead) as client:

@@ -95,11 +95,11 @@ class InFlight:
         launched = self.launched[0]
         if launched.scored:
             store_scores(launched.scored, output)
-        self.launched.popleft()
-        has_prefills, awaited = bool(self._prefills.requests), self._prefills.awaited
         tops: Sequence[TopTokens] = ()
         if output.top_ids is not None:
             tops = output.list_tops(max([row.request.params.top_logprobs for row in launched.rows]))
+        self.launched.popleft()  # not before: ``discard`` needs it after a fault of the whole batch
+        has_prefills, awaited = bool(self._prefills.requests), self._prefills.awaited
         rows: list[Row] = []
         next_output = num_computed = num_generated = 0
         for row in launched.rows:
