@@ -78,17 +78,18 @@ def _variables(placeholders: Sequence[Placeholder]) -> list[PlacedVariable]:
 
 def _piece(placeholder: Placeholder, variable_id: str, place: str) -> ProgramInput | ProgramOutput:
     transforms = tuple(placeholder.transforms or ())
-    found: ProgramInput | ProgramOutput = ProgramInput(variable_id, transforms)
+    for number, transform in enumerate(transforms):
+        with naming_param(f"{place}.transforms[{number}]"):
+            check_written((transform,))
+    if placeholder.in_out == "in":
+        return ProgramInput(variable_id, transforms)
     try:
         with naming_param():
-            if placeholder.in_out == "out":
-                params = _params(placeholder.sampling_params or ProgramSampling()).check()
-                found = ProgramOutput(variable_id, params, transforms)
-            check_written(transforms)
+            params = _params(placeholder.sampling_params or ProgramSampling()).check()
     except ApiError as error:
         error.param = f"{place}.sampling_params.{error.param}"
         raise
-    return found
+    return ProgramOutput(variable_id, params, transforms)
 
 
 def _params(asked: ProgramSampling) -> GenParams:

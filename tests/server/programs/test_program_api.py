@@ -623,6 +623,14 @@ async def test_a_wrong_request_is_refused_by_field_and_changes_nothing() -> None
                 {"prompt": text, "placeholders": [place(sampling_params={"max_tokens": 1, "min_tokens": 2})]},
                 "placeholders[0].sampling_params.min_tokens",
             ),
+            (
+                {"prompt": text, "placeholders": [place(transforms=[["strip"], ["xml", "<"]])]},
+                "placeholders[0].transforms[1]",
+            ),
+            (
+                {"prompt": "{{x}}{{v}}", "placeholders": [place(), x | {"transforms": [["items", "x.y"]]}]},
+                "placeholders[1].transforms[0]",
+            ),
         ):
             response = await program.send(**body)
             assert response.status_code == 400, (body, response.text)
