@@ -66,6 +66,12 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.reasoning in ("by default", "always")
 
     @property
+    def may_reason(self) -> bool:
+        """Whether the model may reason. Of a model that only the row for all names describes, nothing is
+        known."""
+        return self.reasoning != "never" or self.names == ("*",)
+
+    @property
     def may_stop_reasoning(self) -> bool:
         """Whether the model reasons by default, and a request may turn that off."""
         return self.reasons_by_default and bool(self.reasoning_off)
@@ -164,6 +170,7 @@ def capabilities(facts: ModelFacts, model: str, reasons: bool | None = None) -> 
         images=facts.images,
         token_ids=False,
         conversations=True,
+        reasons=facts.reasoning != "never",
     )
 
 

@@ -92,6 +92,8 @@ def checked_params(generator: TenantGenerator, request: CompletionRequest) -> Ge
     can_limit = features.accepts("max_reasoning_tokens")
     if request.effort is not None and not (request.thinks is False and can_limit):
         raise refuse(EFFORT, "its reasoning effort cannot be set")
+    if request.thinks is False and not can_limit and features.reasons:
+        raise refuse("max_reasoning_tokens", "its reasoning cannot be turned off")
     if request.thinks is False and can_limit:
         params = msgspec.structs.replace(params, max_reasoning_tokens=0)
     elif request.reasoning_budget is not None:

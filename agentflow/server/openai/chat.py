@@ -78,7 +78,7 @@ async def create_chat_completion(call: ApiCall) -> None:
     form, request = await call.process(_make_request, call, body, generator)
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
-    with naming_field(generator, "messages", form):
+    with naming_field(generator, "messages", form, effort=_reasoning_field(body)):
         caller = caller_with(call.caller, body.nvext, body.prompt_cache_key)
         async with completing(generator, request, caller=caller, on_cut=call.record.count) as completion:
             if body.stream:
@@ -143,6 +143,14 @@ def _thinks(body: ChatRequest) -> bool | None:
     if body.enable_thinking is not None or body.reasoning_effort is None:
         return body.enable_thinking
     return body.reasoning_effort not in NO_EFFORT
+
+
+def _reasoning_field(body: ChatRequest) -> str:
+    """The field that sets the reasoning, for errors."""
+    for name in ("reasoning_effort", "enable_thinking", "thinking_token_budget", "thinking_budget"):
+        if getattr(body, name) is not None:
+            return name
+    return "reasoning_effort"
 
 
 def _reasoning_budget(body: ChatRequest) -> int | None:

@@ -233,6 +233,31 @@ async def test_unsupported_parameters_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("api", "extra", "param"),
+    [
+        (CHAT, {"enable_thinking": False}, "enable_thinking"),
+        (MESSAGES, {"thinking": {"type": "disabled"}}, "thinking"),
+        (OLLAMA, {"think": False}, "think"),
+        (OLLAMA_TEXT, {"think": False}, "think"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+async def test_reasoning_that_may_not_be_turned_off_is_refused_by_name(
+    api: Api, extra: dict[str, Any], param: str
+) -> None:
+    """A model that never reasons keeps it."""
+    reasoning = {"o3": "openai:o3", "any": "generic:m", "own": "llamacpp:m"}
+    async with served_apis([words("gpt", "a")], MODELS | reasoning) as served:
+        for model in reasoning:
+            found = await refused(served, api, "Hi", model=model, extra=extra)
+            assert found == (400, "unsupported", param)
+        assert served.vendor.received == []
+        answer = await ask(served, api, "Hi", model="gpt", extra=extra)
+    assert answer.text == "a"
+    assert "reasoning_effort" not in served.vendor.last.json
+
+
+@pytest.mark.parametrize(
     ("method", "path", "body"),
     [
         ("POST", "/tokenize", {"prompt": "a"}),

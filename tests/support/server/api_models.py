@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from support.apis.fake_server import FakeServer, Script, fake_server
 
@@ -69,7 +69,8 @@ def backend_of(
         case "anthropic":
             backend = Anthropic(model, base_url=vendor.url, **options)
         case _:
-            backend = OpenAICompatible(url, model, flavour="vllm", **options)
+            flavour: Any = "vllm" if kind == "compatible" else kind
+            backend = OpenAICompatible(url, model, flavour=flavour, **options)
     return backend.with_costs(Costs(Spending(), {model: PRICE} if prices is None else prices))
 
 
@@ -84,7 +85,8 @@ async def served_apis(
     on_unsupported: OnUnsupported = "error",
     prices: Mapping[str, Price] | None = None,
 ) -> AsyncIterator[Served]:
-    """A server with these models (a name, and ``openai:…``, ``anthropic:…`` or ``compatible:…``)."""
+    """A server with these models (a name, and ``openai:…``, ``anthropic:…``, ``compatible:…`` for
+    vLLM, or another flavour of compatible servers)."""
     tenants = tenants or Tenants()
     async with fake_server(script) as vendor:
         opening = {
