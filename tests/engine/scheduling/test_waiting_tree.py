@@ -1,5 +1,6 @@
 """The waiting requests' tree against a reference that compares every request with every cached run."""
 
+import gc
 import random
 from functools import partial
 
@@ -22,7 +23,7 @@ from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.cache.token_run import token_run
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.policies import waiting_tree
-from agentflow.engine.scheduling.policies.waiting_tree import WaitingTree
+from agentflow.engine.scheduling.policies.waiting_tree import WaitingNode, WaitingTree
 from agentflow.protocol.sampling import SamplingParams
 
 sequences = st.lists(st.integers(0, 1), min_size=1, max_size=10)
@@ -187,3 +188,22 @@ def test_nested_prompts_take_lines_almost_in_proportion_to_their_number(order):
                 tree.remove(request)
         num_lines[num_requests] = lines.num
     assert num_lines[1600] < 8 * num_lines[400]  # 16 if each walk took each edge
+
+
+def test_requests_that_left_leave_no_nodes_behind():
+    """Even if others wait whose prompts are prefixes of theirs, and walks made skips."""
+
+    def num_nodes() -> int:
+        gc.collect()
+        return sum([type(one) is WaitingNode for one in gc.get_objects()])
+
+    tree, before = WaitingTree(), num_nodes()
+    requests = nested(1000, "shortest first")
+    for request in requests:
+        tree.add(request, request.reusable_run(), 0)
+    for request in requests:
+        tree.count_match(request)
+    for request in requests[:9:-1]:
+        tree.remove(request)
+    assert len(tree.nodes) == 10
+    assert num_nodes() - before < 20

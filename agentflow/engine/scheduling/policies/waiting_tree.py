@@ -44,6 +44,7 @@ class WaitingNode:
     - ``queued_match``: its match in the heap; -1 if it is not in the heap.
     - ``skip``: the last one that was made down from here. ``skip_up``: the node above, not a root, where the
       last one ends that was made up from here.
+    - ``skipped_from``: the nodes above whose skips end here, and some whose skips did.
     """
 
     __slots__ = (
@@ -57,6 +58,7 @@ class WaitingNode:
         "run",
         "skip",
         "skip_up",
+        "skipped_from",
         "start",
         "uncached",
     )
@@ -75,6 +77,7 @@ class WaitingNode:
         self.queued_match = -1
         self.skip: Skip | None = None
         self.skip_up: WaitingNode | None = None
+        self.skipped_from = _NO_NODES
 
     @property
     def frontier_match(self) -> int:
@@ -112,8 +115,8 @@ class WaitingNode:
 
 
 class Skip(NamedTuple):
-    """A way down from a node. Edges are split, never joined, so it leads where it did while ``node`` has
-    requests."""
+    """A way down from a node. Edges are split, never joined, so it leads where it did until ``node`` is
+    removed, and the skip with it."""
 
     run: TokenRun  # the tokens of all its edges
     node: WaitingNode  # where it ends
@@ -197,6 +200,7 @@ class WaitingTree:
             else:
                 del parent.children[node.first_token]
                 parent.uncached.pop(node.first_token, None)
+            _forget_skips(node)
             node = parent
 
     def tokens_cached(self, cache_key: Hashable, run: TokenRun) -> bool:
@@ -346,6 +350,7 @@ _Frontier = tuple[Rank, int, int, WaitingNode]  # rank, -match, tie-break, node
 _NO_ROOTS: dict[Rank, WaitingNode] = {}
 _NO_CHILDREN: dict[TokenRun, WaitingNode] = {}
 _NO_REQUESTS: dict[int, Request] = {}
+_NO_NODES: set[WaitingNode] = set()
 
 
 def _add_child(parent: WaitingNode, child: WaitingNode) -> None:
@@ -363,9 +368,9 @@ def _along(
     begin, begin_done, num_walked = node, 0, 0  # where a skip would start, and the edges since
     while done < len(run):
         skip = node.skip
-        if skip is not None and run.startswith(skip.run, done) and skip.node.has_requests:
+        if skip is not None and run.startswith(skip.run, done):
             if num_walked >= MIN_SKIPPED:
-                begin.skip = Skip(run[begin_done:done], node)
+                _make_skip(begin, run[begin_done:done], node)
             if may_skip(skip.node):
                 node = skip.node
                 done += len(skip.run)
@@ -384,9 +389,26 @@ def _along(
         node = child
         num_walked += 1
         if num_walked == SKIPPED:
-            begin.skip = Skip(run[begin_done:done], node)
+            _make_skip(begin, run[begin_done:done], node)
             begin, begin_done, num_walked = node, done, 0
         yield node, len(piece) // TOKEN_BYTES
+
+
+def _make_skip(begin: WaitingNode, run: TokenRun, end: WaitingNode) -> None:
+    begin.skip = Skip(run, end)
+    if end.skipped_from is _NO_NODES:
+        end.skipped_from = set()
+    end.skipped_from.add(begin)
+
+
+def _forget_skips(removed: WaitingNode) -> None:
+    """Removes the references between a removed node and others. A node above would keep it, and the removed
+    ones below it in a chain of skips."""
+    for begin in removed.skipped_from:
+        if begin.skip is not None and begin.skip.node is removed:
+            begin.skip = None
+    removed.skipped_from = _NO_NODES
+    removed.parent = removed.skip = removed.skip_up = None
 
 
 def _skips_all(node: WaitingNode) -> bool:
