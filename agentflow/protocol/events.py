@@ -72,7 +72,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     plain_text: bool = True  # a gen may be outside of turns
     decisions: bool = True  # ``Decide`` is supported
     generates: bool = True  # False: the model only makes embeddings
-    reasons: bool = True  # False: the model never reasons before its answer; True: it may
+    reasons: bool | None = None  # whether the model reasons unless a request turns that off; None: unknown
     # The capabilities of models that may replace each other (``af.Fallback``), in their order. This struct
     # then has the features that all of them support.
     candidates: tuple[Capabilities, ...] = ()

@@ -66,10 +66,9 @@ class ModelFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.reasoning in ("by default", "always")
 
     @property
-    def may_reason(self) -> bool:
-        """Whether the model may reason. Of a model that only the row for all names describes, nothing is
-        known."""
-        return self.reasoning != "never" or self.names == ("*",)
+    def known_to_reason(self) -> bool | None:
+        """``reasons_by_default``; None for a model that only the row for all names describes."""
+        return None if self.names == ("*",) else self.reasons_by_default
 
     @property
     def may_stop_reasoning(self) -> bool:
@@ -170,7 +169,7 @@ def capabilities(facts: ModelFacts, model: str, reasons: bool | None = None) -> 
         images=facts.images,
         token_ids=False,
         conversations=True,
-        reasons=facts.reasoning != "never",
+        reasons=facts.known_to_reason,
     )
 
 

@@ -399,7 +399,7 @@ def common_capabilities(candidates: Sequence[Capabilities]) -> Capabilities:
         ),
         sampling=tuple([name for name in known[0] if all(name in one for one in known)]) if known else None,
         default_max_tokens=max(outputs) if len(outputs) == len(candidates) else None,
-        reasons=any(one.reasons for one in candidates),
+        reasons=any(one.reasons for one in candidates) or None,
         candidates=tuple(candidates),
     )
 

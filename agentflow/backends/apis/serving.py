@@ -475,5 +475,5 @@ def flavoured_capabilities(
         continuation=facts.continuation,
         plain_text=flavour.has_completions,
         decisions="choices" in enforced or is_checked or "logprobs" in sampling or facts.decisions,
-        reasons=facts.may_reason,
+        reasons=facts.known_to_reason,
     )

@@ -1394,8 +1394,8 @@ export interface Capabilities {
   decisions: boolean;
   /** `gen`, `select` and `decide`; false: the model only makes embeddings. */
   generates: boolean;
-  /** The model may reason before its answer; false: it never does. */
-  reasons: boolean;
+  /** The model reasons unless a request turns that off; null: unknown. */
+  reasons: boolean | null;
   /**
    * The capabilities of each model, if several may replace each other; the other fields then have the
    * features that all of them support.

@@ -96,6 +96,8 @@ export class FakeServer {
             plain_text: true,
             candidates: [],
             decisions: true,
+            generates: true,
+            reasons: null,
           } },
           limits: { frame_bytes: 1024 * 1024, resume_grace_s: this.graceS },
           ack: this.accepted.length,
