@@ -74,10 +74,9 @@ class NextDecode:
         built, self._built = self._built, None
         if built is None or len(built.rows) != num_running or self._sampling.version != built.version:
             return None
+        # Shared prefixes change only when a request starts or ends, or with a write to the table.
         memory, changes = self._memory, built.batch.changes
         if memory.num_available < num_running or changes is None or not memory.table.ends_with(changes):
-            return None
-        if num_running > 1 and memory.readers.prefixes() is not built.batch.shared:
             return None
         return built if all(row.request.num_tokens == row.end for row in built.rows) else None
 
