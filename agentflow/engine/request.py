@@ -342,6 +342,21 @@ class Request:
         return left - (1 if self.score_from or self.only_needs_scores else 0)
 
     @property
+    def is_urgent(self) -> bool:
+        """Whether somebody waits for each of its tokens."""
+        return self.origin.objective == "latency"
+
+    @property
+    def will_decode(self) -> bool:
+        """Whether it samples more than one token."""
+        return self.max_new_tokens > 1
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether it is held back together with others of its tenant (``Pace.is_closed``)."""
+        return not self.is_urgent and self.will_decode and not self.was_admitted
+
+    @property
     def first_unscored(self) -> int:
         """Index of the first token whose log-probability is still wanted: to be scored, or forced by a
         grammar. ``num_tokens`` if there is none."""

@@ -95,7 +95,7 @@ class Pace:
 
     def waits(self, request: Request) -> None:
         """The request waits, or has another objective while it waits."""
-        if is_urgent(request):
+        if request.is_urgent:
             self._urgent_waiting.add(request.id)
         else:
             self._urgent_waiting.discard(request.id)
@@ -160,10 +160,10 @@ class Pace:
         out of it. Pass the latter to ``planned`` when the step is certain."""
         if bound_s == math.inf:
             return ready, ()
-        chosen = [request for request in ready if is_urgent(request)]
+        chosen = [request for request in ready if request.is_urgent]
         num_read = sum([request.num_computed for request in chosen])
         left_s = self._decode_limit_s(bound_s) - self._cost.decode_s(len(chosen), len(chosen), num_read)
-        others = {request: None for request in ready if not is_urgent(request)}
+        others = {request: None for request in ready if not request.is_urgent}
         turns = [request for request in self._left_out if request in others]
         for request in turns:
             del others[request]
@@ -205,21 +205,21 @@ class Pace:
             if request.origin.tpot_s is not None:
                 self._count()
             return
-        if not _will_decode(request):
+        if not request.will_decode:
             return
         row_s = self._cost.row_s(request.num_tokens)
         self._all_s += row_s
-        if is_urgent(request):
+        if request.is_urgent:
             self._urgent_s += row_s
             self._reader_s = min(self._reader_s, _reader_s(request))
             self._is_bound = True
 
     def may_start(self, request: Request) -> bool:
         """Whether the request may start next to the running ones. Preempted requests always may."""
-        if not self._is_bound or not self._cost.is_known or request.was_admitted or not _will_decode(request):
+        if not self._is_bound or not self._cost.is_known or request.was_admitted or not request.will_decode:
             return True
         row_s = self._cost.row_s(request.num_tokens)
-        if not is_urgent(request):
+        if not request.is_urgent:
             bound_s = self._bound_s(self._reader_s, self._urgent_s)
             return self._all_s + row_s <= self._decode_limit_s(bound_s)
         limit_s = self._decode_limit_s(PLANNED_PART * self._target_s)
@@ -238,13 +238,13 @@ class Pace:
         self._closed.add(request.tenant)
         is_due = num_computed - request.held_back_from >= self._passed_tokens
         return bool(self._urgent_waiting) and not (
-            is_due or is_urgent(request) or self._num_tried >= MAX_TRIED
+            is_due or request.is_urgent or self._num_tried >= MAX_TRIED
         )
 
     def is_closed(self, request: Request) -> bool:
         """Whether the request need not be tried in this step, because another request of its tenant was held
         back."""
-        return request.tenant in self._closed and is_paced(request)
+        return request.tenant in self._closed and request.is_paced
 
     def _bound_s(self, reader_s: float, urgent_s: float, balance_s: float = -math.inf) -> float:
         """The longest step for urgent requests whose decoding alone takes ``urgent_s``, and whose lowest
@@ -259,20 +259,6 @@ class Pace:
         """How long decoding may take in a step of at most ``bound_s``."""
         constant_s = self._cost.decode_s(0, 0, 0)
         return constant_s + DECODE_PART * (bound_s - constant_s)
-
-
-def is_urgent(request: Request) -> bool:
-    """Whether somebody waits for each of its tokens."""
-    return request.origin.objective == "latency"
-
-
-def is_paced(request: Request) -> bool:
-    """Whether the request is held back with others of its tenant (``Pace.is_closed``)."""
-    return not is_urgent(request) and _will_decode(request) and not request.was_admitted
-
-
-def _will_decode(request: Request) -> bool:
-    return request.max_new_tokens > 1
 
 
 def _reader_s(request: Request) -> float:

@@ -36,8 +36,7 @@ from agentflow.engine.scheduling.in_flight import Counters, InFlight, InProgress
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.liveness import NewLiveness
 from agentflow.engine.scheduling.media_work import MediaWork
-from agentflow.engine.scheduling.next_decode import NextDecode
-from agentflow.engine.scheduling.pace import Pace, is_urgent
+from agentflow.engine.scheduling.pace import Pace
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.policies.policy import (
     Clock,
@@ -49,7 +48,7 @@ from agentflow.engine.scheduling.policies.policy import (
 )
 from agentflow.engine.scheduling.program_pauses import ProgramPauses
 from agentflow.engine.scheduling.retries import Retries
-from agentflow.engine.scheduling.rows.batch_builder import SamplingTable, build_batch
+from agentflow.engine.scheduling.rows.batch_builder import NextDecode, SamplingTable, build_batch
 from agentflow.engine.scheduling.step_limits import (
     CHUNKS_PER_STEP,
     LONE_PROMPT_STEP_S,
@@ -264,7 +263,7 @@ class Scheduler:
             or self.pauses.is_used
             or self.retries.is_used
             or self.retries.limit < math.inf
-            or (self.media is not None and (self.media.wanted or self.media.has_work))
+            or (self.media is not None and self.media.wanted)
         )
 
     def _take_prepared(self) -> Batch | None:
@@ -714,7 +713,7 @@ class Scheduler:
             return LONE_PROMPT_STEP_S
         decode_s = self.cost.decode_s(draft.num_tokens, len(decoding), num_read)
         limit_s = draft.bound_s
-        if self.config.tpot_target_ms is None and any(is_urgent(request) for request in decoding):
+        if self.config.tpot_target_ms is None and any(request.is_urgent for request in decoding):
             limit_s = min(limit_s, max(MIN_STEP_S, MAX_STRETCH * decode_s))
         return min(PROMPT_STEP_S, limit_s - decode_s)
 

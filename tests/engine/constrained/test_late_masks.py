@@ -110,6 +110,6 @@ async def test_a_mask_is_computed_once_for_each_token(monkeypatch: pytest.Monkey
     async with engine as client, anyio.create_task_group() as group:
         for number in range(4):
             group.start_soon(generate, client, number)
-    assert num_failures > 1
+    assert num_failures
     assert set(computed.values()) == {1}
     assert computed.total() == num_tokens

@@ -103,7 +103,7 @@ class Policy(ABC):
 
     def close(self, tenant: str) -> None:
         """Until the next step, all requests of the tenant are blocked that ``pace`` holds back together
-        (``is_paced``), so that the policy need not ask about them."""
+        (``Request.is_paced``), so that the policy need not ask about them."""
         return
 
     def charge(self, request: Request, num_tokens: int) -> None:

@@ -84,7 +84,6 @@ from typing import NamedTuple, TypeAlias
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 from agentflow.engine.request import PATIENT_GROUPS, CacheKey, Request, Status
-from agentflow.engine.scheduling.pace import is_paced
 from agentflow.engine.scheduling.policies.policy import Clock, Preempted
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
 
@@ -196,7 +195,7 @@ class TenantQueue:
                 self._plant(one)
             self.few.clear()
             self._plant(_Few(request, run, match, rank, self._is_short(request, match)))
-        if not is_paced(request):
+        if not request.is_paced:
             self._num_unpaced[rank] = self._num_unpaced.get(rank, 0) + 1
         if program is not None:
             place = self._places[request.id] = _Place(rank, program.arrival, request.id, request)
@@ -233,7 +232,7 @@ class TenantQueue:
             tree = self._find_tree(request)
             rank = tree.nodes[request.id].rank
             tree.remove(request)
-        if not is_paced(request):
+        if not request.is_paced:
             self._num_unpaced[rank] -= 1
             if not self._num_unpaced[rank]:
                 del self._num_unpaced[rank]
@@ -705,13 +704,13 @@ class Siblings:
     def add(self, request: Request) -> None:
         """A sibling arrived."""
         self._by_arrival[request.id] = request
-        self.num_unpaced += not is_paced(request)
+        self.num_unpaced += not request.is_paced
         insort(self._by_tokens, request, key=_tokens_and_id)
 
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
         del self._by_arrival[request.id]
-        self.num_unpaced -= not is_paced(request)
+        self.num_unpaced -= not request.is_paced
         del self._by_tokens[bisect_left(self._by_tokens, _tokens_and_id(request), key=_tokens_and_id)]
 
     def first(self, match_of: Callable[[Request], int], is_blocked: IsBlocked) -> Request | None:
