@@ -343,7 +343,7 @@ class Request:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether somebody waits for each of its tokens."""
+        """Whether a reader waits for each of its tokens."""
         return self.origin.objective == "latency"
 
     @property

@@ -112,7 +112,7 @@ class Pace:
 
     def bound_s(self, ready: Iterable[Request]) -> float:
         """The longest step, in seconds, while these requests decode; infinity without a bound."""
-        urgent = [request for request in ready if request.origin.objective == "latency"]
+        urgent = [request for request in ready if request.is_urgent]
         reader_s = self._lowest_reader_s(urgent)
         if not urgent or not self._cost.is_known:
             return math.inf
