@@ -65,6 +65,8 @@ class Report:
     """The duration of each ``timed`` part."""
     file: Path | None = None
     """The file for ``write``; None: nothing is written."""
+    commit: str = field(default_factory=lambda: machine.commit())
+    """The measured commit. If ``file`` is tracked, the tree has a change as soon as it is written."""
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -81,7 +83,7 @@ class Report:
         disturbed = others > MAX_OTHERS_CORES and not self.is_exact
         return {
             "machine": {**machine.describe(), "others_cores": others, "disturbed": disturbed},
-            "commit": machine.commit(),
+            "commit": self.commit,
             "scale": self.scale,
             "results": [asdict(result) for result in self.results],
             **({"seconds": self.seconds} if self.seconds else {}),
@@ -120,6 +122,5 @@ class Report:
         if self.file is None or not self.is_exact or not self.file.exists():
             return {}
         found = json.loads(self.file.read_text(encoding="utf-8"))
-        commit = machine.commit()
-        is_same = found["commit"] == commit and found["scale"] == self.scale
-        return found if is_same and not commit.endswith("-dirty") else {}
+        is_same = found["commit"] == self.commit and found["scale"] == self.scale
+        return found if is_same and not self.commit.endswith("-dirty") else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,6 +48,22 @@ def test_a_run_of_changed_files_begins_again(tmp_path: Path, monkeypatch: pytest
     report = Report("full", is_exact=True, file=tmp_path / "cluster.json")
     report.write()
     assert report.earlier() == {}
+
+
+def test_writing_a_tracked_file_does_not_change_the_measured_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "gpu.json"
+    file.write_text("{}")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "gpu.json"], ["commit", "-qm", "Measure"]):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    report = Report("full", file=file)
+    for _ in range(2):
+        report.write()
+        assert "dirty" not in json.loads(file.read_text())["commit"]
+    assert machine.commit().endswith("-dirty")
 
 
 def test_a_stopped_run_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
