@@ -372,7 +372,7 @@ def measure_quantised(check: Check) -> None:
     import torch
 
     from agentflow.kernels.inputs import BlockMatrix
-    from agentflow.kernels.platforms import TORCH, kernels_for
+    from agentflow.kernels.platforms import kernels_for
     from benchmarks.report import median_of
     from benchmarks.step.device_time import kernels_ms
 
@@ -401,7 +401,8 @@ def measure_quantised(check: Check) -> None:
         return [1e3 * ms for ms in took]
 
     dense = [
-        TORCH.linear.pack(torch.randn(*shape, device=device, dtype=torch.bfloat16), None) for shape in shapes
+        kernels.linear.pack(torch.randn(*shape, device=device, dtype=torch.bfloat16), None)
+        for shape in shapes
     ]
     few: tuple[int, ...] = 1, 16, 64
     many = (*few, 256, 2_048) if device.type == "cuda" else few
