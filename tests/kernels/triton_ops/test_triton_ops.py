@@ -34,6 +34,7 @@ from support.examples import examples
 from agentflow.kernels import platforms
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
 from agentflow.kernels.platforms import REFERENCE, TORCH, Kernels, triton_kernels
+from benchmarks.step import gpu_attention
 from benchmarks.step.random_llama import llama_config, random_llama
 
 pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
@@ -63,6 +64,7 @@ def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and segments short enough for small batches to have several."""
     monkeypatch.setattr(units, "LEAST_SAVING", 10)
     monkeypatch.setattr(units, "LEAST_SEGMENT", units.KEY_STEP)
+    monkeypatch.setattr(units, "LEAST_BESIDE_WIDE", units.KEY_STEP)
 
 
 def attended(case: Case, rows: Rows | None, *, has_table: bool = False) -> torch.Tensor:
@@ -161,7 +163,7 @@ def test_f42a_units_have_each_key_of_each_row_once(
     batch: tuple[list[Shape], list[Tree]],
     seed: int,
     queries_per_kv: int,
-    num_units: int,
+    processors: int,
     window: int,
     has_table: bool,
 ) -> None:
@@ -171,7 +173,7 @@ def test_f42a_units_have_each_key_of_each_row_once(
     attended_batch = batch_of(case, rows)
     if has_table:
         attended_batch = with_table(attended_batch)
-    made, table = cut_units(attended_batch, queries_per_kv, num_units, window)
+    made, table = cut_units(attended_batch, queries_per_kv, processors, window)
     seen: dict[int, list[int]] = {}
     parts: dict[int, set[int]] = {}
     for row, slot, part, _ in keys_of(made, table):
@@ -189,11 +191,11 @@ def test_f42a_units_have_each_key_of_each_row_once(
 
 @given(batches(), st.integers(1, 40), st.sampled_from([0, 1, 20]))
 def test_f42a_unmasked_blocks_are_whole(
-    batch: tuple[list[Shape], list[Tree]], num_units: int, window: int
+    batch: tuple[list[Shape], list[Tree]], processors: int, window: int
 ) -> None:
     """The kernel reads them without bounds."""
     case, rows = with_trees(make_case(batch[0]), batch[1], 0)
-    made, _ = cut_units(batch_of(case, rows), 2, num_units, window)
+    made, _ = cut_units(batch_of(case, rows), 2, processors, window)
     for unit in np.concatenate((made.narrow, made.wide)):
         begin, end, full_end, full_begin = unit[[3, 4, 5, 7]]
         assert begin <= full_begin <= full_end <= end
@@ -223,6 +225,22 @@ def test_f42a_a_prefix_that_requests_share_is_read_once() -> None:
     assert max(reads.values()) == 10  # each row attends to it, in tiles that read it together
     tiles = [unit for unit in made.wide if unit[4] - unit[3] and unit[1] > 1]
     assert sum(int(unit[4] - unit[3]) for unit in tiles) == 256
+
+
+@pytest.mark.parametrize("levels", gpu_attention.LAYOUTS.values(), ids=str)
+def test_programs_with_wide_tiles_fit_the_processors_beside_narrow_ones(
+    levels: gpu_attention.Levels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one on a multiprocessor would take the room of those with narrow tiles, and end later."""
+    monkeypatch.undo()  # the lengths of real segments
+    num, processors = 64, 132 / 8
+    table = gpu_attention.slot_table(levels, num, 400_000)
+    lens, ones = np.full(num, table.shape[1]), np.ones(num, dtype=int)
+    shared = gpu_attention.shared_prefixes(levels, num)
+    batch = AttentionBatch(table, np.arange(num), ones, lens, None, shared=shared)
+    made = make_units(find_groups(batch), 4, processors)
+    assert 0.75 * processors < len(made.wide) <= processors
+    assert len(made.narrow) >= num
 
 
 @settings(max_examples=6)

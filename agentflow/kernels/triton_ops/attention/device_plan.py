@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from agentflow.kernels.attention.groups import MaskedPlans
 from agentflow.kernels.inputs import AttentionBatch
 from agentflow.kernels.triton_ops.attention.units import (
+    NARROW_BESIDE_WIDE,
+    PROGRAMS,
     UNIT_COLUMNS,
     Groups,
     Units,
@@ -56,8 +59,8 @@ class TritonPlan(AttentionBatch):
         shape = (num_heads, num_kv_heads, window)
         found = self.cut_units.get(shape)
         if found is None:
-            wanted = wanted_units(num_kv_heads, self.device)
-            units = make_units(self.groups, num_heads // num_kv_heads, wanted, window)
+            processors = processors_per_head(num_kv_heads, self.device)
+            units = make_units(self.groups, num_heads // num_kv_heads, processors, window)
             found = self.cut_units[shape] = self._moved(units)
         return found
 
@@ -74,17 +77,13 @@ class TritonPlan(AttentionBatch):
         return DeviceUnits(**named, num_partials=units.num_partials, table=table)
 
 
-PROGRAMS_PER_PROCESSOR = 2
-"""Programs of a launch for each multiprocessor: enough to hide latencies and to balance different lengths."""
-
-
-def wanted_units(num_kv_heads: int, device: torch.device) -> int:
-    """Returns the number of units that occupy a device. The CPU, on which only the interpreter runs, counts
-    as one multiprocessor."""
+def processors_per_head(num_kv_heads: int, device: torch.device) -> float:
+    """Returns the number of multiprocessors of a device for each KV head. The CPU, on which only the
+    interpreter runs, counts as one multiprocessor."""
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return -(-PROGRAMS_PER_PROCESSOR * processors // num_kv_heads)
+    return processors / num_kv_heads
 
 
 _ALIGNED = ALIGNMENT // 4
@@ -174,8 +173,8 @@ class _StaticUnits:
     ) -> None:
         self._device, self._window = device, window
         self._queries_per_kv = num_heads // num_kv_heads
-        self._wanted = wanted_units(num_kv_heads, device)
-        narrow, wide = self._capacity(most)
+        self._processors = processors_per_head(num_kv_heads, device)
+        narrow, wide = self._capacity(most, True)
         narrow_rows, wide_rows = (
             max(1, size // self._queries_per_kv) for size in block_rows(self._queries_per_kv)
         )
@@ -200,15 +199,17 @@ class _StaticUnits:
         }
         self._buffer = torch.zeros(firsts[-1], dtype=torch.int32, device=device)
 
-    def _capacity(self, num_rows: int) -> tuple[int, int]:
+    def _capacity(self, num_rows: int, has_wide: bool) -> tuple[int, int]:
         """Returns the numbers of narrow and wide units of a form with this number of rows."""
-        return num_rows + self._wanted, num_rows // 4 + self._wanted
+        cuts = math.ceil(PROGRAMS * self._processors)
+        beside = math.ceil(NARROW_BESIDE_WIDE * self._processors) if has_wide else cuts
+        return num_rows + beside, num_rows // 4 + cuts if has_wide else 0
 
     def update(self, groups: Groups, bucket: int) -> bool | None:
         """Makes units for a form of ``bucket`` rows, and queues their copy to the device. Returns whether
         some are wide; None if they do not fit."""
-        units = make_units(groups, self._queries_per_kv, self._wanted, self._window)
-        narrow, wide = self._capacity(bucket)
+        units = make_units(groups, self._queries_per_kv, self._processors, self._window)
+        narrow, wide = self._capacity(bucket, len(units.wide) > 0)
         if len(units.narrow) > narrow or len(units.wide) > wide or len(units.rows) > self._num_entries:
             return None
         # torch keeps pinned memory until the copy has ended, so the next plan uses other memory.
@@ -224,10 +225,10 @@ class _StaticUnits:
 
     def launched(self, num_rows: int, has_wide: bool, table: Tensor) -> DeviceUnits:
         """Returns the units that the graph of a form launches."""
-        narrow, wide = self._capacity(num_rows)
+        narrow, wide = self._capacity(num_rows, has_wide)
         tensors = {name: self._buffer[place] for name, place in self._places.items()}
         tensors["narrow"] = tensors["narrow"].view(-1, UNIT_COLUMNS)[:narrow]
-        tensors["wide"] = tensors["wide"].view(-1, UNIT_COLUMNS)[: wide if has_wide else 0]
+        tensors["wide"] = tensors["wide"].view(-1, UNIT_COLUMNS)[:wide]
         tensors["merged_rows"] = tensors["merged_rows"][:num_rows]
         tensors["merged_bounds"] = tensors["merged_bounds"][: num_rows + 1]
         return DeviceUnits(**tensors, num_partials=self._num_entries, table=table)

@@ -28,18 +28,14 @@ _COLUMNS = tl.constexpr(UNIT_COLUMNS)
 
 @triton.jit
 def _attend_block(
-    q, best, total, out, kv, slots, ends, first_end, at, low, start, end, kv_stride, value_offset, scale, cap,
+    q, best, total, out, kv, slot, ends, first_end, at, low, start, end, kv_stride, value_offset, scale, cap,
     IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, IS_FP8: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     keys = start + tl.arange(0, BLOCK_KEYS)
     dims = tl.arange(0, BLOCK_DIM)
     is_key = keys < end
-    if IS_MASKED:
-        slot = tl.load(slots + keys, mask=is_key, other=0).to(tl.int64)
-    else:
-        slot = tl.load(slots + keys).to(tl.int64)
-    place = kv + slot[:, None] * kv_stride + dims[None, :]
+    place = kv + slot.to(tl.int64)[:, None] * kv_stride + dims[None, :]
     if IS_MASKED or HEAD_DIM != BLOCK_DIM:
         is_read = is_key[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(place, mask=is_read, other=0)
@@ -69,6 +65,13 @@ def _attend_block(
     kept = tl.exp2(best - base)
     out = out * kept[:, None] + dot(rounded(weights, v.dtype), v)
     return new_best, total * kept + tl.sum(weights, 1), out
+
+
+@triton.jit
+def _slots_from(slots, start, end, BLOCK_KEYS: tl.constexpr):
+    """Loads the slots of a block of keys. Slots from ``end`` on are 0."""
+    keys = start + tl.arange(0, BLOCK_KEYS)
+    return tl.load(slots + keys, mask=keys < end, other=0)
 
 
 @triton.jit
@@ -120,21 +123,27 @@ def _attend_units(
     if HAS_WINDOW:
         for start in range(begin, full_begin, BLOCK_KEYS):
             best, total, attended = _attend_block(
-                tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, low, start,
+                tile, best, total, attended, kv_of_head,
+                _slots_from(own_slots, start, full_begin, BLOCK_KEYS), ends, first_end, place, low, start,
                 full_begin, kv_stride, value_offset, scale, cap, True, True, HAS_CAP, IS_FP8,
                 BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
             )  # fmt: skip
+    # The slots of a block are loaded during the block before it. Otherwise Triton's pipeline, which then has
+    # loads that depend on loads, would start to load a block only when the block before it is done.
+    slot = _slots_from(own_slots, full_begin, full_end, BLOCK_KEYS)
     for start in range(full_begin, full_end, BLOCK_KEYS):
+        next_slot = _slots_from(own_slots, start + BLOCK_KEYS, full_end, BLOCK_KEYS)
         best, total, attended = _attend_block(
-            tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, low, start, full_end,
+            tile, best, total, attended, kv_of_head, slot, ends, first_end, place, low, start, full_end,
             kv_stride, value_offset, scale, cap, False, HAS_WINDOW, HAS_CAP, IS_FP8,
             BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
         )  # fmt: skip
+        slot = next_slot
     for start in range(full_end, end, BLOCK_KEYS):
         best, total, attended = _attend_block(
-            tile, best, total, attended, kv_of_head, own_slots, ends, first_end, place, low, start, end,
-            kv_stride, value_offset, scale, cap, True, HAS_WINDOW, HAS_CAP, IS_FP8,
-            BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
+            tile, best, total, attended, kv_of_head, _slots_from(own_slots, start, end, BLOCK_KEYS), ends,
+            first_end, place, low, start, end, kv_stride, value_offset, scale, cap,
+            True, HAS_WINDOW, HAS_CAP, IS_FP8, BLOCK_KEYS, HEAD_DIM, BLOCK_DIM,
         )  # fmt: skip
 
     attended = attended / tl.where(total > 0, total, 1.0)[:, None]
@@ -239,7 +248,7 @@ def attend(
             cap * math.log2(math.e),
             HAS_WINDOW=has_window, HAS_CAP=cap > 0, HAS_SINKS=has_sinks, IS_FP8=is_fp8,
             QUERIES_PER_KV=queries_per_kv, BLOCK_ROWS=size, HEAD_DIM=head_dim, BLOCK_DIM=block_dim,
-            **_options(size, block_dim, q.dtype), **early,
+            **_options(size, block_dim, q.dtype, q.device), **early,
         )  # fmt: skip
 
     narrow_rows, wide_rows = block_rows(queries_per_kv)
@@ -260,7 +269,7 @@ def attend(
         _merge[(len(units.merged_rows), num_heads)](
             units.merged_rows, units.merged_bounds, partial_out, partial_lse,
             sinks if has_sinks else q, out, num_heads,
-            HAS_SINKS=has_sinks, BLOCK_PARTS=16, HEAD_DIM=head_dim, BLOCK_DIM=block_dim, num_warps=2, **early,
+            HAS_SINKS=has_sinks, BLOCK_PARTS=8, HEAD_DIM=head_dim, BLOCK_DIM=block_dim, num_warps=1, **early,
         )  # fmt: skip
     return out
 
@@ -272,11 +281,20 @@ def _side_stream(main: torch.cuda.Stream) -> Any:
     return torch.cuda.Stream(main.device)  # type: ignore[no-untyped-call]
 
 
-def _options(block_rows: int, block_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Returns the keys per block, the warps and the pipeline stages of a launch, which must fit into shared
-    memory."""
+def _options(block_rows: int, block_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """Returns the keys per block, the warps and the pipeline stages of a launch. Shared memory has room for
+    as many blocks of keys and values as there are stages."""
     if dtype == torch.float32 or block_dim > 128:
         return {"BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 2}
-    if block_rows == 16:  # limited by memory: more small loads in flight
-        return {"BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 4}
-    return {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 3}
+    if block_rows == 16:  # limited by memory: several programs on a multiprocessor, with small blocks
+        return {"BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 3 if _shared_bytes(device) >= 120_000 else 2}
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Returns the bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])

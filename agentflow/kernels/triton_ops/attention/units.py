@@ -15,8 +15,9 @@ attends only to the keys after ``position - window``; units skip keys to which n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,12 @@ KEY_STEP = 64
 """Segments of keys start at multiples of this."""
 LEAST_SEGMENT = 128
 """The fewest keys of a segment: merging shorter segments costs more than the division saves."""
+PROGRAMS = 2
+"""Programs for each multiprocessor if all tiles have one size: enough to hide latencies and to balance
+different lengths."""
+WIDE_BESIDE_NARROW, NARROW_BESIDE_WIDE, LEAST_BESIDE_WIDE = 1, 6, 256
+"""The same if there are tiles of both sizes, and the fewest keys of a segment of the narrow ones: one program
+with a wide tile, bound by arithmetic, leaves room for others, which are short so that they end together."""
 LEAST_SAVING = 256
 """A run of keys is shared if that saves at least this number of reads."""
 MAX_SHARED_ROWS = 16
@@ -192,73 +199,54 @@ class Units:
         return int(self.merged_bounds[-1])
 
 
-def make_units(groups: Groups, queries_per_kv: int, num_units: int, window: int = 0) -> Units:
-    """Cuts groups into about ``num_units`` units, or more if the rows have more tiles. ``window``: the number
-    of tokens to which a row attends, including itself; 0: all."""
-    narrow_rows, wide_rows = block_rows(queries_per_kv)
-    lens = groups.single_lens
-    lows = lens - 1 - (window or EVERYWHERE)
-    starts, full_starts = _starts(lows, lows)
-    tiles = [_tiles(group, queries_per_kv, narrow_rows, wide_rows, window) for group in groups.others]
-    num_keys = int((lens - starts).sum())
-    num_keys += sum(int(np.maximum(tile.key_ends - tile.key_starts, 0).sum()) for tile in tiles)
-    segment = max(LEAST_SEGMENT, -(-num_keys // num_units))
+def make_units(groups: Groups, queries_per_kv: int, processors: float, window: int = 0) -> Units:
+    """Cuts groups into units.
 
-    # Computes single rows together: most batches have hundreds of them and nothing else.
-    which, begins, ends = _segments(starts, lens, segment)
-    full_begins = np.clip(full_starts[which], begins, ends)
-    parts = [
-        _Part(
-            _columns(
-                np.arange(len(which)),
-                1,
-                groups.single_columns[which],
-                begins,
-                ends,
-                np.maximum(ends // KEY_STEP * KEY_STEP, full_begins),
-                -1,
-                full_begins,
-                groups.single_table_rows[which],
-            ),
-            False,
-            groups.single_rows[which],
-            lens[which] - 1,
-            lows[which],
-        )
-    ]
-    num_entries, num_nodes = len(which), 0
-    for group, tile in zip(groups.others, tiles, strict=True):
-        which, begins, ends = _segments(tile.key_starts, tile.key_ends, segment)
-        counts = tile.counts[which]
-        entries = np.cumsum(counts) - counts
-        own = np.repeat(tile.firsts[which] - entries, counts) + np.arange(int(counts.sum()))
-        full_begins = np.clip(tile.full_starts[which], begins, ends)
-        full_ends = np.clip(tile.full_ends[which] // KEY_STEP * KEY_STEP, full_begins, ends)
-        first_node = -1 if group.nodes is None else num_nodes
-        columns = _columns(
-            *(num_entries + entries, counts, group.first_column, begins, ends, full_ends, first_node),
-            *(full_begins, group.table_row),
-        )
-        row_lows = group.positions[own] - (window or EVERYWHERE)
-        parts.append(_Part(columns, tile.is_wide, group.rows[own], group.at[own], row_lows))
-        num_entries += len(own)
+    Args:
+        groups: the groups of a batch.
+        queries_per_kv: the number of query heads per KV head.
+        processors: the number of multiprocessors per KV head.
+        window: the number of tokens to which a row attends, including itself; 0: all.
+    """
+    narrow_rows, wide_rows = block_rows(queries_per_kv)
+    narrow: list[_Tiles] = [_single_tiles(groups, window)]
+    wide: list[_Tiles] = []
+    num_nodes = 0
+    for group in groups.others:
+        is_wide = len(group.rows) * queries_per_kv > narrow_rows
+        height = max(1, (wide_rows if is_wide else narrow_rows) // queries_per_kv)
+        (wide if is_wide else narrow).append(_tiles(group, height, num_nodes, window))
         num_nodes += 0 if group.nodes is None else len(group.nodes)
+    tiles = _joined(narrow)
+    if wide:
+        # A batch always has the tiles of single rows, of which there may be none.
+        in_wide = PROGRAMS if not len(tiles.counts) else WIDE_BESIDE_NARROW
+        beside = _in_segments(tiles, processors * NARROW_BESIDE_WIDE, LEAST_BESIDE_WIDE)
+        before = len(beside.rows)
+        parts = [beside, _in_segments(_joined(wide), processors * in_wide, LEAST_SEGMENT, before, fits=True)]
+    else:
+        parts = [_in_segments(tiles, processors * PROGRAMS, LEAST_SEGMENT)]
     nodes = [group.nodes for group in groups.others if group.nodes is not None]
-    tree_ends = [group.ends for group in groups.others if group.ends is not None]
-    return _numbered(parts, nodes, tree_ends, has_window=window > 0)
+    ends = [group.ends for group in groups.others if group.ends is not None]
+    return _numbered(parts, nodes, ends, has_window=window > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """The tiles of a group. The arrays have one entry for each tile."""
+    """Tiles of one size. An entry is a row of a tile; the other arrays have one value for each tile."""
 
-    is_wide: bool
-    firsts: IntArray  # its first row
+    rows: IntArray  # [entries]: the row's index in the batch
+    at: IntArray  # [entries]: the row's place
+    lows: IntArray  # [entries]: the last key before the row's window
+    firsts: IntArray  # its first entry
     counts: IntArray  # the number of its rows
     key_starts: IntArray  # the start of the keys to which any of its rows attends, a multiple of KEY_STEP
     full_starts: IntArray  # the start of the keys to which all of its rows attend, a multiple of KEY_STEP
     key_ends: IntArray  # the end of the keys to which any of its rows attends
     full_ends: IntArray  # the end of the keys to which all of its rows attend
+    table_rows: IntArray  # the row of the table that has its slots
+    columns: IntArray  # the column of its group's first key
+    first_nodes: IntArray  # its group's first element of ``nodes``; -1: its keys are in the table
 
 
 def _starts(lowest: IntArray, highest: IntArray) -> tuple[IntArray, IntArray]:
@@ -268,56 +256,100 @@ def _starts(lowest: IntArray, highest: IntArray) -> tuple[IntArray, IntArray]:
     return first // KEY_STEP * KEY_STEP, -(-full // KEY_STEP) * KEY_STEP
 
 
-def _tiles(group: Group, queries_per_kv: int, narrow_rows: int, wide_rows: int, window: int) -> _Tiles:
+def _single_tiles(groups: Groups, window: int) -> _Tiles:
+    """Returns the tiles of single rows, together: most batches have hundreds of them and nothing else."""
+    lens, num = groups.single_lens, len(groups.single_rows)
+    lows = lens - 1 - (window or EVERYWHERE)
+    return _Tiles(
+        *(groups.single_rows, lens - 1, lows, np.arange(num), np.ones(num, dtype=np.int64)),
+        *(*_starts(lows, lows), lens, lens),
+        *(groups.single_table_rows, groups.single_columns, np.full(num, -1)),
+    )
+
+
+def _tiles(group: Group, height: int, num_nodes: int, window: int) -> _Tiles:
+    """Cuts a group into tiles of ``height`` rows. ``num_nodes``: those of the groups before it."""
     num_rows = len(group.rows)
-    is_wide = num_rows * queries_per_kv > narrow_rows
-    height = max(1, (wide_rows if is_wide else narrow_rows) // queries_per_kv)
     firsts = np.arange(0, num_rows, height)
     key_ends = np.maximum.reduceat(group.at, firsts) + 1
     full_ends = np.minimum.reduceat(group.at, firsts) + 1 if group.ends is None else np.zeros_like(key_ends)
     lows = group.positions - (window or EVERYWHERE)
     starts = _starts(np.minimum.reduceat(lows, firsts), np.maximum.reduceat(lows, firsts))
-    return _Tiles(is_wide, firsts, np.minimum(height, num_rows - firsts), *starts, key_ends, full_ends)
+    places = (group.table_row, group.first_column, -1 if group.nodes is None else num_nodes)
+    return _Tiles(
+        *(group.rows, group.at, lows, firsts, np.minimum(height, num_rows - firsts), *starts),
+        *(key_ends, full_ends, *(np.full(len(firsts), place) for place in places)),
+    )
+
+
+def _joined(parts: Sequence[_Tiles]) -> _Tiles:
+    """Joins the tiles of several groups."""
+    if len(parts) == 1:
+        return parts[0]
+    shifts = np.cumsum([0, *(len(part.rows) for part in parts)]).tolist()
+    parts = [replace(part, firsts=part.firsts + shift) for part, shift in zip(parts, shifts, strict=False)]
+    return _Tiles(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(_Tiles)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Units with tiles of one size."""
+    """The units with tiles of one size."""
 
     units: IntArray  # [units, UNIT_COLUMNS]
-    is_wide: bool
     rows: IntArray  # [entries]: the row's index in the batch
     at: IntArray  # [entries]: the row's place
     lows: IntArray  # [entries]: the last key before the row's window
 
 
-def _segments(starts: IntArray, run_ends: IntArray, segment: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Divides runs of keys into segments of about equal lengths. Returns for each segment the index of its
-    run, its start and its end."""
-    lens = np.maximum(run_ends - starts, 0)
-    sizes = -(-lens // np.maximum(1, -(-lens // segment)))
+def _in_segments(
+    tiles: _Tiles, num_programs: float, least: int, num_entries: int = 0, *, fits: bool = False
+) -> _Part:
+    """Cuts the keys of tiles into segments of similar lengths. The longest come first, so that short ones
+    fill the processors at the end.
+
+    Args:
+        tiles: the tiles of one size.
+        num_programs: about the number of segments; there are more if there are more tiles.
+        least: the fewest keys of a segment.
+        num_entries: the entries of the units before these.
+        fits: there are no more segments than programs, unless there are more tiles.
+    """
+    lens = np.maximum(tiles.key_ends - tiles.key_starts, 0)
+    segment = max(least, math.ceil(int(lens.sum()) / max(1.0, num_programs)))
+    wanted = np.maximum(1, lens // segment if fits else -(-lens // segment))
+    sizes = -(-lens // wanted)
     sizes = np.maximum(1, -(-sizes // KEY_STEP)) * KEY_STEP
-    counts = -(-lens // sizes)
-    which = np.repeat(np.arange(len(lens)), counts)
-    begins = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * sizes[which]
-    begins += starts[which]
-    return which, begins, np.minimum(begins + sizes[which], run_ends[which])
-
-
-def _columns(*columns: IntArray | int) -> IntArray:
-    """Returns units as rows, from their columns."""
-    num = max(column.size for column in columns if not isinstance(column, int))
-    units = np.zeros((num, UNIT_COLUMNS), dtype=np.int64)
-    for number, column in enumerate(columns):
-        units[:, number] = column
-    return units
+    pieces = -(-lens // sizes)
+    which = np.repeat(np.arange(len(lens)), pieces)
+    begins = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * sizes[which]
+    begins += tiles.key_starts[which]
+    ends = np.minimum(begins + sizes[which], tiles.key_ends[which])
+    order = np.argsort(begins - ends, kind="stable")
+    which, begins, ends = which[order], begins[order], ends[order]
+    counts = tiles.counts[which]
+    entries = np.cumsum(counts) - counts
+    own = np.repeat(tiles.firsts[which] - entries, counts) + np.arange(int(counts.sum()))
+    full_begins = np.clip(tiles.full_starts[which], begins, ends)
+    full_ends = np.clip(tiles.full_ends[which] // KEY_STEP * KEY_STEP, full_begins, ends)
+    units = np.stack(
+        (
+            *(num_entries + entries, counts, tiles.columns[which], begins, ends, full_ends),
+            *(tiles.first_nodes[which], full_begins, tiles.table_rows[which]),
+        ),
+        axis=1,
+    )
+    return _Part(units, tiles.rows[own], tiles.at[own], tiles.lows[own])
 
 
 def _numbered(
-    parts: Sequence[_Part], nodes: Sequence[Int32], ends: Sequence[Int32], *, has_window: bool
+    parts: Sequence[_Part],
+    nodes: Sequence[Int32],
+    ends: Sequence[Int32],
+    *,
+    has_window: bool,
 ) -> Units:
-    """Joins units, and numbers the partial results of rows that are in several units, row by row. Units with
-    the most keys come first, so that short units fill the processors at the end."""
+    """Joins the narrow and the wide units, if there are any, and numbers the partial results of rows that are
+    in several units, row by row."""
     rows = np.concatenate([part.rows for part in parts])
     counts = np.bincount(rows)
     is_partial = counts[rows] > 1
@@ -325,18 +357,10 @@ def _numbered(
     by_row = np.flatnonzero(is_partial)[np.argsort(rows[is_partial], kind="stable")]
     partial[by_row] = np.arange(len(by_row))
     merged = np.flatnonzero(counts > 1)
-    sizes = [
-        np.concatenate(
-            [np.zeros((0, UNIT_COLUMNS)), *(part.units for part in parts if part.is_wide == is_wide)]
-        )
-        for is_wide in (False, True)
-    ]
-    narrow, wide = (
-        units[np.argsort(units[:, 3] - units[:, 4], kind="stable")].astype(np.int32) for units in sizes
-    )
+    narrow, *wide = (part.units.astype(np.int32) for part in parts)
     return Units(
         narrow=narrow,
-        wide=wide,
+        wide=wide[0] if wide else narrow[:0],
         rows=rows.astype(np.int32),
         at=np.concatenate([part.at for part in parts]).astype(np.int32),
         lows=np.concatenate([part.lows[: len(part.lows) * has_window] for part in parts]).astype(np.int32),
