@@ -237,6 +237,8 @@ def test_a_step_asks_about_one_of_the_requests_that_are_held_back_together(task_
             steps.add(4, 1000, objective="throughput", tenant="b", weight=100.0, task_group=task_group)
         for _ in range(12):  # as many start as the target allows
             steps.step()
+        steps.add(4, 5, tenant="a")
+        steps.step()  # the first step that holds some back counts the others
         chat = steps.add(4, 5, tenant="a")
         with counted_lines() as lines:
             steps.step()

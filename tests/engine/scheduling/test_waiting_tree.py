@@ -20,7 +20,7 @@ from support.counted_lines import counted_lines
 from support.engine.requests import request_of
 
 from agentflow.engine.cache.radix_cache import RadixCache
-from agentflow.engine.cache.token_run import token_run
+from agentflow.engine.cache.token_run import TOKEN_BYTES, token_run
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.policies import waiting_tree
 from agentflow.engine.scheduling.policies.waiting_tree import WaitingNode, WaitingTree
@@ -188,6 +188,25 @@ def test_nested_prompts_take_lines_almost_in_proportion_to_their_number(order):
                 tree.remove(request)
         num_lines[num_requests] = lines.num
     assert num_lines[1600] < 8 * num_lines[400]  # 16 if each walk took each edge
+
+
+def test_prompts_whose_paths_are_short_do_not_pay_for_skips():
+    """115 lines each before walks could skip edges, 139 when one walk served short and long paths."""
+    prompts = [[number % 20 + 1] * 30 + [1000 + number] * 10 for number in range(400)]  # 20 shared prefixes
+    requests = [request_of(number, prompt, 1) for number, prompt in enumerate(prompts)]
+    runs = [request.reusable_run() for request in requests]
+    tree, key = WaitingTree(), requests[0].cache_key
+    with counted_lines() as lines:
+        for request, run in zip(requests, runs, strict=True):
+            tree.add(request, run, 0)
+        for run in runs[:20]:
+            tree.tokens_cached(key, run[: 30 * TOKEN_BYTES])
+        for request in requests:
+            tree.count_match(request)
+        for request, run in zip(requests, runs, strict=True):
+            tree.remove(request)
+            tree.tokens_cached(key, run)
+    assert lines.num < 125 * len(requests)
 
 
 def test_requests_that_left_leave_no_nodes_behind():

@@ -77,7 +77,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -160,7 +160,9 @@ class TenantQueue:
         self.trees: tuple[()] | tuple[WaitingTree, WaitingTree] = ()
         self.few: list[_Few] = []  # in the order of their arrival
         self._num_at: dict[int, int] = {}  # requests in line, by priority
-        self._num_unpaced: dict[_Rank, int] = {}  # the ones that ``pace`` never holds back together, by rank
+        # Requests in line that ``pace`` never holds back together, by rank. None until it holds others back:
+        # most queues never need it.
+        self._num_unpaced: dict[_Rank, int] | None = None
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
         self._continuing: list[_Place] = []  # requests that continue their programs, in order
         self._places: dict[int, _Place] = {}  # of requests that have a program, by id
@@ -195,7 +197,7 @@ class TenantQueue:
                 self._plant(one)
             self.few.clear()
             self._plant(_Few(request, run, match, rank, self._is_short(request, match)))
-        if not request.is_paced:
+        if self._num_unpaced is not None and not request.is_paced:
             self._num_unpaced[rank] = self._num_unpaced.get(rank, 0) + 1
         if program is not None:
             place = self._places[request.id] = _Place(rank, program.arrival, request.id, request)
@@ -224,18 +226,15 @@ class TenantQueue:
 
     def take_out(self, request: Request) -> None:
         """Reverses ``put_in``. The caller removes the request, or puts it in again."""
-        if self.few:
-            one = self._find_few(request)
-            rank = one.rank
-            self.few.remove(one)
-        else:
-            tree = self._find_tree(request)
-            rank = tree.nodes[request.id].rank
-            tree.remove(request)
-        if not request.is_paced:
+        if self._num_unpaced is not None and not request.is_paced:
+            rank = self._find_rank(request)
             self._num_unpaced[rank] -= 1
             if not self._num_unpaced[rank]:
                 del self._num_unpaced[rank]
+        if self.few:
+            self.few.remove(self._find_few(request))
+        else:
+            self._find_tree(request).remove(request)
         place = self._places.pop(request.id, None)
         if place is not None:
             siblings = self._of_program[request.origin.program]
@@ -336,6 +335,12 @@ class TenantQueue:
         if self.few:
             return self._find_few(request).match
         return self._find_tree(request).count_match(request)
+
+    def _find_rank(self, request: Request) -> _Rank:
+        if self.few:
+            return self._find_few(request).rank
+        rank: _Rank = self._find_tree(request).nodes[request.id].rank
+        return rank
 
     def _find_few(self, request: Request) -> _Few:
         for one in self.few:
@@ -525,7 +530,7 @@ class TenantQueue:
         if not self.trees:
             return None
         short_tree, long_tree = self.trees
-        ranks = self._num_unpaced if self.is_closed else None
+        ranks = self._count_unpaced() if self.is_closed else None
         short = short_tree.first(is_blocked, ranks) if short_tree.nodes else None
         long = long_tree.first(is_blocked, ranks) if long_tree.nodes else None
         if short is None or long is None:
@@ -534,6 +539,13 @@ class TenantQueue:
             long_rank, short_rank = long_tree.nodes[long[0].id].rank, short_tree.nodes[short[0].id].rank
             found = long if self._is_first(*long, long_rank, short_rank, short[1]) else short
         return None if found is None else found[0]
+
+    def _count_unpaced(self) -> dict[_Rank, int]:
+        """The requests in line that ``pace`` never holds back together, by rank."""
+        if self._num_unpaced is None:
+            waiting = [one.request for one in self.arrivals.waiting.values()]
+            self._num_unpaced = Counter([self._find_rank(one) for one in waiting if not one.is_paced])
+        return self._num_unpaced
 
     def _first_of_few(self, is_blocked: IsBlocked) -> Request | None:
         """The same without trees: checks the few requests in the order in which trees would be searched."""

@@ -11,14 +11,15 @@ before the next step, nor is such a child of another frontier.
 
 A client can nest its prompts, each of which is a prefix of the next: the tree is then as deep as there are
 requests. A walk of ``SKIPPED`` edges, down or up, leaves a skip, which later walks take instead if nothing
-between its ends concerns them.
+between its ends concerns them. Nearly all walks are shorter. So each walk begins in a plain loop, and ends
+there unless it is that long or meets a skip.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
@@ -39,32 +40,31 @@ class WaitingNode:
     """One edge: tokens ``start`` to ``end`` of all requests below, of which the first ``cached`` are cached.
 
     - ``rank``: the rank of all requests in its tree.
+    - ``first_token``: the key among its parent's children.
     - ``children``: by their first token. ``uncached``: the children without any cached token.
     - ``requests``: the requests that end here, by id.
     - ``queued_match``: its match in the heap; -1 if it is not in the heap.
-    - ``skip``: the last one that was made down from here. ``skip_up``: the node above, not a root, where the
-      last one ends that was made up from here.
-    - ``skipped_from``: the nodes above whose skips end here, and some whose skips did.
+    - ``skips``: from here and to here; None as long as there were none.
     """
 
     __slots__ = (
         "cached",
         "children",
         "end",
+        "first_token",
         "parent",
         "queued_match",
         "rank",
         "requests",
         "run",
-        "skip",
-        "skip_up",
-        "skipped_from",
+        "skips",
         "start",
         "uncached",
     )
 
     def __init__(self, run: TokenRun, start: int, parent: WaitingNode | None, rank: Rank) -> None:
         self.run = run
+        self.first_token = run[:TOKEN_BYTES]
         self.start = start
         self.end = start + len(run) // TOKEN_BYTES
         self.parent = parent
@@ -75,9 +75,7 @@ class WaitingNode:
         self.requests = _NO_REQUESTS
         self.cached = 0
         self.queued_match = -1
-        self.skip: Skip | None = None
-        self.skip_up: WaitingNode | None = None
-        self.skipped_from = _NO_NODES
+        self.skips: Skips | None = None
 
     @property
     def frontier_match(self) -> int:
@@ -90,10 +88,6 @@ class WaitingNode:
     def has_requests(self) -> bool:
         """Whether requests end here or below. A node without any is removed."""
         return bool(self.requests or self.children)
-
-    @property
-    def first_token(self) -> TokenRun:
-        return self.run[:TOKEN_BYTES]
 
     def any_request(self) -> Request:
         """A request here or below, if possible one that is not held back (only a few are)."""
@@ -112,6 +106,22 @@ class WaitingNode:
                 continue
             yield from (request for request in node.requests.values() if not request.is_held_back)
             pending.append(iter(node.children.values()))
+
+
+class Skips:
+    """The skips of a node.
+
+    - ``down``: the last one that was made down from here.
+    - ``up``: the node above, not a root, where the last one ends that was made up from here.
+    - ``starts``: the nodes above whose skips end here, and some whose skips did.
+    """
+
+    __slots__ = ("down", "starts", "up")
+
+    def __init__(self) -> None:
+        self.down: Skip | None = None
+        self.up: WaitingNode | None = None
+        self.starts: set[WaitingNode] = set()
 
 
 class Skip(NamedTuple):
@@ -140,22 +150,17 @@ class WaitingTree:
 
     def count_match(self, request: Request) -> int:
         """How many of the request's tokens are cached."""
-        node = self.nodes[request.id]
-        begin, num_walked = node, 0  # where a skip would start, and the edges since
-        while (parent := node.parent) is not None and not node.cached:
-            above = node.skip_up
-            if above is not None and not above.cached:
-                if num_walked >= MIN_SKIPPED:
-                    begin.skip_up = node
-                node = begin = above
-                num_walked = 0
-                continue
+        node = begin = self.nodes[request.id]
+        for num_walked in range(SKIPPED - 1):
+            if node.cached:
+                return node.start + node.cached
+            parent = node.parent
+            if parent is None:
+                return 0
+            if node.skips is not None:
+                return _count_cached_above(node, begin, num_walked)
             node = parent
-            num_walked += 1
-            if num_walked == SKIPPED and node.parent is not None:
-                begin.skip_up = node
-                begin, num_walked = node, 0
-        return node.start + node.cached
+        return _count_cached_above(node, begin, SKIPPED - 1)
 
     def add(self, request: Request, run: TokenRun, match: int, rank: Rank = ()) -> None:
         """Adds a request.
@@ -166,41 +171,52 @@ class WaitingTree:
             match: How many of these are cached.
             rank: Its rank. There are only a few different ones.
         """
-        roots = self.roots.setdefault(request.cache_key, {})
+        roots = self.roots.get(request.cache_key)
+        if roots is None:
+            roots = self.roots[request.cache_key] = {}
         node = roots.get(rank)
         if node is None:
             node = roots[rank] = WaitingNode(b"", 0, None, rank)
-        rank = node.rank  # one object for all nodes: equal objects are compared faster
-        for child, common in _along(node, run, _skips_all):
-            complete = TOKEN_BYTES * common == len(child.run)
-            node = child if complete else self._split(child, common)
+        root, common = node, 0
+        for node, common in _along(root, run, _skips_all):  # noqa: B007 - the last ones are read below
+            pass
+        if node.start + common < node.end:
+            node = self._split(node, common)
         if node.end * TOKEN_BYTES < len(run):
-            child = WaitingNode(run[node.end * TOKEN_BYTES :], node.end, node, rank)
+            # The rank of the root: one object for all nodes, as equal objects are compared faster.
+            child = WaitingNode(run[node.end * TOKEN_BYTES :], node.end, node, root.rank)
+            child.requests = {request.id: request}
             _add_child(node, child)
-            self._set_cached(child, max(0, min(match, child.end) - child.start))
+            self._set_cached(child, match - child.start if match > child.start else 0)
             node = child
-        if node.requests is _NO_REQUESTS:
-            node.requests = {}
-        node.requests[request.id] = request
+        else:
+            if node.requests is _NO_REQUESTS:
+                node.requests = {}
+            node.requests[request.id] = request
+            self._count_complete(node)
+            self._queue(node)
         self.nodes[request.id] = node
-        self._count_complete(node)
-        self._queue(node)
 
     def remove(self, request: Request) -> None:
         """The request no longer waits."""
         node: WaitingNode | None = self.nodes.pop(request.id)
         assert node is not None
         del node.requests[request.id]
-        self._count_complete(node)
-        while node is not None and not node.has_requests:
+        if node.requests:
+            return
+        self._complete.discard(node)
+        while not (node.requests or node.children):
             node.queued_match = -1
+            if node.skips is not None:
+                _forget_skips(node)
             parent = node.parent
             if parent is None:
                 self._remove_root(request.cache_key, node.rank)
-            else:
-                del parent.children[node.first_token]
+                break
+            node.parent = None  # a node in an old entry of the heap would keep the ones above it
+            del parent.children[node.first_token]
+            if not node.cached:
                 parent.uncached.pop(node.first_token, None)
-            _forget_skips(node)
             node = parent
 
     def tokens_cached(self, cache_key: Hashable, run: TokenRun) -> bool:
@@ -244,7 +260,7 @@ class WaitingTree:
         that are cached completely."""
         held_back: list[_Frontier] = []
         found: tuple[Request, int] | None = None
-        while self._frontiers and found is None:
+        while self._frontiers:
             entry = self._frontiers[0]
             match, node = -entry[1], entry[3]
             if node.queued_match != match or node.frontier_match != match:
@@ -260,8 +276,8 @@ class WaitingTree:
                     break  # nor has a later one
             if request is not None:
                 found = request, match
-            else:
-                (self._blocked if is_certain else held_back).append(heapq.heappop(self._frontiers))
+                break
+            (self._blocked if is_certain else held_back).append(heapq.heappop(self._frontiers))
         for entry in held_back:
             heapq.heappush(self._frontiers, entry)
         return found
@@ -273,8 +289,7 @@ class WaitingTree:
         others."""
         if match < node.end:
             return _ask(node, match, is_blocked)
-        complete = _complete_request(node)
-        if complete is not None:
+        if node.requests and (complete := _complete_request(node)) is not None:
             return complete, True
         all_certain = True
         for child in node.uncached.values():
@@ -308,7 +323,8 @@ class WaitingTree:
         parent = node.parent
         assert parent is not None
         node.cached = cached
-        self._count_complete(node)
+        if node.requests:
+            self._count_complete(node)
         if cached:
             parent.uncached.pop(node.first_token, None)
             self._queue(node)
@@ -327,14 +343,20 @@ class WaitingTree:
         parent.uncached.pop(upper.first_token, None)
         cached = node.cached
         node.run, node.start, node.parent = node.run[length * TOKEN_BYTES :], upper.end, upper
+        node.first_token = node.run[:TOKEN_BYTES]
         _add_child(upper, node)
         self._set_cached(node, max(0, cached - length))
         self._set_cached(upper, min(cached, length))
         return upper
 
     def _queue(self, node: WaitingNode) -> None:
-        match = node.frontier_match
-        if match >= 0 and node.queued_match != match:
+        match = node.start + node.cached
+        if match < node.end:  # as in ``frontier_match``
+            if not node.cached:
+                return
+        elif not (node.requests or node.uncached):
+            return
+        if node.queued_match != match:
             node.queued_match = match
             heapq.heappush(self._frontiers, (node.rank, -match, next(self._ties), node))
             if len(self._frontiers) > 64 + 8 * len(self.nodes):
@@ -350,7 +372,6 @@ _Frontier = tuple[Rank, int, int, WaitingNode]  # rank, -match, tie-break, node
 _NO_ROOTS: dict[Rank, WaitingNode] = {}
 _NO_CHILDREN: dict[TokenRun, WaitingNode] = {}
 _NO_REQUESTS: dict[int, Request] = {}
-_NO_NODES: set[WaitingNode] = set()
 
 
 def _add_child(parent: WaitingNode, child: WaitingNode) -> None:
@@ -360,55 +381,104 @@ def _add_child(parent: WaitingNode, child: WaitingNode) -> None:
 
 
 def _along(
-    node: WaitingNode, run: TokenRun, may_skip: Callable[[WaitingNode], bool]
-) -> Iterator[tuple[WaitingNode, int]]:
-    """The edges below ``node`` along ``run``, each with the number of its tokens that match. ``may_skip``:
+    start: WaitingNode, run: TokenRun, may_skip: Callable[[WaitingNode], bool]
+) -> Iterable[tuple[WaitingNode, int]]:
+    """The edges below ``start`` along ``run``, each with the number of its tokens that match. ``may_skip``:
     whether the edges above a node, and its own, concern the caller no more than the node itself does."""
-    done = 0
-    begin, begin_done, num_walked = node, 0, 0  # where a skip would start, and the edges since
+    found: list[tuple[WaitingNode, int]] = []
+    node, done = start, 0
+    for _ in range(SKIPPED - 1):
+        if node.skips is not None:
+            break
+        child = node.children.get(run[done : done + TOKEN_BYTES])
+        if child is None:
+            return found
+        edge = child.run
+        if not run.startswith(edge, done):
+            found.append((child, common_prefix_len(run[done : done + len(edge)], edge)))
+            return found
+        found.append((child, child.end - child.start))
+        done += len(edge)
+        node = child
+    return itertools.chain(found, _along_deep(node, run, may_skip, start, len(found)))
+
+
+def _along_deep(
+    node: WaitingNode,
+    run: TokenRun,
+    may_skip: Callable[[WaitingNode], bool],
+    begin: WaitingNode,
+    num_walked: int,
+) -> Iterator[tuple[WaitingNode, int]]:
+    """The edges below ``node``, likewise. Takes skips and makes them. ``begin``: where a skip would start,
+    ``num_walked`` edges above the node."""
+    done, begin_done = node.end * TOKEN_BYTES, begin.end * TOKEN_BYTES
     while done < len(run):
-        skip = node.skip
-        if skip is not None and run.startswith(skip.run, done):
+        skips = node.skips
+        if skips is not None and (skip := skips.down) is not None and run.startswith(skip.run, done):
             if num_walked >= MIN_SKIPPED:
                 _make_skip(begin, run[begin_done:done], node)
             if may_skip(skip.node):
                 node = skip.node
                 done += len(skip.run)
                 begin, begin_done, num_walked = node, done, 0
-                yield node, len(node.run) // TOKEN_BYTES
+                yield node, node.end - node.start
                 continue
             begin, begin_done, num_walked = node, done, 0
         child = node.children.get(run[done : done + TOKEN_BYTES])
         if child is None:
             return
-        piece = run[done : done + len(child.run)]
-        if piece != child.run:
-            yield child, common_prefix_len(piece, child.run)
+        edge = child.run
+        if not run.startswith(edge, done):
+            yield child, common_prefix_len(run[done : done + len(edge)], edge)
             return
-        done += len(piece)
+        done += len(edge)
         node = child
         num_walked += 1
         if num_walked == SKIPPED:
             _make_skip(begin, run[begin_done:done], node)
             begin, begin_done, num_walked = node, done, 0
-        yield node, len(piece) // TOKEN_BYTES
+        yield node, node.end - node.start
+
+
+def _count_cached_above(node: WaitingNode, begin: WaitingNode, num_walked: int) -> int:
+    """The match of the requests that end at ``node``, or below it at ``begin``, without cached tokens between
+    these. Takes skips and makes them. ``num_walked``: the edges from ``begin`` to the node."""
+    while (parent := node.parent) is not None and not node.cached:
+        skips = node.skips
+        if skips is not None and (above := skips.up) is not None and not above.cached:
+            if num_walked >= MIN_SKIPPED:
+                _skips_of(begin).up = node
+            node = begin = above
+            num_walked = 0
+            continue
+        node = parent
+        num_walked += 1
+        if num_walked == SKIPPED and node.parent is not None:
+            _skips_of(begin).up = node
+            begin, num_walked = node, 0
+    return node.start + node.cached
+
+
+def _skips_of(node: WaitingNode) -> Skips:
+    if node.skips is None:
+        node.skips = Skips()
+    return node.skips
 
 
 def _make_skip(begin: WaitingNode, run: TokenRun, end: WaitingNode) -> None:
-    begin.skip = Skip(run, end)
-    if end.skipped_from is _NO_NODES:
-        end.skipped_from = set()
-    end.skipped_from.add(begin)
+    _skips_of(begin).down = Skip(run, end)
+    _skips_of(end).starts.add(begin)
 
 
 def _forget_skips(removed: WaitingNode) -> None:
     """Removes the references between a removed node and others. A node above would keep it, and the removed
     ones below it in a chain of skips."""
-    for begin in removed.skipped_from:
-        if begin.skip is not None and begin.skip.node is removed:
-            begin.skip = None
-    removed.skipped_from = _NO_NODES
-    removed.parent = removed.skip = removed.skip_up = None
+    assert removed.skips is not None
+    for begin in removed.skips.starts:
+        if begin.skips is not None and begin.skips.down is not None and begin.skips.down.node is removed:
+            begin.skips.down = None
+    removed.skips = None
 
 
 def _skips_all(node: WaitingNode) -> bool:
