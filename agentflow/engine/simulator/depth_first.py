@@ -7,7 +7,7 @@ the requests' tree is then computed once. It is not fair: a request that shares 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.policies.policy import Clock, LongestPrefix, PeekCache
@@ -23,6 +23,7 @@ class DepthFirst(LongestPrefix):
         super().__init__(peek, token_budget, clock)
         self._path: list[WaitingNode] = []  # from the root to the end of the last admitted request
         self._num_waiting: dict[WaitingNode, int] = {}  # requests at and below each node of the tree
+        self._tree.on_joined = self._joined
 
     def add(self, request: Request) -> None:
         super().add(request)
@@ -40,6 +41,13 @@ class DepthFirst(LongestPrefix):
                 if not self._num_waiting[node]:
                     del self._num_waiting[node]
         super().remove(request)
+
+    def _joined(self, nodes: Sequence[WaitingNode]) -> None:
+        """The last node takes the place of all."""
+        for node in nodes[:-1]:
+            del self._num_waiting[node]
+        heirs = dict.fromkeys(nodes, nodes[-1])
+        self._path = [*dict.fromkeys([heirs.get(node, node) for node in self._path])]
 
     def _nodes_up(self, request: Request) -> Iterator[WaitingNode]:
         node: WaitingNode | None = self._tree.nodes[request.id]

@@ -3,6 +3,7 @@
 import gc
 import random
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -103,6 +104,11 @@ class WaitingTreeMachine(RuleBasedStateMachine):
             assert self.tree.count_match(request) == self.match(request)
 
     @invariant()
+    def there_are_at_most_a_few_nodes_for_each_request(self):
+        most = waiting_tree.SPARE_NODES + waiting_tree.NODES_PER_REQUEST * len(self.requests)
+        assert num_nodes(self.tree) == self.tree._num_nodes <= most
+
+    @invariant()
     def the_first_that_is_not_blocked_is_found(self):
         free = [request for request in self.requests.values() if not self.is_blocked(request, None)]
         found = self.tree.first(self.is_blocked)
@@ -144,16 +150,45 @@ TestWaitingTree = WaitingTreeMachine.TestCase
 class SkippingMachine(WaitingTreeMachine):
     """The same in a tree whose walks skip edges from the second on."""
 
+    constants: ClassVar = {"SKIPPED": 2, "MIN_SKIPPED": 1}
+
     def __init__(self) -> None:
         super().__init__()
-        self.before = waiting_tree.SKIPPED, waiting_tree.MIN_SKIPPED
-        waiting_tree.SKIPPED, waiting_tree.MIN_SKIPPED = 2, 1
+        self.before = {name: getattr(waiting_tree, name) for name in self.constants}
+        vars(waiting_tree).update(self.constants)
 
     def teardown(self):
-        waiting_tree.SKIPPED, waiting_tree.MIN_SKIPPED = self.before
+        vars(waiting_tree).update(self.before)
 
 
 TestSkips = SkippingMachine.TestCase
+
+
+class JoiningMachine(SkippingMachine):
+    """The same in a tree that joins edges whenever a request leaves."""
+
+    constants: ClassVar = {**SkippingMachine.constants, "SPARE_NODES": 0, "NODES_PER_REQUEST": 0}
+
+    @invariant()
+    def there_are_at_most_a_few_nodes_for_each_request(self):
+        """The nodes are the ones of a new tree with the same requests."""
+        new = WaitingTree()
+        for request in self.requests.values():
+            new.add(request, request.reusable_run(), 0, self.ranks[request.id])
+        assert num_nodes(self.tree) == self.tree._num_nodes == num_nodes(new)
+
+
+TestJoins = JoiningMachine.TestCase
+
+
+def num_nodes(tree: WaitingTree) -> int:
+    """Without roots."""
+    pending = [root for by_rank in tree.roots.values() for root in by_rank.values()]
+    num = -len(pending)
+    while pending:
+        pending += pending.pop().children.values()
+        num += 1
+    return num
 
 
 def nested(num_requests: int, order: str) -> list[Request]:
@@ -209,14 +244,61 @@ def test_prompts_whose_paths_are_short_do_not_pay_for_skips():
     assert lines.num < 125 * len(requests)
 
 
+@pytest.mark.parametrize("order", ["shortest first", "longest first", "shuffled"])
+def test_a_waiting_prompt_keeps_few_nodes_of_the_prefixes_that_left(order):
+    requests, tree = nested(1000, order), WaitingTree()
+    for request in requests:
+        tree.add(request, request.reusable_run(), 0)
+    last = max(requests, key=lambda request: request.num_reusable)
+    for request in requests:
+        tree.count_match(request)  # makes skips to nodes that will go
+    for request in requests:
+        if request is not last:
+            tree.remove(request)
+    assert num_nodes(tree) <= waiting_tree.SPARE_NODES + waiting_tree.NODES_PER_REQUEST
+    assert tree.count_match(last) == 0
+    tree.tokens_cached(last.cache_key, last.run(700))
+    assert tree.count_match(last) == 700
+    assert tree.first(lambda request, match: False) == (last, 700)
+    tree.remove(last)
+    assert not tree.roots
+    assert not tree._num_nodes
+
+
+def test_requests_keep_their_order_when_edges_are_joined(monkeypatch):
+    """Among equal matches, the one whose tokens were cached first goes first."""
+    orders = []
+    for spare_nodes in (64, 0):
+        monkeypatch.setattr(waiting_tree, "SPARE_NODES", spare_nodes)
+        monkeypatch.setattr(waiting_tree, "NODES_PER_REQUEST", min(4, spare_nodes))
+        prompts = [[first, 2, 3, last, 5] for first in range(10) for last in range(2)]
+        requests, tree = (
+            [request_of(number, prompt, 1) for number, prompt in enumerate(prompts)],
+            WaitingTree(),
+        )
+        for request in requests:
+            tree.add(request, request.reusable_run(), 0)
+        shuffled = random.Random(1).sample(requests, len(requests))
+        for request in shuffled:
+            tree.tokens_cached(request.cache_key, request.run(2))
+        for request in shuffled[:8]:
+            tree.remove(request)
+        order = []
+        while (found := tree.first(lambda request, match: False)) is not None:
+            order.append(found[0].id)
+            tree.remove(found[0])
+        orders.append(order)
+    assert orders[0] == orders[1]
+
+
 def test_requests_that_left_leave_no_nodes_behind():
     """Even if others wait whose prompts are prefixes of theirs, and walks made skips."""
 
-    def num_nodes() -> int:
+    def num_objects() -> int:
         gc.collect()
         return sum([type(one) is WaitingNode for one in gc.get_objects()])
 
-    tree, before = WaitingTree(), num_nodes()
+    tree, before = WaitingTree(), num_objects()
     requests = nested(1000, "shortest first")
     for request in requests:
         tree.add(request, request.reusable_run(), 0)
@@ -225,4 +307,4 @@ def test_requests_that_left_leave_no_nodes_behind():
     for request in requests[:9:-1]:
         tree.remove(request)
     assert len(tree.nodes) == 10
-    assert num_nodes() - before < 20
+    assert num_objects() - before < 20

@@ -1,9 +1,12 @@
 """``dfs-weight``: the order of requests. ``test_prefix_policies`` tests its hit rate."""
 
+import random
+
 import numpy as np
 from support.engine.requests import request_of
 
 from agentflow.engine.runner import run_batch
+from agentflow.engine.scheduling.policies import waiting_tree
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.fake_runner import FakeRunner
@@ -40,3 +43,27 @@ def test_prompts_nested_thousands_deep_do_not_exhaust_the_stack():
     assert batch.token_ids[0] == 1
     policy = scheduler.waiting
     assert policy.next([], lambda request, match: True) is None  # every one of them is looked at
+
+
+def test_joined_edges_do_not_change_the_order(monkeypatch):
+    """Each of the prompts that run first leaves a node behind."""
+    orders = []
+    for spare_nodes in (1000, 0):
+        monkeypatch.setattr(waiting_tree, "SPARE_NODES", spare_nodes)
+        monkeypatch.setattr(waiting_tree, "NODES_PER_REQUEST", min(4, spare_nodes))
+        numbers = random.Random(3)
+        prompts = [[numbers.randrange(2) for _ in range(numbers.randint(1, 12))] + [9] for _ in range(80)]
+        scheduler = depth_first(num_slots=512, max_running=2)
+        runner = FakeRunner(num_slots=512, max_context=512)
+        for number, prompt in enumerate(prompts):
+            scheduler.add(request_of(number, np.array(prompt, dtype=np.int32), 1, SamplingParams()))
+        order = []
+        while (batch := scheduler.schedule()) is not None:
+            for result in scheduler.complete(run_batch(runner, batch)):
+                order.append(result.request.id)
+                scheduler.release(result.request)
+        scheduler.check_idle()
+        assert not scheduler.waiting._num_waiting
+        orders.append(order)
+    assert sorted(orders[0]) == [*range(80)]
+    assert orders[0] == orders[1]

@@ -13,13 +13,16 @@ A client can nest its prompts, each of which is a prefix of the next: the tree i
 requests. A walk of ``SKIPPED`` edges, down or up, leaves a skip, which later walks take instead if nothing
 between its ends concerns them. Nearly all walks are shorter. So each walk begins in a plain loop, and ends
 there unless it is that long or meets a skip.
+
+Prompts that leave may leave nodes where others branched from them. These are rarely many, and later prompts
+often branch there again. Edges are joined there only once most nodes are of this kind.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
@@ -34,6 +37,10 @@ SKIPPED = 64
 """A skip is made after this many edges in a row without one."""
 MIN_SKIPPED = 8
 """A skip is made to the start of another one after at least this many edges."""
+NODES_PER_REQUEST = 4
+SPARE_NODES = 64
+"""Edges are joined once there are more nodes than this, and NODES_PER_REQUEST for each request. The requests
+alone need two each, without roots."""
 
 
 class WaitingNode:
@@ -125,8 +132,8 @@ class Skips:
 
 
 class Skip(NamedTuple):
-    """A way down from a node. Edges are split, never joined, so it leads where it did until ``node`` is
-    removed, and the skip with it."""
+    """A way down from a node. It leads where it did, even if edges are split, until ``node`` is removed or
+    edges are joined, and the skip with it."""
 
     run: TokenRun  # the tokens of all its edges
     node: WaitingNode  # where it ends
@@ -135,13 +142,18 @@ class Skip(NamedTuple):
 class WaitingTree:
     """Requests by rank and match.
 
-    ``roots``: the trees with requests, by cache key and rank. ``nodes``: where each request ends, by its id.
-    Other modules read both.
+    - ``roots``: the trees with requests, by cache key and rank. Other modules read it.
+    - ``nodes``: where each request ends, by its id. Other modules read it.
+    - ``on_joined``: called with the nodes whose edges were joined, from the upper to the lower end. Only the
+      last one is left, and has all their tokens.
     """
+
+    on_joined: Callable[[Sequence[WaitingNode]], None] | None = None
 
     def __init__(self) -> None:
         self.roots: dict[Hashable, dict[Rank, WaitingNode]] = {}
         self.nodes: dict[int, WaitingNode] = {}
+        self._num_nodes = 0  # without roots
         self._frontiers: list[_Frontier] = []  # a heap, without frontiers that are blocked in this step
         self._blocked: list[_Frontier] = []
         self._blocked_children: set[WaitingNode] = set()  # in this step, below frontiers that are not blocked
@@ -187,6 +199,7 @@ class WaitingTree:
             child = WaitingNode(run[node.end * TOKEN_BYTES :], node.end, node, root.rank)
             child.requests = {request.id: request}
             _add_child(node, child)
+            self._num_nodes += 1
             self._set_cached(child, match - child.start if match > child.start else 0)
             node = child
         else:
@@ -217,7 +230,10 @@ class WaitingTree:
             del parent.children[node.first_token]
             if not node.cached:
                 parent.uncached.pop(node.first_token, None)
+            self._num_nodes -= 1
             node = parent
+        if self._num_nodes > SPARE_NODES + NODES_PER_REQUEST * len(self.nodes):
+            self._join_edges()
 
     def tokens_cached(self, cache_key: Hashable, run: TokenRun) -> bool:
         """The whole of ``run`` is cached now. Returns whether the match of a request has changed."""
@@ -340,6 +356,7 @@ class WaitingTree:
         assert parent is not None
         upper = WaitingNode(node.run[: length * TOKEN_BYTES], node.start, parent, node.rank)
         _add_child(parent, upper)
+        self._num_nodes += 1
         parent.uncached.pop(upper.first_token, None)
         cached = node.cached
         node.run, node.start, node.parent = node.run[length * TOKEN_BYTES :], upper.end, upper
@@ -348,6 +365,49 @@ class WaitingTree:
         self._set_cached(node, max(0, cached - length))
         self._set_cached(upper, min(cached, length))
         return upper
+
+    def _join_edges(self) -> None:
+        """Joins the edges above and below all nodes where no request ends and no prompts branch."""
+        heirs: dict[WaitingNode, WaitingNode] = {}
+        pending = [root for by_rank in self.roots.values() for root in by_rank.values()]
+        while pending:
+            node = pending.pop()
+            node.skips = None  # they may end at nodes that are removed
+            for child in [*node.children.values()]:
+                joined = [child]
+                while not joined[-1].requests and len(joined[-1].children) == 1:
+                    joined += joined[-1].children.values()
+                pending.append(joined[-1])
+                if len(joined) > 1:
+                    self._join(node, joined)
+                    heirs.update(dict.fromkeys(joined[:-1], joined[-1]))
+        # Each frontier keeps its place among equals. Old entries do so too: they may be valid again.
+        for entries in (self._frontiers, self._blocked):
+            entries[:] = [(*entry[:3], heirs.get(entry[3], entry[3])) for entry in entries]
+
+    def _join(self, parent: WaitingNode, joined: Sequence[WaitingNode]) -> None:
+        """Joins the edges of nodes below one another: the last one gets the tokens of all."""
+        upper, lower = joined[0], joined[-1]
+        # At most one of them is a frontier, as the tokens after the first that is not cached are not cached.
+        queued_match = max([one.queued_match for one in joined if one.frontier_match >= 0], default=-1)
+        lower.run = b"".join([one.run for one in joined])
+        lower.cached = sum([one.cached for one in joined])
+        lower.start, lower.first_token, lower.parent = upper.start, upper.first_token, parent
+        lower.queued_match = queued_match
+        parent.children[lower.first_token] = lower
+        if not lower.cached:
+            parent.uncached[lower.first_token] = lower
+        is_blocked = upper in self._blocked_children
+        self._blocked_children.difference_update(joined)
+        if is_blocked:
+            self._blocked_children.add(lower)
+        self._num_nodes -= len(joined) - 1
+        for node in joined[:-1]:
+            node.queued_match = -1
+            node.parent = node.skips = None
+            node.children = node.uncached = _NO_CHILDREN
+        if self.on_joined is not None:
+            self.on_joined(joined)
 
     def _queue(self, node: WaitingNode) -> None:
         match = node.start + node.cached
