@@ -44,6 +44,7 @@ ROOMS = {
     "protocol": (
         "constraint",
         "bounds",
+        "decimals",
         "record",
         "sampling",
         "images",

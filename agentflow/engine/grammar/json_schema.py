@@ -20,7 +20,6 @@ from agentflow.engine.grammar.json_scalars import (
     MOST_INTEGER,
     NULL,
     integer,
-    make_union,
     number,
     string,
     text_of_format,
@@ -164,7 +163,7 @@ class _SchemaReader:
             raise _NotRegular
         if "number" in names and "integer" in names:
             names = [name for name in names if name != "integer"]
-        return make_union([self._typed(name, schema) for name in names])
+        return _union([self._typed(name, schema) for name in names])
 
     def _typed(self, name: str, schema: JsonObject) -> Regex:
         said = {key for key in schema if key != "type"}
@@ -183,7 +182,7 @@ class _SchemaReader:
         if "type" in schema and not all(has_type(value, schema["type"]) for value in values):
             raise _NotRegular
         found = [exactly(value, self._layout) for value in values]
-        return make_union([_needed(regex) for regex in found])
+        return _union([_needed(regex) for regex in found])
 
     def _reference(self, reference: object) -> Regex:
         if not isinstance(reference, str) or not reference.startswith("#/") or reference in self._open:
@@ -207,7 +206,7 @@ class _SchemaReader:
     def _alternatives(self, options: object) -> Regex:
         if not isinstance(options, list) or not options:
             raise _NotRegular
-        return make_union([self.regex(option) for option in options])
+        return _union([self.regex(option) for option in options])
 
     def _all_of(self, schemas: object) -> Regex:
         if not isinstance(schemas, list) or len(schemas) != 1:
@@ -256,7 +255,7 @@ class _SchemaReader:
             tail = EMPTY if most_rest == 0 else Repeat(Concatenation((comma, rest)), fewest - 1, most_rest)
             lists.append(Concatenation((self._layout.listed([*heads, rest]), tail)))
         found = [self._layout.enclosed("[", members, "]") for members in lists]
-        return make_union([self._layout.empty("[", "]"), *found] if least == 0 else found)
+        return _union([self._layout.empty("[", "]"), *found] if least == 0 else found)
 
     def _string(self, said: JsonObject) -> Regex:
         if set(said) == {"format"} and isinstance(said["format"], str):
@@ -318,6 +317,10 @@ def _some(members: list[Regex], comma: Regex) -> Regex:
     middle = len(members) // 2
     first, second = _some(members[:middle], comma), _some(members[middle:], comma)
     return Alternation((Concatenation((first, Repeat(Concatenation((comma, second)), 0, 1))), second))
+
+
+def _union(options: list[Regex]) -> Regex:
+    return options[0] if len(options) == 1 else Alternation(tuple(options))
 
 
 def _needed(regex: Regex | None) -> Regex:

@@ -30,8 +30,8 @@ import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.language.failures.mistakes import defined_at
-from agentflow.language.typed.decimals import MOST_DIGITS, Endpoint, decimal_pattern
 from agentflow.protocol.chat import hoisted
+from agentflow.protocol.decimals import MOST_DIGITS, Endpoint, decimal_pattern
 from agentflow.protocol.record import Record
 from agentflow.protocol.schema_walk import (
     FORMATS,

@@ -1,5 +1,4 @@
-"""Patterns of decimals within limits, exact to the last digit. The engine's ``json_scalars`` does the same
-for numbers of JSON."""
+"""Patterns of decimals within limits, exact to the last digit, and without an exponent."""
 
 from __future__ import annotations
 
@@ -40,16 +39,17 @@ def decimal_pattern(
     places: int = MOST_DIGITS,
 ) -> str:
     """The pattern of a decimal above all ``lows`` and below all ``highs``. ``ValueError`` if there is none.
+    Only without limits, zero may have a sign.
 
     >>> decimal_pattern([Endpoint(Decimal(1))], [Endpoint(Decimal(2), is_open=True)], places=2)
     '^(?:1(?:\\\\.[0-9]{1,2})?)$'
     """
-    if not lows and not highs:
-        whole = "0" if whole_digits < 1 else f"(0|[1-9][0-9]{{0,{whole_digits - 1}}})"
-        return f"^-?{whole}" + (rf"(\.[0-9]{{1,{places}}})?$" if places else "$")
     top = Endpoint(Decimal(10) ** whole_digits, is_open=True)
     low = max([_negated(top), *(lows or [])])
     high = _negated(max([_negated(limit) for limit in [top, *(highs or [])]]))
+    if (low, high) == (_negated(top), top):
+        whole = "0" if whole_digits < 1 else f"(0|[1-9][0-9]{{0,{whole_digits - 1}}})"
+        return f"^-?{whole}" + (rf"(\.[0-9]{{1,{places}}})?$" if places else "$")
     options = _sizes(max(low, Endpoint(Decimal(0))), high, places)
     negative = _sizes(max(_negated(high), Endpoint(Decimal(0), is_open=True)), _negated(low), places)
     if not options and not negative:
@@ -71,7 +71,7 @@ def _sizes(low: Endpoint, high: Endpoint, places: int) -> list[str]:
         wholes = [(str(first), _fraction(low), _fraction(high))]
     else:
         wholes = [(str(first), _fraction(low), None)]
-        wholes += [(one, None, None) for one in _naturals(first + 1, last - 1)]
+        wholes += [(one, None, None) for one in natural_patterns(first + 1, last - 1)]
         wholes.append((str(last), None, _fraction(high)))
     found = []
     for whole, at_least, at_most in wholes:
@@ -85,7 +85,8 @@ def _fraction(limit: Endpoint) -> _Fraction:
     return _Fraction(f"{limit.value:f}".partition(".")[2].rstrip("0"), limit.is_open)
 
 
-def _naturals(least: int, most: int) -> list[str]:
+def natural_patterns(least: int, most: int) -> list[str]:
+    """The patterns that together match the integers from ``least``, which is not negative, to ``most``."""
     found = []
     while least <= most:
         length = len(str(least))
