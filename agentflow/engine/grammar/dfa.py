@@ -297,15 +297,9 @@ def _make_rows(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -
             low = mask & -mask
             labelled += [(first, last, label) for first, last in classes.ranges[low.bit_length() - 1]]
             mask ^= low
-    labelled.sort()
-    joined: list[tuple[int, int, int]] = []
-    for first, last, label in labelled:
-        if joined and joined[-1][1] + 1 == first and joined[-1][2] == label:
-            joined[-1] = (joined[-1][0], last, label)
-        else:
-            joined.append((first, last, label))
+    joined = _joined(sorted(labelled))
     limit.spend(len(labelled) + _STEPS_PER_RANGE * len(joined))
-    return utf8_rows(tuple(joined))
+    return utf8_rows(joined)
 
 
 def _byte_classes(rows: list[DfaRow]) -> tuple[Transitions, Classes]:
