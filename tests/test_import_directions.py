@@ -43,13 +43,13 @@ MAY_IMPORT = {
 ROOMS = {
     "protocol": (
         "constraint",
+        "schema_walk",
         "bounds",
         "decimals",
         "record",
         "sampling",
         "images",
         "events",
-        "schema_walk",
         "chat",
         "text",
         "decisions",

@@ -1,7 +1,8 @@
-"""JSON schemas: keywords, nested schemas, references, and formats of strings."""
+"""JSON schemas: keywords, nested schemas, references, formats of strings, and equality of values."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -171,3 +172,16 @@ def resolved(schema: Any, root: Any) -> dict[str, Any]:
         holder, _, name = reference.removeprefix("#/").rpartition("/")
         schema = root.get(holder, {}).get(name) if holder in ("$defs", "definitions") else None
     return {}
+
+
+def canonical_text(value: Any) -> str:
+    """The JSON text that equal values share: 1 and 1.0 are equal, and 1 and true are not."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value

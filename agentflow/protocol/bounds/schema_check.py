@@ -31,6 +31,7 @@ from referencing import Registry
 from referencing.jsonschema import DRAFT4, DRAFT6, DRAFT7, DRAFT201909, DRAFT202012
 
 from agentflow.protocol.bounds.client_pattern import CannotCheck, compiled
+from agentflow.protocol.schema_walk import canonical_text
 
 SchemaPath: TypeAlias = tuple[str, ...]
 
@@ -206,7 +207,7 @@ def _additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Ite
 
 def _unique(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
     if wanted and isinstance(instance, list):
-        texts = [json.dumps(_comparable(item), sort_keys=True) for item in instance]
+        texts = [canonical_text(item) for item in instance]
         if len(set(texts)) < len(texts):
             yield ValidationError("two items are equal")
 
@@ -216,15 +217,6 @@ def _multiple(validator: Any, factor: Any, instance: Any, schema: Any) -> Iterat
     is_number = isinstance(instance, int | float) and not isinstance(instance, bool)
     if is_number and Fraction(repr(instance)) % Fraction(repr(factor)):
         yield ValidationError(f"{instance!r} is not a multiple of {factor!r}")
-
-
-def _comparable(value: Any) -> Any:
-    """The value with one form for equal numbers."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_comparable(item) for item in value]
-    return {key: _comparable(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 _OWN: Final[dict[str, Keyword]] = {

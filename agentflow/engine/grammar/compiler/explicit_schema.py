@@ -26,6 +26,7 @@ from agentflow.protocol.schema_walk import (
     HOLD_NAMED,
     PATTERN_OF_FORMAT,
     TYPES,
+    canonical_text,
     resolved,
 )
 
@@ -407,19 +408,10 @@ def _find_values(schema: Any, root: Schema) -> list[Any] | None:
         return None
     if "type" in keywords and not all(has_type(value, found["type"]) for value in values):
         return None
-    # Equal numbers have one text: 1 and 1.0 are the same item, and 1 and true are not.
     different: dict[str, Any] = {}
     for value in values:
-        different.setdefault(json.dumps(_plain(value), sort_keys=True), value)
+        different.setdefault(canonical_text(value), value)
     return [*different.values()] if len(different) <= _MOST_UNIQUE_VALUES else None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _bound_numbers(schema: Schema) -> None:
