@@ -277,9 +277,7 @@ class ChannelTokens:
 
     def rest_of_end(self) -> bytes:
         """Returns the part of the end of the reasoning that is not written yet."""
-        longest = min(len(self._tail), len(_NEXT) - 1)
-        written = next((n for n in range(longest, 0, -1) if self._tail.endswith(_NEXT[:n])), 0)
-        return _NEXT[written:]
+        return _NEXT[overlap(self._tail, _NEXT) :]
 
     def _take_of_head(self, token: bytes) -> None:
         self._head += token

@@ -379,11 +379,7 @@ class ReasoningTokens:
 
     def rest_of_end(self) -> bytes:
         """Returns the part of the mark after reasoning that is not written yet. Empty if it is one token."""
-        if self._has_end_token:
-            return b""
-        longest = min(len(self._tail), len(self._end) - 1)
-        written = next((n for n in range(longest, 0, -1) if self._tail.endswith(self._end[:n])), 0)
-        return self._end[written:]
+        return b"" if self._has_end_token else self._end[overlap(self._tail, self._end) :]
 
     def _begin_answer(self, skipped: bytes) -> None:
         """Begins the answer. ``skipped``: the beginning of its first token, which is not part of it."""

@@ -14,6 +14,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from enum import Enum, auto
+from typing import AnyStr
 
 import jiter
 import msgspec
@@ -340,7 +341,7 @@ def _openings(form: ToolFormat) -> tuple[str, ...]:
     return (form.mark, form.before + form.mark) if form.mark else ()
 
 
-def overlap(text: str, mark: str) -> int:
+def overlap(text: AnyStr, mark: AnyStr) -> int:
     """Returns the length of the longest suffix of ``text`` that is a prefix of ``mark``."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
