@@ -31,6 +31,7 @@ from agentflow.kernels.inputs import ChoiceRows
 from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
 from agentflow.kernels.sampling.sampler import Sampler
 from agentflow.kernels.sampling.token_weights import EXP2, LEAST_EXPONENT, WEIGHT_BITS, scale_factors
+from agentflow.kernels.triton_ops.interpreted import num_processors
 from agentflow.kernels.uploads import upload
 
 TILE = 2048
@@ -164,10 +165,7 @@ class TritonSampler(Sampler):
 
 
 def _chunk_size(num_rows: int, vocab_size: int, device: torch.device) -> int:
-    processors = 1
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = min(max(1, PROGRAMS_PER_PROCESSOR * processors // num_rows), MAX_CHUNKS)
+    wanted = min(max(1, PROGRAMS_PER_PROCESSOR * num_processors(device) // num_rows), MAX_CHUNKS)
     return -(-vocab_size // (wanted * TILE)) * TILE
 
 

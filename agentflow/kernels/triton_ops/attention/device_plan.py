@@ -22,6 +22,7 @@ from agentflow.kernels.triton_ops.attention.units import (
     joined_slots,
     make_units,
 )
+from agentflow.kernels.triton_ops.interpreted import num_processors
 from agentflow.kernels.uploads import ALIGNMENT, upload
 
 
@@ -59,7 +60,7 @@ class TritonPlan(AttentionBatch):
         shape = (num_heads, num_kv_heads, window)
         found = self.cut_units.get(shape)
         if found is None:
-            processors = processors_per_head(num_kv_heads, self.device)
+            processors = num_processors(self.device) / num_kv_heads
             units = make_units(self.groups, num_heads // num_kv_heads, processors, window)
             found = self.cut_units[shape] = self._moved(units)
         return found
@@ -75,15 +76,6 @@ class TritonPlan(AttentionBatch):
             tensors = upload(arrays, self.device)
         named = dict(zip(names, tensors, strict=True))
         return DeviceUnits(**named, num_partials=units.num_partials, table=table)
-
-
-def processors_per_head(num_kv_heads: int, device: torch.device) -> float:
-    """Returns the number of multiprocessors of a device for each KV head. The CPU, on which only the
-    interpreter runs, counts as one multiprocessor."""
-    processors = 1
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors / num_kv_heads
 
 
 _ALIGNED = ALIGNMENT // 4
@@ -173,7 +165,7 @@ class _StaticUnits:
     ) -> None:
         self._device, self._window = device, window
         self._queries_per_kv = num_heads // num_kv_heads
-        self._processors = processors_per_head(num_kv_heads, device)
+        self._processors = num_processors(device) / num_kv_heads
         narrow, wide = self._capacity(most, True)
         narrow_rows, wide_rows = (
             max(1, size // self._queries_per_kv) for size in block_rows(self._queries_per_kv)

@@ -3,7 +3,6 @@ finish adds the parts, always in the same order."""
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentflow.kernels.triton_ops.interpreted import rounded
+from agentflow.kernels.triton_ops.interpreted import num_processors, rounded
 
 
 class Division(NamedTuple):
@@ -49,16 +48,6 @@ def divide(
     num_parts = max(1, min(num_parts, num_steps // least_steps))
     part_steps = -(-num_steps // num_parts)
     return Division(row_blocks, column_blocks, -(-num_steps // part_steps), part_steps)
-
-
-@functools.cache
-def num_processors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of a GPU. The CPU, on which only the interpreter runs, counts as
-    one."""
-    if device.type != "cuda":
-        return 1
-    num: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return num
 
 
 @triton.jit
