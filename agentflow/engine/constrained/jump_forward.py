@@ -16,7 +16,7 @@ import numpy as np
 
 from agentflow.engine.grammar.grammar import Matcher, TokenWords, is_allowed
 from agentflow.engine.grammar.token_dfa import Vocabulary
-from agentflow.engine.text.state.token_state import num_common_ids
+from agentflow.engine.text.common_prefix import common_prefix
 
 # The last WINDOW_TOKENS tokens of the earlier text are encoded again together with the new text; the first
 # OVERLAP_TOKENS of them must come out unchanged.
@@ -116,7 +116,7 @@ class ConstrainedText:
             self._samples_until = num_bytes + len(forced)
             return None
         old_ids = self.token_ids[first:]
-        num_same = num_common_ids(old_ids, new_ids)
+        num_same = common_prefix(old_ids, new_ids)
         self._replace(first + num_same, new_ids[num_same:])
         if max(len(old_ids), len(new_ids)) > num_same:
             self._hold_back()

@@ -20,7 +20,8 @@ from agentflow.engine.generator.requests import TenantRequests
 from agentflow.engine.generator.select import MAX_AT_ONCE, MAX_TREE_TOKENS, RENDERINGS, Scoring, end_of_turn
 from agentflow.engine.messages import Finished
 from agentflow.engine.request import Origin
-from agentflow.engine.text.state.token_state import TokenState, num_common_ids
+from agentflow.engine.text.common_prefix import common_prefix
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.errors import BadArgument
 from agentflow.protocol.decisions import Question, compute_probabilities, question_text
 from agentflow.protocol.events import Usage
@@ -102,7 +103,7 @@ def encode_questions(
         if end is None:
             end = [] if is_plain else end_of_turn(asked, end_ids)
         first = encoded.prefix if not heads else first
-        num_same = num_common_ids(first, encoded.prefix)
+        num_same = common_prefix(first, encoded.prefix)
         heads.append((num_same, encoded.prefix[num_same:]))
         answers.append([ids + end for ids in encoded.ends])
     num_common = min([num_same for num_same, _ in heads])

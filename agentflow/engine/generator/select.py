@@ -19,8 +19,9 @@ from agentflow.engine.generator.context import CHARS_PER_TURN, EngineContext
 from agentflow.engine.generator.requests import TenantRequests
 from agentflow.engine.messages import Finished
 from agentflow.engine.request import Origin
+from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.engine.text.state.choices import EncodedChoices, choices_that_begin_others, compute_scores
-from agentflow.engine.text.state.token_state import TokenState, num_common_ids
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.token_tree import check_choice_tokens
 from agentflow.runtime.generator import Scored
 from agentflow.runtime.task_group import open_task_group
@@ -65,7 +66,7 @@ def end_of_turn(tokens: TokenState, end_ids: Sequence[int]) -> list[int]:
         answered.text(answer)
         answered.end_role()
         closed.append(answered.ids()[::-1])
-    num_same = num_common_ids(*closed)
+    num_same = common_prefix(*closed)
     return [closed[0][num_same - 1]] if num_same and closed[0][num_same - 1] in end_ids else []
 
 
@@ -136,7 +137,7 @@ class Scoring:
 
     async def _as_prompts(self, prompt: list[int], choices: Sequence[list[int]]) -> list[list[float]]:
         """Returns the log-probabilities of long choices that begin with the same tokens."""
-        num_common = min(num_common_ids(choices[0], choice) for choice in choices)
+        num_common = min(common_prefix(choices[0], choice) for choice in choices)
         path = prompt + choices[0][:num_common]
         async with self._limiter:
             end = await self._client.score(path, len(prompt), origin=self._stateless)

@@ -33,6 +33,7 @@ from typing import Literal, TypeAlias
 from msgspec.structs import replace
 
 from agentflow.engine.text.chat_template import ChatTemplate, MarkText, unmarked
+from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolSpec
 from agentflow.protocol.images import Medium, MediumKind, medium_kind, placed_in
@@ -156,24 +157,6 @@ def _written_at(text: str, at: int, content: str, after: str) -> int | None:
         if text.startswith(written, at) and text.startswith(after, at + len(written)):
             return len(written)
     return None
-
-
-def common_prefix(a: str, b: str) -> int:
-    """Returns the length of the common prefix."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while high - low > 1:  # a[:low] is common, a[:high] is not
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def common_suffix(a: str, b: str) -> int:
-    return common_prefix(a[::-1], b[::-1])
 
 
 TextRange: TypeAlias = "tuple[int, int]"
@@ -569,7 +552,7 @@ def _alone(text: str, message: Message, turn: int, around: Marks | None, unsure:
         return [Shown(turn, a, b) for a, b in places if not (is_blank and text[a:b].strip())]
     if around is not None and len(around.after) == 1 and not is_blank:
         start = common_prefix(text, around.first)
-        tail = min(common_suffix(text, around.after[0][1]), len(text) - start)
+        tail = min(common_prefix(text[::-1], around.after[0][1][::-1]), len(text) - start)
         unsure.append(Shown(turn, start, len(text) - tail))
     elif not is_blank:
         raise _cannot_tell(message)
@@ -620,11 +603,7 @@ def _still_shown(text: str, asked: _Asked, previous: Layout | None) -> list[Show
     """Returns the places in ``previous`` that are in the common prefix with ``text``."""
     if previous is None:
         return []
-    same = 0
-    for old, new in zip(previous.messages, asked.messages, strict=False):
-        if old != new:
-            break
-        same += 1
+    same = common_prefix(previous.messages, asked.messages)
     end = common_prefix(previous.text, text)
     numbers = {owner: number for number, owner in enumerate(asked.owners)}
     return [

@@ -27,6 +27,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from agentflow.engine.text.channels import has_channels
+from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.engine.text.tokenizer_files import (
     chat_template_source,
     given_chat_template,
@@ -332,8 +333,8 @@ class ChatTemplate:
             shown = self._rendered([{"role": "user", "content": content}])
         except Exception:  # a template is a program and may raise anything
             return None
-        start = _num_equal(alone, shown)
-        end = _num_equal(alone[start:][::-1], shown[start:][::-1])
+        start = common_prefix(alone, shown)
+        end = common_prefix(alone[start:][::-1], shown[start:][::-1])
         written = shown[start : len(shown) - end]
         places = special_places(written)
         if token in written:
@@ -416,12 +417,6 @@ class ChatTemplate:
             return self.render(turns).replace(marker, "\0")
         except NotSupported:
             return ""
-
-
-def _num_equal(one: str, other: str) -> int:
-    """Returns the length of the common prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class _Generation(jinja2.ext.Extension):

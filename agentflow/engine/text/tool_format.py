@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from agentflow.engine.text.channels import CALL_MARK
 from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.constraint import Whitespace
@@ -126,7 +127,8 @@ def _native(template: ChatTemplate) -> ToolFormat | None:
     if is_list:
         head, tail, between = head[:-1], tail[1:], None
     elif between is not None:
-        head = _common_end(head, between)  # before a first call, ``head`` may include the opening of the turn
+        # Before a first call, ``head`` may include the opening of the turn.
+        head = head[len(head) - common_prefix(head[::-1], between[::-1]) :]
     begin = head.lstrip()
     if between is not None:
         if not between.startswith(tail):
@@ -215,13 +217,6 @@ def _before(template: ChatTemplate, call: CalledTool, prose: str, begin: str) ->
     text = _after_prompt(template, Message("assistant", prose, tool_calls=(call,)))
     written = "" if text is None else text.partition(prose)[2].partition(begin)[0]
     return written if not written.strip() else ""
-
-
-def _common_end(a: str, b: str) -> str:
-    length = 0
-    while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
-        length += 1
-    return a[len(a) - length :]
 
 
 def as_plain_messages(

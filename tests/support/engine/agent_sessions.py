@@ -21,11 +21,11 @@ from agentflow.engine.generator.context import (
 from agentflow.engine.messages import Finished
 from agentflow.engine.request import Origin
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.text.chat_layout import common_prefix
 from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.engine.text.reasoning import reasoning_marks
 from agentflow.engine.text.state.rendered_prefixes import RenderedPrefixes
-from agentflow.engine.text.state.token_state import TokenState, num_common_ids
+from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import ToolFormat, takes_system, tool_format
 from agentflow.engine.text.tools import ReplyText
@@ -143,7 +143,7 @@ class AgentSession:
         if not self.computed:
             return
         earlier, text = self.computed[-1]
-        num_found = num_common_ids(earlier, prompt)
+        num_found = common_prefix(earlier, prompt)
         self.found.earlier += len(earlier)
         self.found.found += num_found
         if num_found == len(earlier):

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument
 
@@ -123,9 +124,8 @@ def encode_choices(
             raise BadArgument(
                 f"the model's vocabulary has no token for the choice {choice!r}", param="choices"
             )
-    first, last = min(tails), max(tails)
-    most = min([len(tail) for tail in tails]) - 1
-    num_common = next((n for n in range(most) if first[n] != last[n]), most)
+    shortest = min([len(tail) for tail in tails])
+    num_common = min(common_prefix(min(tails), max(tails)), shortest - 1)
     if text and not before and not head and not num_common:  # at least one id must precede the scored ids
         head = tokenizer.encode(text, continues=continues)
         tails = [tokenizer.encode(choice, continues=True) for choice in choices]

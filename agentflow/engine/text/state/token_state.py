@@ -20,6 +20,7 @@ from agentflow.engine.media_run import MediaPiece, PreparedMedium, pseudo_tokens
 from agentflow.engine.text.channels import ANSWER_HEAD
 from agentflow.engine.text.chat_layout import Layout, lay_out
 from agentflow.engine.text.chat_template import ChatTemplate, MediumMarkup
+from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.engine.text.reasoning import reasoning_marks, thinking_after
 from agentflow.engine.text.state.choices import EncodedChoices, encode_choices
 from agentflow.engine.text.state.encoding import (
@@ -304,7 +305,7 @@ class TokenState:
 
     def num_kept(self, ids: list[int]) -> int:
         """Returns the length of the common prefix of the settled ids and ``ids``."""
-        return num_common_ids(self._ids, ids)
+        return common_prefix(self._ids, ids)
 
     def encode_choices(self, choices: Sequence[str]) -> EncodedChoices:
         """Returns the ids of the state with each of ``choices`` as its next text; the pending run is encoded
@@ -550,7 +551,8 @@ class TokenState:
         layout = self._lay_out()
         segments = self._encoded(layout)
         ids = _joined(segments)
-        self.num_rerendered_tokens += len(self._ids) - num_common_ids(self._ids, ids)
+        if ids[: len(self._ids)] != self._ids:  # not a continuation
+            self.num_rerendered_tokens += len(self._ids) - common_prefix(self._ids, ids)
         self._layout, self._segments, self._ids = layout, segments, ids
         self._is_settled = True
         self._ids_read = None
@@ -598,19 +600,3 @@ def _joined(segments: list[Segment]) -> list[int]:
     for segment in segments:
         ids += segment.ids
     return ids
-
-
-# Ids that one comparison covers.
-_COMPARED = 1024
-
-
-def num_common_ids(old: list[int], new: list[int]) -> int:
-    """Length of the common prefix of two lists of ids; fast if it is long."""
-    if new[: len(old)] == old:
-        return len(old)
-    most = min(len(old), len(new))
-    for start in range(0, most, _COMPARED):
-        end = min(start + _COMPARED, most)
-        if old[start:end] != new[start:end]:
-            return next(n for n in range(start, end) if old[n] != new[n])
-    return most
