@@ -6,6 +6,7 @@ import msgspec
 
 from agentflow.server.errors import ApiError
 from agentflow.server.event_stream import CONTENT_TYPE, comment, event
+from agentflow.server.stores.fronts import ForwardedAnswer
 from agentflow.server.tenants.limit_headers import openai_limit_headers
 from agentflow.server.tenants.rate_limit import LimitState
 
@@ -59,3 +60,9 @@ class OpenAIErrorFormat:
 
 
 OPENAI = OpenAIErrorFormat()
+
+
+def read_error(answered: ForwardedAnswer) -> ApiError:
+    """The error in another server's answer."""
+    error = msgspec.json.decode(answered.body, type=OpenAIErrorBody).error
+    return ApiError(answered.status, error.code or "invalid_value", error.message, error.param)

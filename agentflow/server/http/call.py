@@ -238,12 +238,6 @@ class ApiCall:
             ),
         )
 
-    def make_failure(self, answered: ForwardedAnswer) -> ApiError:
-        """The error in another server's answer."""
-        fault = msgspec.json.decode(answered.body, type=_Fault).error
-        param, code = fault.param, fault.code or "invalid_value"
-        return ApiError(answered.status, code, fault.message, None if param is None else str(param))
-
     async def forward(self, front: str) -> None:
         """Answers with the answer of another server with the same store."""
         answered = await self.asked_elsewhere(front)
@@ -430,16 +424,6 @@ def read_request_id(headers: Headers) -> str:
     """The id that the client chose for its request, or else a new one."""
     asked_id = headers.get("x-request-id", "")
     return asked_id if _REQUEST_ID.fullmatch(asked_id) else f"req_{secrets.token_hex(12)}"
-
-
-class _FaultFields(msgspec.Struct):
-    message: str
-    code: str | None = None
-    param: str | None = None
-
-
-class _Fault(msgspec.Struct):
-    error: _FaultFields
 
 
 Handler = Callable[[ApiCall], Awaitable[None]]

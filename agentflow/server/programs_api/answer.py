@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agentflow.protocol.events import ErrorInfo
+from agentflow.protocol.events import ErrorInfo, Usage
 from agentflow.server.compatible.error_format import OpenAIErrorFormat
 from agentflow.server.errors import ApiError
 from agentflow.server.programs.program import ProgramVariable, ServedProgram
+from agentflow.server.programs.shared_values import KeptUsage
 from agentflow.server.programs_api.types import (
     ProgramErrorBody,
     VariableAnswer,
@@ -69,15 +70,19 @@ def make_variable_answer(variable: ProgramVariable) -> VariableAnswer:
     value = variable.record.value
     if value is None:
         return VariableAnswer(semantic_var_id=variable.id, status="pending")
-    usage = VariableUsage(
-        prompt_tokens=value.usage.prompt_tokens,
-        cached_tokens=value.usage.cached_tokens,
-        completion_tokens=value.usage.output_tokens,
-    )
+    return ready_answer(variable.id, variable.record.text, value.finish_reason, value.usage)
+
+
+def ready_answer(variable_id: str, text: str, finish_reason: str, usage: Usage | KeptUsage) -> VariableAnswer:
+    """A variable with its value."""
     return VariableAnswer(
-        semantic_var_id=variable.id,
+        semantic_var_id=variable_id,
         status="ready",
-        value=variable.record.text,
-        finish_reason=value.finish_reason,
-        usage=usage,
+        value=text,
+        finish_reason=finish_reason,
+        usage=VariableUsage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.output_tokens,
+        ),
     )

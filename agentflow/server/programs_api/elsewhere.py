@@ -9,17 +9,17 @@ from urllib.parse import urlencode
 import msgspec
 
 from agentflow.errors import EngineDown
+from agentflow.server.compatible.error_format import read_error
 from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.event_stream import event
 from agentflow.server.http.call import ApiCall
-from agentflow.server.programs.shared_values import KeptValue, SharedValues
-from agentflow.server.programs_api.answer import failed_variable
+from agentflow.server.programs.shared_values import SharedValues
+from agentflow.server.programs_api.answer import failed_variable, ready_answer
 from agentflow.server.programs_api.types import (
     ClosedProgram,
     VariableAnswer,
     VariableDelta,
     VariableQuery,
-    VariableUsage,
 )
 from agentflow.server.stores.shared import FRONT_NAME
 
@@ -76,7 +76,7 @@ async def _show(call: ApiCall, values: SharedValues, front: str | None) -> None:
             asked = {} if query.criteria is None else {"criteria": query.criteria}
             answered = await call.asked_elsewhere(front, urlencode(asked).encode())
             if answered.status != 200:
-                raise call.make_failure(answered)
+                raise read_error(answered)
             answer = msgspec.json.decode(answered.body, type=VariableAnswer)
         if answer.value:
             delta = VariableDelta(semantic_var_id=answer.semantic_var_id, at=0, delta=answer.value)
@@ -93,22 +93,7 @@ async def _kept(call: ApiCall, values: SharedValues) -> VariableAnswer:
         raise _gone()
     if found.error is not None:
         raise failed_variable(variable_id, found.path, found.error)
-    return _answer(variable_id, found)
-
-
-def _answer(variable_id: str, found: KeptValue) -> VariableAnswer:
-    usage = VariableUsage(
-        prompt_tokens=found.usage.prompt_tokens,
-        cached_tokens=found.usage.cached_tokens,
-        completion_tokens=found.usage.output_tokens,
-    )
-    return VariableAnswer(
-        semantic_var_id=variable_id,
-        status="ready",
-        value=found.text,
-        finish_reason=found.finish_reason,
-        usage=usage,
-    )
+    return ready_answer(variable_id, found.text, found.finish_reason, found.usage)
 
 
 def _gone() -> EngineDown:

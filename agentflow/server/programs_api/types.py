@@ -10,6 +10,7 @@ from msgspec import Meta
 from agentflow.protocol.ops import MAX_SALT_CHARS, Objective
 from agentflow.protocol.sampling import MAX_INT
 from agentflow.protocol.text.transform import MAX_TRANSFORMS, Transform
+from agentflow.server.compatible.error_format import OpenAIError
 from agentflow.server.compatible.fields import (
     Count,
     Penalty,
@@ -144,14 +145,10 @@ class VariableDelta(msgspec.Struct, kw_only=True):
     object: Literal["program.variable.delta"] = "program.variable.delta"
 
 
-class ProgramsApiError(msgspec.Struct, kw_only=True):
+class ProgramsApiError(OpenAIError, kw_only=True):
     """``param``: the field of the request that is wrong, if any. ``code``: the cause. ``path``: if a variable
     has no value, the variables from the cause of the failure to this variable."""
 
-    message: str
-    type: str
-    param: str | None
-    code: str | None
     path: list[str] | None = None
 
 

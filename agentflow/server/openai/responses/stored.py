@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
+from agentflow.server.compatible.error_format import read_error
 from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall
 from agentflow.server.openai.responses.types import (
@@ -72,7 +73,7 @@ async def _piece_from(call: ApiCall, front: str, start: int) -> tuple[bytes, int
     query = "stream=true" if start == 0 else f"stream=true&starting_after={start - 1}"
     answered = await call.asked_elsewhere(front, query.encode())
     if answered.status != 200:
-        raise call.make_failure(answered)
+        raise read_error(answered)
     return msgspec.json.decode(answered.body, type=tuple[bytes, int, bool])
 
 
