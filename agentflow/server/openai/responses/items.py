@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan, decode_object
+from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Medium, PlacedImage, placed_in
 from agentflow.server.compatible.fields import Unread, is_given
-from agentflow.server.compatible.functions import NO_PARAMETERS
+from agentflow.server.compatible.functions import function_tool
 from agentflow.server.compatible.images import check_media, image_from_url, video_from_url
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.json_body import decoded
@@ -302,10 +302,7 @@ def _tool(raw: msgspec.Raw, place: str, scan: JsonScan) -> ToolSpec:
     if kind != "function":
         why = f"{(kind or '')[:100]!r}: the server runs no tools; define functions"
         raise unsupported(f"{place}.type", why)
-    tool, parameters = decoded(raw, FunctionTool, place), NO_PARAMETERS
-    if tool.parameters is not None and is_given(tool.parameters):
-        parameters = decode_object(tool.parameters, f"{place}.parameters", scan)
-    return ToolSpec(tool.name, tool.description or "", parameters, strict=bool(tool.strict))
+    return function_tool(decoded(raw, FunctionTool, place), place, scan)
 
 
 def read_tool_choice(given: Unread, *, has_tools: bool, parallel: bool | None) -> ToolChoice:

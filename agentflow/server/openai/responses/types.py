@@ -14,7 +14,8 @@ from msgspec import Meta
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.protocol.sampling import MAX_INT, MAX_TOP_LOGPROBS
-from agentflow.server.compatible.fields import MAX_TOOLS, Count, GivenObject, ToolName, Unread, Unsupported
+from agentflow.server.compatible.fields import MAX_TOOLS, Count, ToolName, Unread, Unsupported
+from agentflow.server.compatible.functions import FunctionSpec
 from agentflow.server.compatible.logprobs import ChatTokenLogprob
 from agentflow.server.openai.types import StreamOptions
 
@@ -35,16 +36,9 @@ ResponseInput: TypeAlias = Annotated[
 ]
 
 
-class FunctionTool(
-    msgspec.Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True
-):
+class FunctionTool(FunctionSpec, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
     """A tool that the model may call. ``parameters``: the JSON schema of an object; by default the tool has
     no parameters. If it is not ``strict``, keywords that cannot be enforced are relaxed."""
-
-    name: ToolName
-    description: str | None = None
-    parameters: GivenObject = None
-    strict: bool | None = None
 
 
 class NamedChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
