@@ -35,10 +35,10 @@ MAX_TOOLS = 128
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT)]
-Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
-Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=100)]
-Probability: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
-TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=MAX_INT)]
+_Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+_Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=100)]
+_Probability: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+_TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=MAX_INT)]
 Repetition: TypeAlias = Annotated[float, Meta(ge=0.01, le=100)]
 Source: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_SOURCE_CHARS)]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -62,3 +62,15 @@ GivenSchema: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["obj
 OnlyTrue: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": True})]
 OnlyFalse: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": False})]
 ToolName: TypeAlias = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class SharedSampling(msgspec.Struct, kw_only=True):
+    """The sampling parameters that have one meaning in all of these APIs."""
+
+    temperature: _Temperature | None = None
+    top_p: _Probability | None = None
+    top_k: _TopK | None = None
+    min_p: _Probability | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    stop: StopField | None = None

@@ -17,8 +17,8 @@ from agentflow.server.compatible.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Count,
-    Penalty,
-    StopField,
+    Repetition,
+    SharedSampling,
     TokenId,
     ToolName,
     Unread,
@@ -52,22 +52,15 @@ ArgumentsField: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["
 Whole: TypeAlias = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 
 
-class OllamaOptions(msgspec.Struct, kw_only=True):
+class OllamaOptions(SharedSampling, kw_only=True):
     """Sampling options. The options from ``penalize_newline`` on have no effect: the server's settings decide
     how models run. Unknown options have no effect either, as in Ollama. ``mirostat``, ``tfs_z`` and
     ``typical_p`` must be off."""
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
     num_predict: Annotated[int, Meta(ge=-2, le=MAX_INT)] | None = None
-    stop: StopField | None = None
-    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    repeat_penalty: Repetition | None = None
     repeat_last_n: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     mirostat: Literal[0] | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None

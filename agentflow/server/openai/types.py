@@ -28,16 +28,12 @@ from agentflow.server.compatible.fields import (
     GivenSchema,
     OnlyFalse,
     OnlyTrue,
-    Penalty,
-    Probability,
     Repetition,
+    SharedSampling,
     Source,
-    StopField,
     StopString,
-    Temperature,
     TokenId,
     ToolName,
-    TopK,
     Unread,
     Unsupported,
 )
@@ -73,23 +69,16 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     structural_tag: Unsupported = None
 
 
-class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SharedFields(SharedSampling, kw_only=True, forbid_unknown_fields=True):
     """The fields of chat completions and completions."""
 
     model: str
     n: Count | None = None
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
-    stop: StopField | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_BIASES)] | None = None
     ignore_eos: bool | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    temperature: Temperature | None = None
-    top_p: Probability | None = None
-    top_k: TopK | None = None
-    min_p: Probability | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
     logit_bias: Biases | None = None
     regex: Source | None = None

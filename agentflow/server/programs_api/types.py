@@ -11,15 +11,7 @@ from agentflow.protocol.ops import MAX_SALT_CHARS, Objective
 from agentflow.protocol.sampling import MAX_INT
 from agentflow.protocol.text.transform import MAX_TRANSFORMS, Transform
 from agentflow.server.compatible.error_format import OpenAIError
-from agentflow.server.compatible.fields import (
-    Count,
-    Penalty,
-    Probability,
-    Repetition,
-    StopField,
-    Temperature,
-    TopK,
-)
+from agentflow.server.compatible.fields import Count, Repetition, SharedSampling
 
 MAX_PLACEHOLDERS = 256
 MAX_WAIT_S = 86_400
@@ -53,20 +45,13 @@ class ClosedProgram(msgspec.Struct, kw_only=True):
     deleted: bool = True
 
 
-class ProgramSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ProgramSampling(SharedSampling, kw_only=True, forbid_unknown_fields=True):
     """The sampling parameters of an output. Null is the same as leaving a field out."""
 
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    temperature: Temperature | None = None
-    top_p: Probability | None = None
-    top_k: TopK | None = None
-    min_p: Probability | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    stop: StopField | None = None
 
 
 class Placeholder(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -19,14 +19,10 @@ from agentflow.server.compatible.fields import (
     GivenSchema,
     OnlyFalse,
     OnlyTrue,
-    Penalty,
-    Probability,
     Repetition,
+    SharedSampling,
     Source,
-    StopField,
-    Temperature,
     TokenId,
-    TopK,
     Unread,
     Unsupported,
 )
@@ -43,22 +39,15 @@ Ids: TypeAlias = Annotated[
 Pattern: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_REGEX_CHARS)]
 
 
-class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(SharedSampling, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters, and the constraint: one of ``regex``, ``json_schema`` (a schema, or its text) and
     ``ebnf``."""
 
     max_new_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    temperature: Temperature | None = None
-    top_p: Probability | None = None
-    top_k: TopK | None = None
-    min_p: Probability | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
     logit_bias: Biases | None = None
     sampling_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    stop: StopField | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_BIASES)] | None = None
     stop_regex: Pattern | Annotated[list[Pattern], Meta(max_length=1)] | None = None
     ignore_eos: bool | None = None
