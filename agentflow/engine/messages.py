@@ -12,7 +12,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -300,9 +300,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
 TreeRow = tuple[int, int, int, int, int, int, float, int]
 """A node: its number, the number of its parent (0: none), its tokens, how many of them were generated, its
 locks and keeps, the time of its last use, and its tenant (an index)."""
-RequestRow = tuple[int, str, str, bool, int, int, int, int, float, int | None]
-"""A request: its id, tenant and label, whether it runs, its numbers of prompt tokens, cached prompt tokens,
-computed tokens and generated tokens, its age in seconds, and its replica, which the engine does not know."""
+RequestRow = tuple[int, str, str, Literal["running", "waiting"], int, int, int, int, float, int | None]
+"""The fields of a ``WatchedRequest``. The engine does not know the replica."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):

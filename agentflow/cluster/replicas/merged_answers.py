@@ -77,7 +77,7 @@ class MergedSnapshots:
             # Running ones first, as in each answer.
             requests=sorted(
                 [self._placed(row, number) for number, answer in answers.items() for row in answer.requests],
-                key=lambda row: not row[3],
+                key=lambda row: row[3] == "waiting",
             )[:MAX_REQUESTS],
             nodes=nodes,
             tenants=[*tenants],

@@ -201,7 +201,7 @@ class EngineWatch:
                 one.id,
                 one.tenant,
                 one.origin.label,
-                one.status is Status.RUNNING,
+                "running" if one.status is Status.RUNNING else "waiting",
                 one.num_prompt,
                 one.num_cached,
                 one.num_computed,

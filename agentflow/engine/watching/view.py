@@ -41,32 +41,7 @@ class EngineView:
             epoch=found.epoch,
             time_s=found.time_s,
             steps=found.steps,
-            requests=[
-                WatchedRequest(
-                    request_id,
-                    tenant,
-                    program,
-                    "running" if runs else "waiting",
-                    prompt_tokens,
-                    cached_tokens,
-                    computed_tokens,
-                    output_tokens,
-                    age_s,
-                    replica,
-                )
-                for (
-                    request_id,
-                    tenant,
-                    program,
-                    runs,
-                    prompt_tokens,
-                    cached_tokens,
-                    computed_tokens,
-                    output_tokens,
-                    age_s,
-                    replica,
-                ) in found.requests
-            ],
+            requests=[WatchedRequest(*row) for row in found.requests],
             stats=self._stats(found.stats),
             nodes=[SnapshotNode(*row[:-1], names[row[-1]]) for row in found.nodes[:max_nodes]],
             num_nodes=found.num_nodes,
