@@ -8,7 +8,7 @@ ids of tool calls, null in place of lists, a stream without ``[DONE]``), and str
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -302,8 +302,10 @@ class _Choice(ChoicePart):
     message: _Delta | None = None  # of an answer that is not streamed
 
 
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] | None = None
+class Chunk(msgspec.Struct, Generic[PartT]):
+    """An event of a stream."""
+
+    choices: list[PartT] | None = None
     usage: msgspec.Raw = NULL
     error: Any = None
     object: Any = None
@@ -408,7 +410,7 @@ _logprobs = msgspec.json.Decoder(TokenLogprobs)
 class ChatReader(StreamReader):
     """Reads the stream of a chat completion."""
 
-    chunks = msgspec.json.Decoder(_Chunk)
+    chunks = msgspec.json.Decoder(Chunk[_Choice])
 
     def __init__(self, answer: AnswerCollector, errors: ErrorMapping, num_sent: int) -> None:
         super().__init__(answer, errors, num_sent)

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 
 from agentflow.backends.apis.answers.answer import NO_TOKEN_ID, AnswerCollector, TokenInfo
-from agentflow.backends.apis.answers.reported_usage import NULL, is_given
+from agentflow.backends.apis.answers.reported_usage import is_given
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.chat_completions import (
     ChoicePart,
+    Chunk,
     StreamReader,
     TokenLogprobs,
     stream_options,
@@ -89,17 +90,10 @@ class _Choice(ChoicePart):
     text: str | None = None
 
 
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] | None = None
-    usage: msgspec.Raw = NULL
-    error: Any = None
-    object: Any = None
-
-
 class CompletionReader(StreamReader):
     """Reads the stream of a completion."""
 
-    chunks = msgspec.json.Decoder(_Chunk)
+    chunks = msgspec.json.Decoder(Chunk[_Choice])
 
     def read(self, choice: _Choice) -> None:
         """Reads a part of the answer."""
