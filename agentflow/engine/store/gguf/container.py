@@ -169,7 +169,7 @@ class _Reader:
         self._place = 4
 
     def read(self) -> Container:
-        version = self._u32()
+        version = self._number(_U32)
         if version not in (2, 3):
             is_swapped = version in (2 << 24, 3 << 24)
             kind = "a big-endian GGUF file" if is_swapped else f"a GGUF file of version {version}"
@@ -181,7 +181,7 @@ class _Reader:
         metadata = {}
         for _ in range(num_keys):
             key = self._text()
-            metadata[key] = self._value(self._u32())
+            metadata[key] = self._value(self._number(_U32))
         infos = [self._tensor_info() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
@@ -191,13 +191,13 @@ class _Reader:
         return Container(self._path, metadata, {info[0]: self._tensor(data, begin, *info) for info in infos})
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, num_axes = self._text(), self._u32()
+        name, num_axes = self._text(), self._number(_U32)
         if not 1 <= num_axes <= 4:
             raise ValueError(f"the tensor {name} has {num_axes} axes")
-        shape = tuple(self._u64() for _ in range(num_axes))[::-1]  # the file lists the fastest axis first
+        shape = tuple(self._number(_U64) for _ in range(num_axes))[::-1]  # the fastest axis comes first
         if 0 in shape:
             raise ValueError(f"the tensor {name} is empty")
-        return name, shape, self._u32(), self._u64()
+        return name, shape, self._number(_U32), self._number(_U64)
 
     def _tensor(
         self, data: NDArray[np.uint8], begin: int, name: str, shape: tuple[int, ...], kind: int, offset: int
@@ -231,7 +231,7 @@ class _Reader:
             raise ValueError(f"metadata of the unknown type {kind}")
         if depth == _MAX_DEPTH:
             raise ValueError(f"lists of more than {_MAX_DEPTH} levels")
-        kind = self._u32()
+        kind = self._number(_U32)
         if (scalar := _SCALARS.get(kind)) is not None:
             values = np.frombuffer(
                 self._data, np.dtype(scalar), self._count(struct.calcsize(scalar)), self._place
@@ -254,7 +254,7 @@ class _Reader:
         self._place = place
 
     def _text(self) -> str:
-        size = self._u64()
+        size = self._number(_U64)
         end = self._place + size
         if end > len(self._data):
             raise ValueError("a text ends after the file")
@@ -264,19 +264,14 @@ class _Reader:
 
     def _count(self, least_bytes: int) -> int:
         """Reads the number of entries of at least ``least_bytes`` bytes each."""
-        count = self._u64()
+        count = self._number(_U64)
         if count * least_bytes > len(self._data) - self._place:
             raise ValueError(f"{count:,} entries do not fit into the file")
         return count
 
-    def _u32(self) -> int:
-        (value,) = _U32.unpack_from(self._data, self._place)
-        self._place += 4
-        return int(value)
-
-    def _u64(self) -> int:
-        (value,) = _U64.unpack_from(self._data, self._place)
-        self._place += 8
+    def _number(self, form: struct.Struct) -> int:
+        (value,) = form.unpack_from(self._data, self._place)
+        self._place += form.size
         return int(value)
 
 
