@@ -206,6 +206,13 @@ class ChildProcess:
         has ended."""
         return await self._connection.receive()
 
+    async def next_frame(self) -> bytes:
+        """Returns the next frame of a process that sends one at a time."""
+        frames: list[bytes] = []
+        while not frames:
+            frames = await self.receive()
+        return frames[0]
+
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal. No effect if the process has ended."""
         self._process.send_signal(number)

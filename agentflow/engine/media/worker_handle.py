@@ -69,7 +69,7 @@ class MediaWorkerHandle(ChildProcess):
         ``EngineFailed`` if the process has ended."""
         self.is_usable = False
         try:
-            answer = ready_decoder.decode(await self._next_frame())
+            answer = ready_decoder.decode(await self.next_frame())
         except EOFError:
             raise EngineFailed("the process that reads images could not be started") from None
         if answer.problem:
@@ -83,7 +83,7 @@ class MediaWorkerHandle(ChildProcess):
         await self._in_thread(_write, self._file, data)
         try:
             await self.send(to_frame(medium))
-            answer = read_decoder.decode(await self._next_frame())
+            answer = read_decoder.decode(await self.next_frame())
         except (OSError, EOFError):
             how = await self.end(LAST_WORDS_S)
             if self.exit_code in _FAULTS:
@@ -111,12 +111,6 @@ class MediaWorkerHandle(ChildProcess):
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await anyio.to_thread.run_sync(function, *args, limiter=self._threads)
-
-    async def _next_frame(self) -> bytes:
-        frames: list[bytes] = []
-        while not frames:
-            frames = await self.receive()
-        return frames[0]
 
     def _fetch(self, answer: MediumRead) -> PreparedMedium:
         # A process that a hostile file controls may answer anything.

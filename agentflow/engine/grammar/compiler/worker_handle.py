@@ -51,7 +51,7 @@ class CompileWorkerHandle(ChildProcess):
     async def ready(self) -> None:
         """Waits until the process has loaded. Raises ``CannotCompile`` if it cannot, ``EOFError`` if it
         died."""
-        answer = ready_decoder.decode(await self._next_frame())
+        answer = ready_decoder.decode(await self.next_frame())
         if answer.problem:
             raise CannotCompile(answer.problem)
 
@@ -73,7 +73,7 @@ class CompileWorkerHandle(ChildProcess):
 
     async def watch(self) -> None:
         """Waits between two constraints until the process dies, and then raises ``EOFError``."""
-        await self._next_frame()
+        await self.next_frame()
 
     async def compile(self, constraint: Constraint) -> CompileEnd:
         """Returns the process's answer or, if it dies, a failure with the cause. After a cancellation, the
@@ -81,19 +81,13 @@ class CompileWorkerHandle(ChildProcess):
         self.is_usable = False
         try:
             await self.send(to_frame(constraint))
-            end = end_decoder.decode(await self._next_frame())
+            end = end_decoder.decode(await self.next_frame())
         except (OSError, EOFError):
             self.has_died = True
             how = await self.end(LAST_WORDS_S)
             return CompileEnd(failure=self._obituary(constraint, how))
         self.is_usable = not end.is_last
         return end
-
-    async def _next_frame(self) -> bytes:
-        frames: list[bytes] = []
-        while not frames:
-            frames = await self.receive()
-        return frames[0]
 
     def _obituary(self, constraint: Constraint, how: str) -> CompileFailure:
         if self.exit_code == -signal.SIGXCPU:
