@@ -212,7 +212,7 @@ class EngineClient:
             thinking=thinking,
             calls=calls,
         )
-        return await self._call(message, on_progress if on_text is None else _texts_to(on_text), on_sent)
+        return await self._call(message, on_progress if on_text is None else texts_to(on_text), on_sent)
 
     async def compute(self, token_ids: list[int], *, origin: Origin = _NOWHERE) -> Finished:
         """Computes the tokens, so that they are cached."""
@@ -499,7 +499,9 @@ class EngineClient:
         self._queries.clear()
 
 
-def _texts_to(on_text: OnText) -> OnProgress:
+def texts_to(on_text: OnText) -> OnProgress:
+    """Returns a callback for the progress of a generation, which reports new text."""
+
     def forward(progress: Progress) -> None:
         if progress.text:
             on_text(progress.text)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from agentflow.engine.client import EngineClient, OnProgress, RequestObserver
+from agentflow.engine.client import EngineClient, OnProgress, RequestObserver, texts_to
 from agentflow.engine.generator.ahead import PrefixesAhead
 from agentflow.engine.generator.context import (
     EngineContext,
@@ -302,7 +302,7 @@ class EngineGenerator:
         sampling = params.resolved()
         thinking = await self._thinking(context, sampling, constraint, replies=False)
         text = None if thinking is None else AnswerText(thinking)
-        on_progress = _passing(on_text) if text is None else _reporting(text, on_text, on_reasoning)
+        on_progress = texts_to(on_text) if text is None else _reporting(text, on_text, on_reasoning)
         end = await self.complete(context, sampling, on_progress, constraint, thinking=thinking)
         context.tokens.generated(end.token_ids, end.text)
         answer, reasoning = end.text, ""
@@ -566,16 +566,6 @@ def _generated(
         reasoning=reasoning or None,
         tokens=tokens,
     )
-
-
-def _passing(on_text: OnText) -> OnProgress:
-    """Returns a callback for the progress of a generation without reasoning, which reports new text."""
-
-    def on_progress(progress: Progress) -> None:
-        if progress.text:
-            on_text(progress.text)
-
-    return on_progress
 
 
 def _reporting(text: AnswerText | ReplyText, on_text: OnText, on_reasoning: OnText | None) -> OnProgress:
