@@ -73,7 +73,7 @@ class DistributedRanks:
         limit_s: float,
         host: str = LOOPBACK,
     ) -> None:
-        self._rank, self._size, self._device = rank, size, device
+        self.rank, self.size, self._device = rank, size, device
         limit = timedelta(seconds=limit_s)
         self._group: Any
         if device.type == "cuda":
@@ -87,24 +87,16 @@ class DistributedRanks:
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
         self._native = _NATIVE_SUM(self._add_in_pass)
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
     def add(self, values: Tensor) -> Tensor:
         self._wait(self._group.allreduce([values]))
         return values
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        if self._rank:
+        if self.rank:
             self._wait(self._group.send([part.contiguous()], 0, 0))
             return None
         parts = [part]
-        for other in range(1, self._size):
+        for other in range(1, self.size):
             parts.append(part.new_empty(len(part), widths[other]))
             self._wait(self._group.recv([parts[-1]], other, 0))
         return torch.cat(parts, dim=1)

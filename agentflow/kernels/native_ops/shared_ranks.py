@@ -40,21 +40,13 @@ class SharedRanks:
     """
 
     def __init__(self, memory: int, rank: int, size: int, *, limit_s: float) -> None:
-        self._rank, self._size = rank, size
+        self.rank, self.size = rank, size
         self._library = library()
         self._memory = mmap.mmap(memory, self._library.af_ranks_memory(size, SLOT_BYTES))
         place = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._ranks = self._library.af_join_ranks(place, rank, size, SLOT_BYTES, limit_s)
         if not self._ranks:
             raise MemoryError("there is not enough memory for a group of ranks")
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     def add(self, values: Tensor) -> Tensor:
         assert values.is_contiguous()
@@ -65,7 +57,7 @@ class SharedRanks:
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
         part = part.contiguous()
-        out = None if self._rank else torch.empty(len(part), sum(widths), dtype=torch.float32)
+        out = None if self.rank else torch.empty(len(part), sum(widths), dtype=torch.float32)
         counts = np.array(widths, dtype=np.int64)
         self._library.af_gather_ranks(
             self._ranks,
