@@ -366,7 +366,7 @@ class Link:
         try:
             self._connection.send([*added, *recorded])
         except AgentflowError:
-            self._uploads.take_back(added)
+            self._uploads.mark_unsent(added)
             raise
 
     def _is_of_lost(self, op: ops.Op) -> bool:

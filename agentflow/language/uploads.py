@@ -44,7 +44,7 @@ class Uploads:
 
     def before(self, sent: Iterable[ops.Op]) -> list[ops.Op]:
         """The ops to send before ``sent``: uploads of new images, and releases of unused ones. The caller
-        must send them, or call ``take_back``."""
+        must send them, or call ``mark_unsent``."""
         found: list[ops.Op] = []
         while self._unused:
             source = self._unused.popleft()
@@ -67,7 +67,7 @@ class Uploads:
         """Notes the image as unused when nothing refers to it any more."""
         finalize(image, self._unused.append, image.source).atexit = False
 
-    def take_back(self, found: Iterable[ops.Op]) -> None:
+    def mark_unsent(self, found: Iterable[ops.Op]) -> None:
         """The ops of ``before`` could not be sent."""
         for op in found:
             match op:

@@ -202,7 +202,7 @@ class ConstrainedText:
     def _drop(self, num_tokens: int) -> None:
         if not num_tokens:
             return
-        self._matcher.take_back(num_tokens)
+        self._matcher.roll_back(num_tokens)
         del self.token_ids[-num_tokens:]
         del self._data[self._starts[-num_tokens] :]
         del self._starts[-num_tokens:]

@@ -35,7 +35,7 @@ class Matcher(Protocol):
         matcher may return False without checking. Raises ``ValueError`` if the mask forbids it; the position
         is then unchanged."""
 
-    def take_back(self, num_tokens: int) -> None:
+    def roll_back(self, num_tokens: int) -> None:
         """Removes the last ``num_tokens`` tokens."""
 
     def forced(self) -> bytes:

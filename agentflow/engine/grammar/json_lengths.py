@@ -170,9 +170,9 @@ class LengthMatcher:
         self._positions.append(after(self._positions[-1], self._masks.token_bytes[token_id]))
         return False
 
-    def take_back(self, num_tokens: int) -> None:
-        """See ``Matcher.take_back``."""
-        self._inner.take_back(num_tokens)
+    def roll_back(self, num_tokens: int) -> None:
+        """See ``Matcher.roll_back``."""
+        self._inner.roll_back(num_tokens)
         del self._positions[len(self._positions) - num_tokens :]
 
     def _narrower(self) -> Iterator[TokenWords]:

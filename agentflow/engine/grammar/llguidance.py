@@ -200,11 +200,11 @@ class LlguidanceMatcher:
         self._mask = None
         return False
 
-    def take_back(self, num_tokens: int) -> None:
-        """See ``Matcher.take_back``."""
+    def roll_back(self, num_tokens: int) -> None:
+        """See ``Matcher.roll_back``."""
         if num_tokens and not self._matcher.rollback(num_tokens):
             raise ValueError(
-                f"{num_tokens} tokens cannot be taken back: {_first_line(self._matcher.get_error())}"
+                f"{num_tokens} tokens cannot be rolled back: {_first_line(self._matcher.get_error())}"
             )
         del self._taken[len(self._taken) - num_tokens :]
         self._mask = None

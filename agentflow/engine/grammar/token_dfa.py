@@ -286,7 +286,7 @@ class DfaMatcher:
         self._states.append(state)
         return grammar.open[state]
 
-    def take_back(self, num_tokens: int) -> None:
+    def roll_back(self, num_tokens: int) -> None:
         if num_tokens:
             del self._states[-num_tokens:]
 

@@ -216,7 +216,7 @@ class InFlight:
         while self.launched:
             for row in self.launched.pop().rows:
                 if row.withdrawn_slots is None:
-                    self._take_back(row)
+                    self._withdraw_row(row)
                 assert row.withdrawn_slots is not None
                 self._memory.slots.release(row.withdrawn_slots)
         return failed
@@ -226,14 +226,14 @@ class InFlight:
         for launched in reversed(self.launched):
             for row in launched.rows:
                 if row.request is request and row.withdrawn_slots is None:
-                    self._take_back(row)
+                    self._withdraw_row(row)
 
-    def _take_back(self, row: Row) -> None:
+    def _withdraw_row(self, row: Row) -> None:
         request = row.request
         request.num_pending -= row.num_sampled
         if request.wants_scores:
             request.num_scored -= len(row.targets)
-        row.withdrawn_slots = self._memory.take_back(request, row.num_tokens, row.num_nodes)
+        row.withdrawn_slots = self._memory.withdraw_slots(request, row.num_tokens, row.num_nodes)
 
     def oldest_work(self) -> list[Work]:
         """The requests of the oldest batch, with the number of their tokens and nodes in it."""

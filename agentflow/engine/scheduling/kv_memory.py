@@ -171,7 +171,7 @@ class KVMemory:
             self.slots.release(evicted)
         return self.slots.allocate(num_tokens)
 
-    def take_back(self, request: Request, num_tokens: int, num_nodes: int) -> SlotArray:
+    def withdraw_slots(self, request: Request, num_tokens: int, num_nodes: int) -> SlotArray:
         """Takes from the request the slots of its last ``num_tokens`` tokens and last ``num_nodes`` nodes,
         which were not computed. The caller frees them with ``slots.release``."""
         end = request.num_computed

@@ -74,7 +74,7 @@ def endless_text(matcher: Matcher, dice: random.Random, tokens: list[int], most:
         token = dice.choice(liked if liked and dice.random() < 0.7 else going_on or allowed)
         if dice.random() < 0.05:  # what is taken back leaves no trace
             matcher.take(token)
-            matcher.take_back(1)
+            matcher.roll_back(1)
             assert np.array_equal(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"), bits)
         matcher.take(token)
         data += TOKENS[token]

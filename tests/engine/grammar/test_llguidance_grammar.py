@@ -97,7 +97,7 @@ def _can_take(text, data: bytes) -> bool:
     except ValueError:
         return False
     finally:
-        text.take_back(taken)
+        text.roll_back(taken)
     return True
 
 
@@ -159,7 +159,7 @@ def test_taking_back_restores_the_state(name, vocabulary):
             matcher.take(taken[-1])
             continue
         back = dice.randint(0, len(taken))
-        matcher.take_back(back)
+        matcher.roll_back(back)
         taken = taken[: len(taken) - back]
         assert (ids_of(matcher.mask()), matcher.may_end(), matcher.must_end(), matcher.forced()) == seen[
             len(taken)
@@ -207,8 +207,8 @@ def test_a_token_that_is_not_allowed_changes_nothing(tokenizer, vocabulary):
         with pytest.raises(ValueError, match=f"does not allow token {token_id} "):
             matcher.take(token_id)
     assert ids_of(matcher.mask()) == before
-    with pytest.raises(ValueError, match="cannot be taken back"):
-        LlguidanceGrammar(payload_of(CONSTRAINTS["brackets"]), vocabulary).matcher().take_back(1)
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        LlguidanceGrammar(payload_of(CONSTRAINTS["brackets"]), vocabulary).matcher().roll_back(1)
 
 
 def test_a_complete_text_takes_no_token(vocabulary):
@@ -217,7 +217,7 @@ def test_a_complete_text_takes_no_token(vocabulary):
     with pytest.raises(ValueError, match="does not allow"):
         matcher.take(byte_token(vocabulary, ord("a")))
     assert matcher.must_end()
-    matcher.take_back(1)
+    matcher.roll_back(1)
     assert matcher.forced() == b"a"
 
 
@@ -278,7 +278,7 @@ def test_one_texts_lexer_states_end_no_other_text(monkeypatch):
     with pytest.raises(RequestRefused, match="states"):
         write_words(long, 100_000)
     write_words(other, 50)
-    other.take_back(7)
+    other.roll_back(7)
     other.take(ord("b"))
     fresh = grammar.matcher()
     write_words(fresh, 53)

@@ -53,7 +53,7 @@ def test_a_matcher_walks_with_the_tokens_it_takes(dfa: Dfa, token_bytes: list[by
         assert matcher.must_end() == (dfa.accepting[state] and not alive)
         if taken and data.draw(st.booleans()):
             count = data.draw(st.integers(0, len(taken)))
-            matcher.take_back(count)
+            matcher.roll_back(count)
             del taken[len(taken) - count :]
             continue
         token = data.draw(st.integers(0, len(token_bytes) - 1))
