@@ -116,17 +116,17 @@ class ConstrainedRequest:
             return True
         was_thinking = False
         if reasoning is not None and not reasoning.is_over:
-            was_thinking, was_begin = reasoning.is_thinking, reasoning.may_begin
+            was_thinking, was_undecided = reasoning.is_thinking, reasoning.is_undecided
             if text is not None and self._begins_answer(text, reasoning, token_id):
                 reasoning.begin_answer()
             elif not reasoning.take(self._tokenizer.token_bytes(token_id)):
-                if was_begin and text is not None:
+                if was_undecided and text is not None:
                     # A mark that is spelled in several tokens might be the beginning of free text.
-                    if reasoning.may_begin:
+                    if reasoning.is_undecided:
                         text.take(token_id)
                     else:
                         self._text = self._new_text()
-                return reasoning.may_begin
+                return reasoning.is_undecided
         if text is not None:
             text.take(token_id)
         return not was_thinking
@@ -178,7 +178,7 @@ class ConstrainedRequest:
         return b"" if self._reasoning is None else self._reasoning.data
 
     def _begins_answer(self, text: ConstrainedText, reasoning: ReasoningTokens, token_id: int) -> bool:
-        if reasoning.may_begin:
+        if reasoning.is_undecided:
             return not (self._is_spelled or is_allowed(self._begin_words, token_id))
         if not reasoning.is_gap:
             return False
@@ -236,7 +236,7 @@ class ConstrainedRequest:
         if reasoning.is_thinking:
             return self._reasoning_mask(reasoning.rest_of_end())
         words = self._answer_mask(text)
-        if reasoning.may_begin:
+        if reasoning.is_undecided:
             return words if self._budget == 0 else words | self._begin_words
         return words if self._has_break else words | self._break_words
 
@@ -354,7 +354,7 @@ class ChannelRequest(ConstrainedRequest):
         answer = "" if self._thinking.calls else self._thinking.answer
         if self._is_spent and channels.is_thinking:
             jump = self._append(self._end_of_channel())
-        elif self._is_spent and channels.may_begin and answer and not channels.num_held:
+        elif self._is_spent and channels.is_undecided and answer and not channels.num_held:
             jump = self._append(answer)
         elif text is not None and self._is_answer:
             jump = self._jump(text)
@@ -367,7 +367,7 @@ class ChannelRequest(ConstrainedRequest):
             return self._mask_words(channels.rest_of_end())
         if channels.is_thinking:
             return self._reasoning_mask(channels.rest_of_end()) & ~self._mark_words | self._end_of_reasoning
-        if channels.may_begin:
+        if channels.is_undecided:
             words = self._vocabulary.only([])
             for rest in channels.rests_of_heads(thinks=not self._is_spent):
                 words = words | self._mask_words(rest)

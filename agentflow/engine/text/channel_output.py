@@ -81,8 +81,8 @@ class ChannelOutput(PieceReader):
         self._num_plain = 0  # the first characters of the held text, which are certainly text
 
     @property
-    def may_begin(self) -> bool:
-        """Whether the output is within a head, which determines the kind of the next text."""
+    def is_undecided(self) -> bool:
+        """Whether the output is within a head, so that the next text may be reasoning or the answer."""
         return self._state is _State.HEAD
 
     @property
@@ -236,8 +236,8 @@ class ChannelTokens:
         """Whether the answer is text, after its head."""
 
     @property
-    def may_begin(self) -> bool:
-        """Whether the next token belongs to a head."""
+    def is_undecided(self) -> bool:
+        """Whether the next token belongs to a head, so that reasoning or the answer may follow."""
         return self._state is _State.HEAD
 
     @property
@@ -258,7 +258,7 @@ class ChannelTokens:
     def is_free(self, token: bytes) -> bool:
         """Whether the next token, ``token``, is not part of the answer."""
         head = self._head + token
-        return self.is_thinking or (self.may_begin and any(one.startswith(head) for one in self._heads))
+        return self.is_thinking or (self.is_undecided and any(one.startswith(head) for one in self._heads))
 
     def rests_of_heads(self, *, thinks: bool) -> list[bytes]:
         """Returns the texts that may complete the head. ``thinks``: it may be the head of reasoning."""
@@ -272,7 +272,7 @@ class ChannelTokens:
             self.num_inside += 1
             self.data += token
             self._find_end(token)
-        elif self.may_begin:
+        elif self.is_undecided:
             self._take_of_head(token)
 
     def rest_of_end(self) -> bytes:

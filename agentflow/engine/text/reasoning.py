@@ -174,8 +174,8 @@ class ReasoningOutput:
         return 0 if self._output is None else self._output.num_calls
 
     @property
-    def may_begin(self) -> bool:
-        """Whether the whole output so far may belong to the mark before reasoning."""
+    def is_undecided(self) -> bool:
+        """Whether the output so far may be the mark before reasoning or a part of the answer."""
         return self._state is _State.START
 
     @property
@@ -332,11 +332,11 @@ class ReasoningTokens:
 
     @property
     def num_tokens(self) -> int:
-        return 0 if self.may_begin else self._num_before
+        return 0 if self.is_undecided else self._num_before
 
     @property
-    def may_begin(self) -> bool:
-        """Whether reasoning may still begin."""
+    def is_undecided(self) -> bool:
+        """Whether reasoning or the answer may begin."""
         return self._state is _State.START
 
     @property
@@ -356,7 +356,7 @@ class ReasoningTokens:
 
     def begin_answer(self) -> None:
         """Begins the answer with the next token, unconditionally."""
-        if self.may_begin:
+        if self.is_undecided:
             self._num_before = 0
             self.data.clear()
         self._begin_answer(b"")

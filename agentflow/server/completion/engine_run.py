@@ -379,10 +379,10 @@ class _AnswerReader:
     def _read(self, output: AnswerOutput, progress: Progress, tokens: list[AnswerToken]) -> None:
         reasoning = None if isinstance(output, ToolOutput) else output
         is_reasoning = isinstance(output, ChannelOutput) and output.is_thinking
-        was_head = isinstance(output, ChannelOutput) and output.may_begin
+        was_head = isinstance(output, ChannelOutput) and output.is_undecided
         pieces = push_output(output, progress.text, progress.answer_at)
         tokens, self._undecided = [*self._undecided, *tokens], []
-        if reasoning is not None and reasoning.may_begin:
+        if reasoning is not None and reasoning.is_undecided:
             self._undecided = tokens
             return
         is_reasoning = is_reasoning or (reasoning is not None and reasoning.is_thinking)

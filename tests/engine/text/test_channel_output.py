@@ -106,7 +106,7 @@ def test_pieces_are_delivered_as_they_come() -> None:
     reader = ChannelOutput(("look",), is_constrained=True)
     assert reader.push("<|channel|>analysis<|message|>A bear") == [ReasoningPiece("A bear")]
     assert reader.push("?<|end|><|start|>assistant<|channel|>comm") == [ReasoningPiece("?")]
-    assert reader.may_begin
+    assert reader.is_undecided
     assert reader.push("entary<|message|>I look.<|e") == [TextPiece("I look.")]
     begun, arguments = reader.push(f"nd|><|start|>assistant{call_head('look')}" + '{"a": ')
     assert isinstance(begun, CallBegun)

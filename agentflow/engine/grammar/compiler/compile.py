@@ -193,7 +193,7 @@ def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, seco
     _checked(grammar, other.kind, count)
     is_alike = one.kind == "tags" or other.kind == "schema"
     for text in one.apart if is_alike else [text[:1] for text in one.apart]:
-        if _may_begin(grammar, text, count):
+        if _accepts_prefix(grammar, text, count):
             raise BadArgument(
                 f"{other.kind}: its text may begin with {text!r}, as a tool call does: make it stricter (an "
                 "object with additionalProperties false, say), or allow no tool calls"
@@ -201,7 +201,7 @@ def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, seco
     return either_grammar(_as_grammar(one, first), grammar)
 
 
-def _may_begin(grammar: str, text: str, count: int) -> bool:
+def _accepts_prefix(grammar: str, text: str, count: int) -> bool:
     matcher = LlguidanceGrammar(grammar, _byte_vocabulary(), count).matcher()
     for byte in text.encode():
         if not is_allowed(matcher.mask(), byte):

@@ -125,8 +125,8 @@ class TenantQueue:
     - ``num_admitted``: requests that run. ``num_waiting``: requests that wait.
     - ``oldest``: its first admitted prompt in this step, which got ``oldest_tokens``; its other prompts got
       ``other_tokens``.
-    - ``may_begin``: whether some waiting request may not be blocked. ``is_closed``: in this step, those that
-      ``pace`` holds back together are blocked.
+    - ``may_admit``: whether a waiting request may be admitted; False once all are found to be blocked.
+      ``is_closed``: in this step, requests that ``pace`` holds back together are blocked.
     - ``open_groups``: task groups of admitted requests, of which some may still wait, the last one last.
     - ``aside``: requests of paused programs, by id.
     - ``trees``: of the requests that were short when they arrived, and of the others. While only a few wait,
@@ -145,7 +145,7 @@ class TenantQueue:
         self.num_waiting = 0
         self.oldest: Request | None = None
         self.oldest_tokens = self.other_tokens = 0
-        self.may_begin = True
+        self.may_admit = True
         self.is_closed = False
         self._chosen: Request | None = None  # the first that waits, if it was found in this step
         self._has_searched = False  # in this step
@@ -354,7 +354,7 @@ class TenantQueue:
         if oldest is not None and OLDEST_PART * self.oldest_tokens < self.other_tokens:
             return oldest
         chosen: Request | None = None
-        if is_blocked is not None and self.num_waiting and self.may_begin:
+        if is_blocked is not None and self.num_waiting and self.may_admit:
             chosen = self._chosen
             if chosen is None or chosen.is_held_back:
                 # Without a prompt, the first one is admitted, and need not be kept.
@@ -362,7 +362,7 @@ class TenantQueue:
                 if is_due:
                     return chosen
                 self._chosen = chosen
-                self.may_begin = chosen is not None  # within a step requests only become blocked
+                self.may_admit = chosen is not None  # within a step requests only become blocked
         if oldest is None:
             return chosen
         first = oldest if len(prompts) == 1 else min(prompts, key=self._urgency)
@@ -412,7 +412,7 @@ class TenantQueue:
         due = self._first_due(is_blocked)
         if due is not None:
             return due, True
-        return self._first_waiting(is_blocked) if self.may_begin else None, False
+        return self._first_waiting(is_blocked) if self.may_admit else None, False
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charges for ``num_tokens`` tokens of the request."""
@@ -425,7 +425,7 @@ class TenantQueue:
     def start_step(self) -> None:
         """Forgets the tokens that prompts got in the last step."""
         self.oldest, self.oldest_tokens, self.other_tokens = None, 0, 0
-        self.may_begin, self._chosen, self._has_searched = True, None, False
+        self.may_admit, self._chosen, self._has_searched = True, None, False
         self.is_closed = False
         if self._first_prompt is not None and self._first_prompt.num_generated:
             self._first_prompt = None  # the tokens that it has to compute count now
@@ -443,7 +443,7 @@ class TenantQueue:
         if not is_blocked(overdue, self.count_match(overdue)):
             return overdue
         if overdue.is_held_back:
-            self.may_begin = False  # no other may pass it
+            self.may_admit = False  # no other may pass it
         return None
 
     def _first_waiting(self, is_blocked: IsBlocked) -> Request | None:
