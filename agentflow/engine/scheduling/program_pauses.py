@@ -5,16 +5,16 @@ together, each one that continues evicts the tokens of another, which then compu
 *thrashes*, and every program waits for the recomputation of all. It is faster to let some of them finish
 first (ThunderAgent, 2026; the working sets of Denning, 1968).
 
-**When.** A state is *dear* if computing its tokens again takes at least 1 / DEAR_GAPS of the mean time
+**When.** A state is *costly* if computing its tokens again takes at least 1 / COSTLY_GAPS of the mean time
 between its requests. Tokens of other states, such as chats with people who read, are evicted and computed
-again. A tenant thrashes if more than THRASHING of the engine's time goes to computing tokens of its dear
+again. A tenant thrashes if more than THRASHING of the engine's time goes to computing tokens of its costly
 states again.
 
-**Who.** If it thrashes, and eviction would take tokens of a dear state, the cheapest of the tenant's programs
-with the lowest priority is paused: the one with the fewest tokens, which are computed again the fastest. It
-has a dear state and no running request, and was not resumed without a request since. The last program of a
-tenant is never paused. The tokens of a paused program are evicted first, as room is needed, and its requests
-wait aside.
+**Who.** If it thrashes, and eviction would take tokens of a costly state, the cheapest of the tenant's
+programs with the lowest priority is paused: the one with the fewest tokens, which are computed again the
+fastest. It has a costly state and no running request, and was not resumed without a request since. The last
+program of a tenant is never paused. The tokens of a paused program are evicted first, as room is needed, and
+its requests wait aside.
 
 **Until when.** The programs of a tenant are resumed by priority, and then in the order of their first
 requests, as soon as the first of them has room, and GROWTH_PART of the pool is left for the others to grow.
@@ -46,7 +46,7 @@ from agentflow.engine.scheduling.liveness import LiveProgram, ProgramKey, progra
 from agentflow.engine.scheduling.policies.policy import Policy
 from agentflow.engine.scheduling.step_limits import StepCost
 
-DEAR_GAPS = 8
+COSTLY_GAPS = 8
 THRASHING = 0.01
 WINDOW_S = 10.0
 """Recomputation is averaged over about this time."""
@@ -125,7 +125,7 @@ class ProgramPauses:
         if program_key(request) in self._resumed:
             return
         lost_s = self._cost.chunk_s(num_tokens, context, is_first=True)
-        if self._is_dear(request.origin.state, lost_s):
+        if self._is_costly(request.origin.state, lost_s):
             lost = self._decayed(request.tenant)
             lost.lost_s += lost_s
             self._lost[request.tenant] = lost
@@ -153,7 +153,7 @@ class ProgramPauses:
         """Pauses a program if that is better than to evict the leaf (``MakeRoom`` of the cache)."""
         redo_s = self._redo_s(leaf.start + len(leaf.slots))
         tenant = str(leaf.account.owner)
-        if tenant in self._without or leaf.returns - self._clock() > DEAR_GAPS * redo_s:
+        if tenant in self._without or leaf.returns - self._clock() > COSTLY_GAPS * redo_s:
             return False
         if self._decayed(tenant).lost_s <= THRASHING * WINDOW_S:
             return False
@@ -252,11 +252,11 @@ class ProgramPauses:
         if key in self._resumed:
             return False
         num_tokens = self._memory.liveness.num_tokens
-        return any(self._is_dear(state, self._redo_s(num_tokens(state))) for state in program.states)
+        return any(self._is_costly(state, self._redo_s(num_tokens(state))) for state in program.states)
 
-    def _is_dear(self, state: Hashable, redo_s: float) -> bool:
+    def _is_costly(self, state: Hashable, redo_s: float) -> bool:
         gap_s = self._memory.liveness.gap(state)
-        return gap_s is not None and gap_s <= DEAR_GAPS * redo_s
+        return gap_s is not None and gap_s <= COSTLY_GAPS * redo_s
 
     def _redo_s(self, num_tokens: int) -> float:
         return self._cost.chunk_s(num_tokens, 0, is_first=True)

@@ -17,9 +17,9 @@ from agentflow.protocol.events import Usage
 
 PRICED = [
     ("openai", "gpt-4o"),
-    ("openai", "gpt-5.4"),  # dearer with long prompts
+    ("openai", "gpt-5.4"),  # costs more with long prompts
     ("openai", "gpt-5-pro"),  # without a price for cached tokens
-    ("anthropic", "claude-haiku-5-5"),  # dearer with long prompts, cached and written tokens too
+    ("anthropic", "claude-haiku-5-5"),  # costs more with long prompts, cached and written tokens too
     ("anthropic", "claude-opus-5-5"),
 ]
 TOKENS = st.integers(0, 200_000) | st.sampled_from([99_999, 100_000, 100_001, 272_000, 272_001])

@@ -163,7 +163,7 @@ def test_a_program_does_not_wait_for_another_one_that_does_not_come_back(monkeyp
 
 def test_a_program_of_a_lower_priority_is_paused_first(monkeypatch):
     monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
-    monkeypatch.setattr(program_pauses, "DEAR_GAPS", math.inf)
+    monkeypatch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
     steps = ByHand()
     for _ in range(2):
         steps.run_request(10, state=1, program=1, priority=1)
@@ -175,7 +175,7 @@ def test_a_program_of_a_lower_priority_is_paused_first(monkeypatch):
 def test_what_states_share_counts_once_in_the_size_of_a_program(monkeypatch):
     """Program 1 has two states of 20 tokens, of which 18 are the same. Program 2 has 24."""
     monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
-    monkeypatch.setattr(program_pauses, "DEAR_GAPS", math.inf)
+    monkeypatch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
     steps = ByHand()
     for _ in range(2):
         steps.run_request(18, state=11, program=1, fill=1)
@@ -186,7 +186,7 @@ def test_what_states_share_counts_once_in_the_size_of_a_program(monkeypatch):
 
 
 def test_recomputation_of_one_tenant_pauses_no_program_of_another(monkeypatch):
-    monkeypatch.setattr(program_pauses, "DEAR_GAPS", math.inf)
+    monkeypatch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
     paused = num_paused(monkeypatch)
     greedy = [replace(one, tenant="greedy") for one in sessions(3, per_s=0.5)]
     people = [
@@ -214,7 +214,7 @@ def test_a_tenant_pauses_its_own_programs_only(monkeypatch):
 
 def test_a_program_is_not_busy_with_a_request_that_was_placed_in_another_one(monkeypatch):
     monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
-    monkeypatch.setattr(program_pauses, "DEAR_GAPS", math.inf)
+    monkeypatch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
     steps = ByHand()
     scheduler, run_request = steps.scheduler, steps.run_request
     run_request(4, state=9, program=1, moves_to=3)
@@ -390,7 +390,7 @@ def test_no_program_is_paused_beyond_the_bound(plan, pool, pools, paused_s):
     without a request between."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program_pauses, "THRASHING", -1.0)
-        patch.setattr(program_pauses, "DEAR_GAPS", math.inf)
+        patch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
         patch.setattr(program_pauses, "PAUSED_POOLS", pools)
         patch.setattr(program_pauses, "PAUSED_S", paused_s)
         now = 0.0
