@@ -225,7 +225,7 @@ class _Terminal:
         self._wrap = WordWrap(lambda: console.width) if can_wrap else None
         self._shows_reasoning = shows_reasoning
         self._attached: dict[str, ImageExpression] = {}
-        self._is_thinking = False
+        self._is_reasoning = False
 
     def talk(self, read: Callable[[], str]) -> None:
         while True:
@@ -295,14 +295,14 @@ class _Terminal:
         return text if self._wrap is None else self._wrap.push(text)
 
     def _show_reasoning(self, text: str) -> None:
-        if not self._is_thinking:
-            self._is_thinking = True
+        if not self._is_reasoning:
+            self._is_reasoning = True
             self._say("thinking…", style="dim italic")
         self._write_reasoning(self._wrapped(_without_controls(text)))
 
     def _end_reasoning(self) -> None:
-        if self._is_thinking:
-            self._is_thinking = False
+        if self._is_reasoning:
+            self._is_reasoning = False
             self._write_reasoning(self._wrapped("\n\n"))
 
     def _write_reasoning(self, text: str) -> None:

@@ -183,7 +183,7 @@ class EngineClient:
         constraint: CompiledConstraint | None = None,
         jump_forward: bool = True,
         on_sent: Callable[[], None] | None = None,
-        thinking: ReasoningFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
         calls: CallMarks | None = None,
     ) -> Finished:
         """Generates after a prompt. Cancelling the call aborts the request.
@@ -198,7 +198,7 @@ class EngineClient:
             constraint: The output satisfies it.
             jump_forward: Forced text is appended without sampling.
             on_sent: Called when the request is in the engine's queue.
-            thinking: How the output may begin with reasoning.
+            reasoning_format: How the output may begin with reasoning.
             calls: The marks of the tool calls that the output may have.
         """
         message = Submit(
@@ -209,7 +209,7 @@ class EngineClient:
             origin=origin,
             constraint=constraint,
             jump_forward=jump_forward,
-            thinking=thinking,
+            reasoning_format=reasoning_format,
             calls=calls,
         )
         return await self._call(message, on_progress if on_text is None else texts_to(on_text), on_sent)

@@ -88,7 +88,7 @@ class Outputs:
             searches=self._search_time(request.tenant) if params.stop_regex else None,
         )
         constrained = None
-        if message.constraint is not None or message.thinking is not None:
+        if message.constraint is not None or message.reasoning_format is not None:
             request.is_steered = True
             constrained = constrained_request(request, message, self._grammars, self._tokenizer)
             self._constrained[request.id] = constrained
@@ -132,7 +132,7 @@ class Outputs:
                 self._report(row, "", constrained.answer_at)
                 self._jump(request, text, jump)
         elif token_id in params.stop_token_ids and not (
-            text.is_in_call or (constrained is not None and constrained.is_thinking)
+            text.is_in_call or (constrained is not None and constrained.is_reasoning)
         ):
             self._finish(request, "stop", token_id)
         elif text.may_stop:

@@ -142,7 +142,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     jump_forward: bool = True  # append the tokens that the grammar forces without sampling them
     embeds: bool = False  # make an embedding
     # The output may begin with reasoning, to which neither the constraint nor a stop applies.
-    thinking: ReasoningFormat | None = None
+    reasoning_format: ReasoningFormat | None = None
     calls: CallMarks | None = None  # the output may have tool calls, to which no stop applies
     generated_text: str = ""
     num_redrawn: int = 0  # how often the dead engine had replaced sampled tokens

@@ -91,7 +91,7 @@ class VariableEvents(Protocol):
     def extend(self, at: int, text: str) -> None:
         """The text continues with ``text`` at character ``at``."""
 
-    def think(self, at: int, text: str) -> None:
+    def extend_reasoning(self, at: int, text: str) -> None:
         """The reasoning continues with ``text`` at character ``at``."""
 
     def complete(self, value: Value) -> None:
@@ -448,7 +448,7 @@ class Link:
                 case Delta():
                     if (variable := self.variables.get(event.var)) is not None:
                         if event.reasoning:
-                            variable.think(event.reasoning_at, event.reasoning)
+                            variable.extend_reasoning(event.reasoning_at, event.reasoning)
                         variable.extend(event.at, event.text)
                 case Value():
                     self._spend(event.usage.output_tokens)

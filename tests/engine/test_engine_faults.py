@@ -51,7 +51,7 @@ async def test_f1_logprobs_of_reasoning_that_reach_their_budget(top_logprobs: in
     async with plain_model_engine(SchedulerConfig(token_budget=4)) as client:
 
         async def run() -> None:
-            ends.append(await client.generate([5, 6, 7], params, seed=0, thinking=THINKING))
+            ends.append(await client.generate([5, 6, 7], params, seed=0, reasoning_format=THINKING))
 
         async with anyio.create_task_group() as group:
             for _ in range(3):

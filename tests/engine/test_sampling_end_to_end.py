@@ -131,7 +131,7 @@ async def test_each_parameter_arrives(backend: Backend, name: str) -> None:
 
 def test_every_parameter_has_a_case() -> None:
     reported = {"logprobs", "top_logprobs"}
-    of_reasoning = {"max_reasoning_tokens", "stream_reasoning"}  # a generator's (test_thinking_programs.py)
+    of_reasoning = {"max_reasoning_tokens", "stream_reasoning"}  # a generator's (test_reasoning_programs.py)
     assert CASES.keys() | reported | of_reasoning == set(SamplingParams.__struct_fields__)
     assert ALL_AT_ONCE.keys() <= CASES.keys()
 

@@ -1,6 +1,6 @@
 """A request under its constraint, and under the budget of its reasoning.
 
-A model that thinks writes its reasoning first. Neither the grammar nor stops apply to it. The grammar
+A model that reasons writes its reasoning first. Neither the grammar nor stops apply to it. The grammar
 begins with the answer, before which the model may write one line break, unless the grammar requires white
 space; free text with tools may follow any white space. Reasoning that reaches its budget is ended by a jump,
 which appends the end mark. Under a grammar, a jump also ends reasoning within which the model ends the
@@ -30,8 +30,8 @@ from agentflow.errors import RequestRefused
 def constrained_request(
     request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
 ) -> ConstrainedRequest:
-    """Follows the output of a request that has a constraint or may think."""
-    has_channels = message.thinking is not None and message.thinking.has_channels
+    """Follows the output of a request that has a constraint or may reason first."""
+    has_channels = message.reasoning_format is not None and message.reasoning_format.has_channels
     kind = ChannelRequest if has_channels else ConstrainedRequest
     return kind(request, message, grammars, tokenizer)
 
@@ -46,12 +46,12 @@ class ConstrainedRequest:
     ) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        self._budget = None if message.thinking is None else message.thinking.budget
-        thinking = message.thinking
+        self._budget = None if message.reasoning_format is None else message.reasoning_format.budget
+        reasoning_format = message.reasoning_format
         self._reasoning: ReasoningTokens | None = None
-        if thinking is not None and not thinking.has_channels:
-            has_end_token = len(tokenizer.encode_written(thinking.end)) == 1
-            self._reasoning = ReasoningTokens(thinking, has_end_token=has_end_token)
+        if reasoning_format is not None and not reasoning_format.has_channels:
+            has_end_token = len(tokenizer.encode_written(reasoning_format.end)) == 1
+            self._reasoning = ReasoningTokens(reasoning_format, has_end_token=has_end_token)
         self._words: TokenWords | None = None  # the result of ``next_mask``, once computed
         self.is_open = False
         """Whether it is known after ``read`` that nothing is forced next and the text is not complete."""
@@ -63,10 +63,10 @@ class ConstrainedRequest:
         self._text = self._new_text()
         self._end_words = vocabulary.only(request.end_ids)
         request.next_mask = self.next_mask
-        if message.thinking is not None:
-            self._begin_words = vocabulary.exactly(message.thinking.begin.encode())
+        if message.reasoning_format is not None:
+            self._begin_words = vocabulary.exactly(message.reasoning_format.begin.encode())
             self._break_words = vocabulary.exactly(b"\n") | vocabulary.exactly(b"\n\n")
-            self._strips = message.thinking.strips
+            self._strips = message.reasoning_format.strips
             self._is_spelled = self._strips and not self._begin_words.any()
             self._has_break = False
             self._reasoning_words: dict[bytes, TokenWords] = {}
@@ -86,9 +86,9 @@ class ConstrainedRequest:
         return None if self._reasoning is None else self._reasoning.answer_at
 
     @property
-    def is_thinking(self) -> bool:
+    def is_reasoning(self) -> bool:
         """Whether reasoning has begun, and the answer has not."""
-        return self._reasoning is not None and (self._reasoning.is_thinking or self._reasoning.is_gap)
+        return self._reasoning is not None and (self._reasoning.is_reasoning or self._reasoning.is_gap)
 
     def forced_spans(self, num_chars: int) -> list[tuple[int, int]]:
         """Like ``ConstrainedText.forced_spans``, of the whole output."""
@@ -114,9 +114,9 @@ class ConstrainedRequest:
             self._words = None
             self.is_open = text.take(token_id)
             return True
-        was_thinking = False
+        was_reasoning = False
         if reasoning is not None and not reasoning.is_over:
-            was_thinking, was_undecided = reasoning.is_thinking, reasoning.is_undecided
+            was_reasoning, was_undecided = reasoning.is_reasoning, reasoning.is_undecided
             if text is not None and self._begins_answer(text, reasoning, token_id):
                 reasoning.begin_answer()
             elif not reasoning.take(self._tokenizer.token_bytes(token_id)):
@@ -129,7 +129,7 @@ class ConstrainedRequest:
                 return reasoning.is_undecided
         if text is not None:
             text.take(token_id)
-        return not was_thinking
+        return not was_reasoning
 
     def next_mask(self) -> TokenWords:
         """Returns the tokens that may follow. If this fails, none may follow, and ``request.mask_error`` has
@@ -158,7 +158,7 @@ class ConstrainedRequest:
         """The model ended the generation within its reasoning, before the answer that the grammar requires.
         Returns the end mark, which replaces the model's end token; None if the generation may end."""
         reasoning = self._reasoning
-        if self._text is None or reasoning is None or not reasoning.is_thinking:
+        if self._text is None or reasoning is None or not reasoning.is_reasoning:
             return None
         self._words = None
         return self._append(reasoning.end_mark)
@@ -204,7 +204,7 @@ class ConstrainedRequest:
     def _update(self) -> Jump | None:
         reasoning, text, jump = self._reasoning, self._text, None
         is_spent = self._budget is not None and reasoning is not None and reasoning.num_inside >= self._budget
-        if reasoning is not None and reasoning.is_thinking and is_spent:
+        if reasoning is not None and reasoning.is_reasoning and is_spent:
             jump = self._append(reasoning.end_mark)
         elif text is not None and self._is_answer:
             jump = self._jump(text)
@@ -233,7 +233,7 @@ class ConstrainedRequest:
         reasoning = self._reasoning
         if reasoning is None or reasoning.is_over:
             return self._answer_mask(text)
-        if reasoning.is_thinking:
+        if reasoning.is_reasoning:
             return self._reasoning_mask(reasoning.rest_of_end())
         words = self._answer_mask(text)
         if reasoning.is_undecided:
@@ -282,12 +282,12 @@ class ChannelRequest(ConstrainedRequest):
         self, request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
     ) -> None:
         super().__init__(request, message, grammars, tokenizer)
-        assert message.thinking is not None
-        self._thinking: ReasoningFormat = message.thinking
+        assert message.reasoning_format is not None
+        self._reasoning_format: ReasoningFormat = message.reasoning_format
         self._channels = ChannelTokens(
-            is_open=self._thinking.is_open,
-            has_answer=bool(self._thinking.answer),
-            has_calls=bool(self._thinking.calls),
+            is_open=self._reasoning_format.is_open,
+            has_answer=bool(self._reasoning_format.answer),
+            has_calls=bool(self._reasoning_format.calls),
         )
         self._is_read = True  # the grammar has read the tokens of the head so far
         if self._text is not None:
@@ -302,15 +302,15 @@ class ChannelRequest(ConstrainedRequest):
         return self._channels.num_tokens
 
     @property
-    def is_thinking(self) -> bool:
+    def is_reasoning(self) -> bool:
         """Whether reasoning has begun and not ended."""
-        return self._channels.is_thinking
+        return self._channels.is_reasoning
 
     def read(self, token_id: int) -> bool:
         """Appends a token. Returns whether stops apply to it."""
         channels, text = self._channels, self._text
         is_free = channels.is_free(self._tokenizer.token_bytes(token_id))
-        if text is not None and not channels.is_thinking:
+        if text is not None and not channels.is_reasoning:
             self._is_read = self._is_read and is_allowed(text.mask(), token_id)
             if self._is_read or channels.is_over:
                 text.take(token_id)
@@ -326,14 +326,14 @@ class ChannelRequest(ConstrainedRequest):
         """The model ended the generation within its reasoning, before the answer that the grammar requires.
         Returns the end of reasoning, which replaces the model's end token; None if the generation may end."""
         channels = self._channels
-        if self._text is None or not channels.is_thinking:
+        if self._text is None or not channels.is_reasoning:
             return None
         self._words = None
         return self._append(self._end_of_channel())
 
     def _end_of_channel(self) -> str:
         # With tools, the model decides what follows its reasoning.
-        answer = "" if self._thinking.calls else self._thinking.answer
+        answer = "" if self._reasoning_format.calls else self._reasoning_format.answer
         return self._channels.rest_of_end().decode() + answer
 
     @property
@@ -351,8 +351,8 @@ class ChannelRequest(ConstrainedRequest):
     def _update(self) -> Jump | None:
         channels, text, jump = self._channels, self._text, None
         # With tools, the model decides what follows its reasoning.
-        answer = "" if self._thinking.calls else self._thinking.answer
-        if self._is_spent and channels.is_thinking:
+        answer = "" if self._reasoning_format.calls else self._reasoning_format.answer
+        if self._is_spent and channels.is_reasoning:
             jump = self._append(self._end_of_channel())
         elif self._is_spent and channels.is_undecided and answer and not channels.num_held:
             jump = self._append(answer)
@@ -365,15 +365,15 @@ class ChannelRequest(ConstrainedRequest):
         channels = self._channels
         if channels.is_ending:
             return self._mask_words(channels.rest_of_end())
-        if channels.is_thinking:
+        if channels.is_reasoning:
             return self._reasoning_mask(channels.rest_of_end()) & ~self._mark_words | self._end_of_reasoning
         if channels.is_undecided:
             words = self._vocabulary.only([])
-            for rest in channels.rests_of_heads(thinks=not self._is_spent):
+            for rest in channels.rests_of_heads(may_reason=not self._is_spent):
                 words = words | self._mask_words(rest)
             return words
         words = self._answer_mask(text)
-        if channels.has_head and not self._thinking.calls:
+        if channels.has_head and not self._reasoning_format.calls:
             words = words & ~self._mark_words
         return words
 

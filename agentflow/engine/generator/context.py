@@ -27,7 +27,12 @@ from agentflow.engine.messages import Finished, Placed
 from agentflow.engine.request import AWAITED_GROUPS, PATIENT_GROUPS, Origin
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.reasoning import ReasoningFormat, reasoning_marks, shown_reasoning, thinking_after
+from agentflow.engine.text.reasoning import (
+    ReasoningFormat,
+    reasoning_format_after,
+    reasoning_marks,
+    shown_reasoning,
+)
 from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.tool_format import takes_system, tool_description
@@ -227,18 +232,18 @@ class EngineContext:
         num_text = self.tokens.num_settled + self.num_unencoded_chars // CHARS_PER_TOKEN
         return num_text + sum(map(_guess_tokens, self.tokens.unread.values()))
 
-    def thinking(self, budget: int | None = None, *, replies: bool = True) -> ReasoningFormat | None:
+    def reasoning_format(self, budget: int | None = None, *, replies: bool = True) -> ReasoningFormat | None:
         """Returns how the output may begin with reasoning; None if it cannot. Appended text must be encoded
         first. ``replies``: the output may call tools."""
         marks = reasoning_marks(self.tokens.template.source)
         opening = None if marks is None else self.tokens.opening()
         if marks is None or opening is None:
             return None
-        thinking = thinking_after(marks, *opening, budget=budget)
+        reasoning_format = reasoning_format_after(marks, *opening, budget=budget)
         use = self.tools if replies else None
-        if thinking is None or use is None:
-            return thinking
-        return thinking.for_answer(has_calls=bool(use.callable_names), must_call=use.must_call)
+        if reasoning_format is None or use is None:
+            return reasoning_format
+        return reasoning_format.for_answer(has_calls=bool(use.callable_names), must_call=use.must_call)
 
     def encode(self) -> None:
         """Encodes appended text, and finds the tokens of the beginnings to keep."""

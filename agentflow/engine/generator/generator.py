@@ -269,14 +269,14 @@ class EngineGenerator:
             on_reasoning: called with new reasoning.
         """
         sampling = params.resolved()
-        thinking = await self._thinking(context, sampling, constraint, replies=True)
-        text = ReplyText(context.tools, constraint, thinking)
+        reasoning_format = await self._reasoning_format(context, sampling, constraint, replies=True)
+        text = ReplyText(context.tools, constraint, reasoning_format)
         if text.constraint is not None and text.constraint is not constraint:  # of the tools
             self.capabilities.require(text.constraint)
         on_progress = _reporting(text, on_text, on_reasoning)
         calls = None if context.tools is None else context.tools.marks
         end = await self.complete(
-            context, sampling, on_progress, text.constraint, thinking=thinking, calls=calls
+            context, sampling, on_progress, text.constraint, reasoning_format=reasoning_format, calls=calls
         )
         context.tokens.generated(end.token_ids, end.text)
         is_truncated = end.finish_reason == "length"
@@ -300,10 +300,12 @@ class EngineGenerator:
         """Generates text, and appends the generated ids. Reasoning is not part of the text. The arguments are
         as for ``reply``."""
         sampling = params.resolved()
-        thinking = await self._thinking(context, sampling, constraint, replies=False)
-        text = None if thinking is None else AnswerText(thinking)
+        reasoning_format = await self._reasoning_format(context, sampling, constraint, replies=False)
+        text = None if reasoning_format is None else AnswerText(reasoning_format)
         on_progress = texts_to(on_text) if text is None else _reporting(text, on_text, on_reasoning)
-        end = await self.complete(context, sampling, on_progress, constraint, thinking=thinking)
+        end = await self.complete(
+            context, sampling, on_progress, constraint, reasoning_format=reasoning_format
+        )
         context.tokens.generated(end.token_ids, end.text)
         answer, reasoning = end.text, ""
         if text is not None:
@@ -313,7 +315,7 @@ class EngineGenerator:
         forced = tuple([(first - start, length) for first, length in end.forced if first >= start])
         return msgspec.structs.replace(generated, forced=forced) if forced else generated
 
-    async def _thinking(
+    async def _reasoning_format(
         self, context: EngineContext, params: SamplingParams, constraint: Constraint | None, *, replies: bool
     ) -> ReasoningFormat | None:
         """Returns how the output for a program may begin with reasoning. By default a model does not reason
@@ -323,7 +325,7 @@ class EngineGenerator:
         await self.requests.encode(context)
         default = None if constraint is None else 0
         budget = default if params.max_reasoning_tokens is None else params.max_reasoning_tokens
-        return context.thinking(budget, replies=replies)
+        return context.reasoning_format(budget, replies=replies)
 
     async def complete(
         self,
@@ -332,7 +334,7 @@ class EngineGenerator:
         on_progress: OnProgress,
         constraint: Constraint | None = None,
         on_sent: Callable[[], None] | None = None,
-        thinking: ReasoningFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
         on_compiled: Callable[[CompiledConstraint], None] | None = None,
         calls: CallMarks | None = None,
     ) -> Finished:
@@ -345,13 +347,13 @@ class EngineGenerator:
             constraint: of the text, of a kind that the model has; or None.
             on_sent: called when the request is in the engine's queue, after all checks that are possible
                 before it runs.
-            thinking: how the output may begin with reasoning, with a budget.
+            reasoning_format: how the output may begin with reasoning, with a budget.
             on_compiled: called with the compiled constraint.
             calls: the marks of tool calls, inside which no stop applies.
         """
-        if thinking is not None:
-            thinking = msgspec.structs.replace(
-                thinking, strips=constraint is None or constraint.has_free_text
+        if reasoning_format is not None:
+            reasoning_format = msgspec.structs.replace(
+                reasoning_format, strips=constraint is None or constraint.has_free_text
             )
         async with self.requests.admitted(context) as admitted:
             if context.num_unencoded_chars:
@@ -384,7 +386,7 @@ class EngineGenerator:
                 constraint=compiled,
                 jump_forward=constraint is None or constraint.jump_forward,
                 on_sent=on_sent,
-                thinking=thinking,
+                reasoning_format=reasoning_format,
                 calls=calls,
             )
             self.requests.done(admitted, end.usage)

@@ -86,7 +86,7 @@ class ChannelOutput(PieceReader):
         return self._state is _State.HEAD
 
     @property
-    def is_thinking(self) -> bool:
+    def is_reasoning(self) -> bool:
         """Whether reasoning has begun and not ended."""
         return self._state is _State.REASONING
 
@@ -241,7 +241,7 @@ class ChannelTokens:
         return self._state is _State.HEAD
 
     @property
-    def is_thinking(self) -> bool:
+    def is_reasoning(self) -> bool:
         """Whether reasoning has begun and not ended."""
         return self._state is _State.REASONING
 
@@ -253,21 +253,21 @@ class ChannelTokens:
     @property
     def is_ending(self) -> bool:
         """Whether the end of the reasoning is partly written, so that only its rest may follow."""
-        return self.is_thinking and len(_NEXT) - len(self.rest_of_end()) >= len(_ENDS[0])
+        return self.is_reasoning and len(_NEXT) - len(self.rest_of_end()) >= len(_ENDS[0])
 
     def is_free(self, token: bytes) -> bool:
         """Whether the next token, ``token``, is not part of the answer."""
         head = self._head + token
-        return self.is_thinking or (self.is_undecided and any(one.startswith(head) for one in self._heads))
+        return self.is_reasoning or (self.is_undecided and any(one.startswith(head) for one in self._heads))
 
-    def rests_of_heads(self, *, thinks: bool) -> list[bytes]:
-        """Returns the texts that may complete the head. ``thinks``: it may be the head of reasoning."""
-        heads = self._heads if thinks else self._heads[1:]
+    def rests_of_heads(self, *, may_reason: bool) -> list[bytes]:
+        """Returns the texts that may complete the head. ``may_reason``: it may be the head of reasoning."""
+        heads = self._heads if may_reason else self._heads[1:]
         return [head[len(self._head) :] for head in heads if head.startswith(self._head)]
 
     def take(self, token: bytes) -> None:
         """Reads one more token."""
-        if self.is_thinking:
+        if self.is_reasoning:
             self.num_tokens += 1
             self.num_inside += 1
             self.data += token

@@ -1,9 +1,9 @@
 """Reasoning: the text that a model writes before its answer, between marks.
 
 ``reasoning_marks`` finds the marks in a chat template. A template may open the reasoning itself at the end of
-the prompt, or close it empty so that the model does not reason; ``thinking_after`` decides this from the
-rendered prompt. ``ReasoningTokens`` follows an output by its tokens, in the engine, and decides where the
-answer begins. ``ReasoningOutput`` separates reasoning and answer at this place while they are generated.
+the prompt, or close it empty so that the model does not reason; ``reasoning_format_after`` decides this from
+the rendered prompt. ``ReasoningTokens`` follows an output by its tokens, in the engine, and decides where the
+answer begins. ``ReasoningOutput`` separates reasoning and answer there while they are generated.
 
 Models that write in channels (``channels``) have an end of the reasoning and heads of answers instead of one
 mark.
@@ -72,16 +72,16 @@ def reasoning_marks(source: str) -> ReasoningMarks | None:
     return next((marks for marks in KNOWN_MARKS if marks.end in source), None)
 
 
-def thinking_values(source: str, thinks: bool | None, effort: str | None = None) -> dict[str, Any]:
+def reasoning_values(source: str, reasons: bool | None, effort: str | None = None) -> dict[str, Any]:
     """Returns values for the variables of the chat template ``source`` that turn reasoning on or off and set
     the effort, if it has such variables.
 
-    >>> thinking_values("{% if enable_thinking is false %}<think></think>{% endif %}", thinks=False)
+    >>> reasoning_values("{% if enable_thinking is false %}<think></think>{% endif %}", reasons=False)
     {'enable_thinking': False}
     """
     values: dict[str, Any] = {}
-    if thinks is not None:
-        values |= next(({name: thinks} for name in _SWITCHES if _has_variable(source, name)), {})
+    if reasons is not None:
+        values |= next(({name: reasons} for name in _SWITCHES if _has_variable(source, name)), {})
     if effort is not None and _has_variable(source, "reasoning_effort"):
         values["reasoning_effort"] = effort
     return values
@@ -115,7 +115,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, answer="" if must_call else self.answer, calls=calls)
 
 
-def thinking_after(
+def reasoning_format_after(
     marks: ReasoningMarks, opening: str, written: str, *, budget: int | None = None
 ) -> ReasoningFormat | None:
     """Returns how an answer may begin with reasoning. None if it has none: the prompt ended it, or began the
@@ -160,10 +160,10 @@ class ReasoningOutput:
     that ends within its reasoning has no answer.
     """
 
-    def __init__(self, thinking: ReasoningFormat, output: ToolOutput | None = None) -> None:
-        self._marks = thinking
+    def __init__(self, reasoning_format: ReasoningFormat, output: ToolOutput | None = None) -> None:
+        self._marks = reasoning_format
         self._output = output
-        self._state = _State.REASONING if thinking.is_open else _State.START
+        self._state = _State.REASONING if reasoning_format.is_open else _State.START
         self._held = ""
         self._num_read = 0
         self._has_reasoning = False  # other than white space
@@ -179,7 +179,7 @@ class ReasoningOutput:
         return self._state is _State.START
 
     @property
-    def is_thinking(self) -> bool:
+    def is_reasoning(self) -> bool:
         """Whether reasoning has begun, and the answer has not."""
         return self._state is _State.REASONING
 
@@ -282,11 +282,11 @@ class ReasoningText:
 class AnswerText:
     """The answer in one output, without the ``reasoning`` before it."""
 
-    def __init__(self, thinking: ReasoningFormat) -> None:
+    def __init__(self, reasoning_format: ReasoningFormat) -> None:
         self._output: ReasoningOutput | ChannelOutput = (
-            ChannelOutput((), is_open=thinking.is_open)
-            if thinking.has_channels
-            else ReasoningOutput(thinking)
+            ChannelOutput((), is_open=reasoning_format.is_open)
+            if reasoning_format.has_channels
+            else ReasoningOutput(reasoning_format)
         )
         self.reasoning = ReasoningText()
         self._answer: list[str] = []
@@ -318,11 +318,11 @@ class ReasoningTokens:
     ``data``: the bytes of all tokens before the answer. ``num_tokens``: the number of these tokens, if there
     is reasoning; ``num_inside``: the tokens of reasoning after the first mark."""
 
-    def __init__(self, thinking: ReasoningFormat, *, has_end_token: bool = False) -> None:
-        self.end_mark = thinking.end
-        self._begin, self._end = thinking.begin.encode(), thinking.end.encode()
+    def __init__(self, reasoning_format: ReasoningFormat, *, has_end_token: bool = False) -> None:
+        self.end_mark = reasoning_format.end
+        self._begin, self._end = reasoning_format.begin.encode(), reasoning_format.end.encode()
         self._has_end_token = has_end_token
-        self._state = _State.REASONING if thinking.is_open else _State.START
+        self._state = _State.REASONING if reasoning_format.is_open else _State.START
         self._num_before = 0
         self._tail = b""  # the last bytes, which may be part of a mark
         self.data = bytearray()
@@ -340,7 +340,7 @@ class ReasoningTokens:
         return self._state is _State.START
 
     @property
-    def is_thinking(self) -> bool:
+    def is_reasoning(self) -> bool:
         """Whether reasoning has begun and not ended."""
         return self._state is _State.REASONING
 

@@ -112,15 +112,15 @@ class ToolUse:
 
 
 def answer_output(
-    use: ToolUse | None, otherwise: Constraint | None, thinking: ReasoningFormat | None
+    use: ToolUse | None, otherwise: Constraint | None, reasoning_format: ReasoningFormat | None
 ) -> AnswerOutput | None:
     """Returns the reader of an answer under ``use.constraint(otherwise)``; None if it is only text."""
     can_call = use is not None and bool(use.callable_names)
-    if thinking is not None and thinking.has_channels:
+    if reasoning_format is not None and reasoning_format.has_channels:
         names = use.callable_names if use is not None and use.form.has_channels else ()
-        return ChannelOutput(names, is_open=thinking.is_open, is_constrained=can_call)
+        return ChannelOutput(names, is_open=reasoning_format.is_open, is_constrained=can_call)
     tools = use.output(otherwise) if use is not None and can_call and not use.form.has_channels else None
-    return tools if thinking is None else ReasoningOutput(thinking, tools)
+    return tools if reasoning_format is None else ReasoningOutput(reasoning_format, tools)
 
 
 def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
@@ -300,16 +300,17 @@ def _of_object(parameters: dict[str, Any]) -> dict[str, Any]:
 
 class ReplyText:
     """The text of one reply. ``use``: the tools, if any. ``constraint``: of an answer without calls; the
-    attribute is the constraint of any answer. ``thinking``: how the answer may begin with ``reasoning``."""
+    attribute is the constraint of any answer. ``reasoning_format``: how the answer may begin with
+    ``reasoning``."""
 
     def __init__(
         self,
         use: ToolUse | None,
         constraint: Constraint | None = None,
-        thinking: ReasoningFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
     ) -> None:
         self.constraint = constraint if use is None else use.constraint(constraint)
-        self._output = answer_output(use, constraint, thinking)
+        self._output = answer_output(use, constraint, reasoning_format)
         self.reasoning = ReasoningText()
         self._writer = ReplyWriter()
         self._written: list[str] = []

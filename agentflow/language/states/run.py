@@ -627,7 +627,7 @@ class VariableNode:
         self._wake()
         self.state.run.touch(self)
 
-    def think(self, at: int, text: str) -> None:
+    def extend_reasoning(self, at: int, text: str) -> None:
         """The reasoning continues with ``text`` at character ``at``."""
         if text:
             self.reasoning = (self.reasoning if at == len(self.reasoning) else self.reasoning[:at]) + text

@@ -108,13 +108,13 @@ def read_prompt(body: CountRequest, model: Capabilities) -> CompletionRequest:
         kept=kept,
         tools=read_tools(body.tools or ()),
         tool_choice=read_tool_choice(body),
-        thinks=_thinks(body.thinking),
+        reasons=_asks_to_reason(body.thinking),
         reasoning_budget=None if body.thinking is None else body.thinking.budget_tokens,
         effort=None if body.output_config is None else body.output_config.effort,
     )
 
 
-def _thinks(thinking: Thinking | None) -> bool | None:
+def _asks_to_reason(thinking: Thinking | None) -> bool | None:
     """Whether the model reasons before its answer; None: its chat template decides. In this API, the default
     is False."""
     match None if thinking is None else thinking.type:
@@ -202,7 +202,7 @@ async def create_message(call: ApiCall) -> None:
     generator = call.text_generator(body.model, body, priority=body.priority)
     request = await call.process(make_completion, call, body, generator.capabilities)
     if body.thinking is None and isinstance(generator, TenantGenerator):
-        request = replace(request, thinks=None)  # some models of vendors always reason
+        request = replace(request, reasons=None)  # some models of vendors always reason
     capabilities = generator.capabilities
     shows_reasoning = body.thinking is None or body.thinking.display != "omitted"
     frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context, shows_reasoning)

@@ -90,15 +90,15 @@ def checked_params(generator: TenantGenerator, request: CompletionRequest) -> Ge
         raise refuse("max_tokens", "it generates at least one token")
     params = find_params(request)
     can_limit = features.accepts("max_reasoning_tokens")
-    if request.effort is not None and not (request.thinks is False and can_limit):
+    if request.effort is not None and not (request.reasons is False and can_limit):
         raise refuse(EFFORT, "its reasoning effort cannot be set")
-    if request.thinks is False and not can_limit and features.reasons:
+    if request.reasons is False and not can_limit and features.reasons:
         raise refuse("max_reasoning_tokens", "its reasoning cannot be turned off")
-    if request.thinks is False and can_limit:
+    if request.reasons is False and can_limit:
         params = msgspec.structs.replace(params, max_reasoning_tokens=0)
     elif request.reasoning_budget is not None:
         params = msgspec.structs.replace(params, max_reasoning_tokens=request.reasoning_budget)
-    elif request.thinks and not can_limit:
+    elif request.reasons and not can_limit:
         raise refuse(EFFORT, "reasoning cannot be turned on or off")
     features.require_params(params)
     return params

@@ -25,7 +25,7 @@ from agentflow.engine.text.reasoning import (
     finish_output,
     push_output,
     reasoning_marks,
-    thinking_values,
+    reasoning_values,
 )
 from agentflow.engine.text.tool_output import ToolOutput
 from agentflow.engine.text.tools import answer_output
@@ -190,7 +190,7 @@ class EngineRun:
             self._on_sent()
             self._on_delta(AnswerEnded(self._first_index + number, "length", usage))
 
-    async def _thinking(self, context: EngineContext) -> ReasoningFormat | None:
+    async def _reasoning_format(self, context: EngineContext) -> ReasoningFormat | None:
         """The format of the reasoning that an answer may begin with."""
         prompt = self._request.prompt
         if isinstance(prompt, str | TokenIds) or reasoning_marks(context.tokens.template.source) is None:
@@ -198,20 +198,22 @@ class EngineRun:
         if isinstance(prompt, Continuation):
             context, _ = await _after_answer(self._generator, self._request, prompt.messages)
         await self._generator.requests.prompt_ids(context)
-        return context.thinking(0 if self._request.thinks is False else self._request.reasoning_budget)
+        budget = 0 if self._request.reasons is False else self._request.reasoning_budget
+        return context.reasoning_format(budget)
 
     async def _answer(self, number: int, context: EngineContext) -> None:
         request, use, constraint = self._request, context.tools, self._request.constraint
         if use is not None:
             constraint = use.constraint(constraint)
-        thinking = await self._thinking(context)
+        reasoning_format = await self._reasoning_format(context)
         seed = (self._seed + number * _SEED_STEP) % 2**63
         params = msgspec.structs.replace(request.params, seed=seed)
         logprobs = None
         if params.wants_logprobs:
-            has_jumps = constraint is not None or (thinking is not None and thinking.budget is not None)
+            has_budget = reasoning_format is not None and reasoning_format.budget is not None
+            has_jumps = constraint is not None or has_budget
             logprobs = LogprobReader(self._generator.tokenizer, params, has_jumps=has_jumps)
-        output = answer_output(use, request.constraint, thinking)
+        output = answer_output(use, request.constraint, reasoning_format)
         reader = _AnswerReader(self._first_index + number, self._on_delta, logprobs=logprobs, output=output)
         unkept: set[str] = set()
 
@@ -242,7 +244,7 @@ class EngineRun:
                 push,
                 constraint,
                 accept,
-                thinking=thinking,
+                reasoning_format=reasoning_format,
                 on_compiled=on_compiled,
                 calls=None if use is None else use.marks,
             )
@@ -267,7 +269,7 @@ class EngineRun:
 
 def _template_values(generator: EngineGenerator, request: CompletionRequest) -> dict[str, Any]:
     """The variables of the chat template. The request's own take precedence."""
-    values = thinking_values(generator.template.source, request.thinks, request.effort)
+    values = reasoning_values(generator.template.source, request.reasons, request.effort)
     return {**values, **request.template_values}
 
 
@@ -378,14 +380,14 @@ class _AnswerReader:
 
     def _read(self, output: AnswerOutput, progress: Progress, tokens: list[AnswerToken]) -> None:
         reasoning = None if isinstance(output, ToolOutput) else output
-        is_reasoning = isinstance(output, ChannelOutput) and output.is_thinking
+        is_reasoning = isinstance(output, ChannelOutput) and output.is_reasoning
         was_head = isinstance(output, ChannelOutput) and output.is_undecided
         pieces = push_output(output, progress.text, progress.answer_at)
         tokens, self._undecided = [*self._undecided, *tokens], []
         if reasoning is not None and reasoning.is_undecided:
             self._undecided = tokens
             return
-        is_reasoning = is_reasoning or (reasoning is not None and reasoning.is_thinking)
+        is_reasoning = is_reasoning or (reasoning is not None and reasoning.is_reasoning)
         if isinstance(output, ChannelOutput) and was_head and output.is_text and not pieces:
             is_reasoning = True  # the head of a text answer, which is not part of its text
         self._emit_pieces(pieces, tokens, is_reasoning=is_reasoning)

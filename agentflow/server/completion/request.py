@@ -53,7 +53,7 @@ class CompletionRequest:
     prompt_logprobs: int | None = None  # return the prompt's log-probabilities, with this many alternatives
     generates: bool = True  # False if the answer is the prompt alone
     template_values: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
-    thinks: bool | None = None  # whether a reasoning model reasons first; None: its template decides
+    reasons: bool | None = None  # whether a reasoning model reasons first; None: its template decides
     reasoning_budget: int | None = None  # the limit of reasoning tokens
     effort: str | None = None  # the reasoning effort, for templates that have a variable for it
     # Prefixes of the conversation to keep in the cache: the number of messages, after the tools, and the

@@ -17,6 +17,7 @@ from agentflow.server.http.call import ApiCall
 from agentflow.server.models.models import TextGenerator
 from agentflow.server.ollama.answer import AnswerLines
 from agentflow.server.ollama.request import (
+    asks_to_reason,
     check_generation,
     list_unset,
     read_constraint,
@@ -26,7 +27,6 @@ from agentflow.server.ollama.request import (
     read_sampling,
     read_tools,
     resolve_name,
-    thinks,
 )
 from agentflow.server.ollama.types import OllamaChatRequest, OllamaGenerateRequest
 
@@ -57,7 +57,7 @@ def _make_chat(call: ApiCall, body: OllamaChatRequest, generator: TextGenerator)
         constraint=read_constraint(body.format),
         tools=read_tools(body.tools or ()),
         max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
-        thinks=thinks(body),
+        reasons=asks_to_reason(body),
         effort=read_effort(body),
         unset=list_unset(body),
     )
@@ -72,7 +72,7 @@ def _make_generation(
         read_sampling(body, generator),
         constraint=read_constraint(body.format),
         max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
-        thinks=thinks(body),
+        reasons=asks_to_reason(body),
         effort=read_effort(body),
         unset=list_unset(body),
         returns_prompt=not body.raw and isinstance(generator, EngineGenerator),

@@ -56,17 +56,17 @@ def resolve_name(call: ApiCall, name: str) -> str:
 def check_generation(body: Generation, generator: TextGenerator) -> None:
     """``ApiError`` for a field that is not supported, or is wrong."""
     if body.think and isinstance(generator, EngineGenerator):
-        _check_thinks(generator)
+        _check_can_reason(generator)
     if body.top_logprobs and not body.logprobs:
         raise invalid_field("top_logprobs", "it needs 'logprobs' to be true")
 
 
-def _check_thinks(generator: EngineGenerator) -> None:
+def _check_can_reason(generator: EngineGenerator) -> None:
     if reasoning_marks(generator.template.source) is None:
         raise unsupported("think", f"{generator.capabilities.model} does not reason before its answer")
 
 
-def thinks(body: Generation) -> bool | None:
+def asks_to_reason(body: Generation) -> bool | None:
     """Whether the model reasons before its answer; None: its chat template decides."""
     return None if body.think is None else bool(body.think)
 

@@ -131,14 +131,14 @@ def _make_request(
         template_values=read_template_values(body.chat_template_kwargs),
         returns_prompt=body.prompt_logprobs is not None or bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs,
-        thinks=_thinks(body),
+        reasons=_asks_to_reason(body),
         reasoning_budget=_reasoning_budget(body),
         effort=body.reasoning_effort,
         unset=names_of_unset(max_tokens=max_tokens, temperature=body.temperature, top_p=body.top_p),
     )
 
 
-def _thinks(body: ChatRequest) -> bool | None:
+def _asks_to_reason(body: ChatRequest) -> bool | None:
     """Whether the model reasons before its answer; None: the chat template decides."""
     if body.enable_thinking is not None or body.reasoning_effort is None:
         return body.enable_thinking

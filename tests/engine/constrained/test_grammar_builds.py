@@ -15,7 +15,7 @@ from support.faults import has_param
 from support.holds import until
 from support.plain_model import plain_model_engine
 from support.plain_model import runner as plain_runner
-from support.thinking_models import CHANNEL_MODEL as CHANNELS
+from support.reasoning_models import CHANNEL_MODEL as CHANNELS
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.constrained import grammar_cache
@@ -190,10 +190,10 @@ def test_f9e_reasoning_in_channels_keep_the_grammar_of_the_answer(monkeypatch: p
     monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 1)
     grammars = GrammarCache(CHANNELS.tokenizer, CHANNELS.tokenizer.vocab_size)
     grammars.grammar(word("yes"))
-    thinking = ReasoningFormat(REASONING_HEAD, "<|end|>", is_open=False, answer=ANSWER_HEAD)
+    reasoning_format = ReasoningFormat(REASONING_HEAD, "<|end|>", is_open=False, answer=ANSWER_HEAD)
     params = SamplingParams(max_tokens=200)
     known = CompiledConstraint("yes", "dfa", b"")
-    message = Submit(1, [5], params, constraint=known, jump_forward=False, thinking=thinking)
+    message = Submit(1, [5], params, constraint=known, jump_forward=False, reasoning_format=reasoning_format)
     request = request_of(1, np.array([5], dtype=np.int32), 200, params)
     text = constrained_request(request, message, grammars, CHANNELS.tokenizer)
     text.begin(())

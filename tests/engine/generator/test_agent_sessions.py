@@ -6,7 +6,7 @@ import pytest
 from support.engine.agent_sessions import CLIENTS, TURNS, AgentSession
 from support.engine.tool_template_shapes import TEMPLATES, TOKENIZER, WITHOUT_TOOLS
 from support.examples import times
-from support.thinking_models import DEEPSEEK_MODEL, QWEN_MODEL, SPELLED_MODEL
+from support.reasoning_models import DEEPSEEK_MODEL, QWEN_MODEL, SPELLED_MODEL
 
 from agentflow.engine.text.state.rendered_prefixes import RenderedPrefixes
 

@@ -14,7 +14,7 @@ from support.chat_template_shapes import CHATML, THINKING
 from support.fake_engine import TEMPLATE, TOKENIZER
 from support.faults import has_param
 from support.plain_model import END_ID, plain_model_engine
-from support.thinking_models import DEEPSEEK, QWEN
+from support.reasoning_models import DEEPSEEK, QWEN
 
 import agentflow as af
 from agentflow.engine.client import EngineClient

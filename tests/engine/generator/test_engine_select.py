@@ -11,7 +11,7 @@ from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
 from support.faults import has_param
 from support.plain_model import END_ID, alone, fake_logprob, plain_model_engine, runner
 from support.process_engine import Hold, kill, process_engine
-from support.thinking_models import DEEPSEEK, QWEN
+from support.reasoning_models import DEEPSEEK, QWEN
 
 import agentflow as af
 from agentflow.engine.client import EngineClient

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.fake_engine import ConstrainedEngine
-from support.thinking_models import QWEN_MODEL
+from support.reasoning_models import QWEN_MODEL
 
 import agentflow as af
 

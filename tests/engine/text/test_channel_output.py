@@ -7,7 +7,7 @@ from itertools import groupby
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.thinking_models import CHANNEL_MODEL, QWEN_MODEL
+from support.reasoning_models import CHANNEL_MODEL, QWEN_MODEL
 
 from agentflow.engine.text.channel_output import ChannelOutput, ChannelTokens, read_channels
 from agentflow.engine.text.channels import ANSWER_HEAD, REASONING_HEAD, call_head, has_channels

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.chat_template_shapes import CHATML
-from support.thinking_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_MODEL, ThinkingModel
+from support.reasoning_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_MODEL, ReasoningModel
 
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.reasoning import (
@@ -17,8 +17,8 @@ from agentflow.engine.text.reasoning import (
     ReasoningOutput,
     ReasoningTokens,
     reasoning_marks,
+    reasoning_values,
     shown_reasoning,
-    thinking_values,
 )
 from agentflow.engine.text.state.token_state import TokenState
 from agentflow.protocol.chat import CalledTool, Message, ReasoningPiece, ReplyPiece, TextPiece
@@ -28,33 +28,33 @@ CLOSED = ReasoningFormat("<think>", "</think>", is_open=False)
 PARTS = ["<think>", "</think>", "\n", " ", "<", "</", "think>", "</thi", "yes", "no.", "\u2003"]
 
 
-def whole(output: str, thinking: ReasoningFormat) -> tuple[str, str]:
+def whole(output: str, form: ReasoningFormat) -> tuple[str, str]:
     """The reference: reasoning and answer of a whole output."""
-    if not thinking.is_open:
+    if not form.is_open:
         bare = output.lstrip(WHITE_SPACE)
-        if not bare.startswith(thinking.begin):
+        if not bare.startswith(form.begin):
             return "", output
-        output = bare[len(thinking.begin) :]
-    reasoning, mark, answer = output.partition(thinking.end)
+        output = bare[len(form.begin) :]
+    reasoning, mark, answer = output.partition(form.end)
     return reasoning.strip(WHITE_SPACE), answer.lstrip(WHITE_SPACE) if mark else ""
 
 
-def whole_of_tokens(tokens: Sequence[str], thinking: ReasoningFormat) -> tuple[str, str]:
+def whole_of_tokens(tokens: Sequence[str], form: ReasoningFormat) -> tuple[str, str]:
     """The reference where the mark after reasoning is one token, and only this token ends them."""
     before = "".join(tokens)
-    if not thinking.is_open and not before.lstrip(WHITE_SPACE).startswith(thinking.begin):
+    if not form.is_open and not before.lstrip(WHITE_SPACE).startswith(form.begin):
         return "", before
     reasoning, answer = before, ""
-    num_begun = 0 if thinking.is_open else len(before) - len(before.lstrip(WHITE_SPACE)) + len(thinking.begin)
+    num_begun = 0 if form.is_open else len(before) - len(before.lstrip(WHITE_SPACE)) + len(form.begin)
     at = 0
     for number, token in enumerate(tokens):
-        if token == thinking.end and at >= num_begun:
+        if token == form.end and at >= num_begun:
             reasoning, answer = before[:at], "".join(tokens[number + 1 :])
             break
         at += len(token)
     if not answer.lstrip(WHITE_SPACE) and reasoning == before:
         # An output that ends in the mark, however it is spelled, is shown without it.
-        reasoning = reasoning[num_begun:].rstrip(WHITE_SPACE).removesuffix(thinking.end)
+        reasoning = reasoning[num_begun:].rstrip(WHITE_SPACE).removesuffix(form.end)
         return reasoning.strip(WHITE_SPACE), ""
     return reasoning[num_begun:].strip(WHITE_SPACE), answer.lstrip(WHITE_SPACE)
 
@@ -70,11 +70,11 @@ def joined(pieces: Sequence[ReplyPiece]) -> tuple[str, str]:
 
 
 def read(
-    tokens: Sequence[str], thinking: ReasoningFormat, cuts: Sequence[int], *, has_end_token: bool
+    tokens: Sequence[str], form: ReasoningFormat, cuts: Sequence[int], *, has_end_token: bool
 ) -> tuple[str, str]:
     """Reasoning and answer of an output whose tokens one reader follows and whose text, in pieces of several
     tokens, another one divides."""
-    follower, reader = ReasoningTokens(thinking, has_end_token=has_end_token), ReasoningOutput(thinking)
+    follower, reader = ReasoningTokens(form, has_end_token=has_end_token), ReasoningOutput(form)
     pieces: list[ReplyPiece] = []
     text = ""
     for number, token in enumerate(tokens):
@@ -92,8 +92,8 @@ def read(
     st.sampled_from([OPEN, CLOSED]),
     st.sets(st.integers(0, 12), max_size=6),
 )
-def test_streamed_outputs_are_read_as_whole_ones(tokens, thinking, cuts) -> None:
-    assert read(tokens, thinking, cuts, has_end_token=False) == whole("".join(tokens), thinking)
+def test_streamed_outputs_are_read_as_whole_ones(tokens, form, cuts) -> None:
+    assert read(tokens, form, cuts, has_end_token=False) == whole("".join(tokens), form)
 
 
 @given(
@@ -101,16 +101,16 @@ def test_streamed_outputs_are_read_as_whole_ones(tokens, thinking, cuts) -> None
     st.sampled_from([OPEN, CLOSED]),
     st.sets(st.integers(0, 12), max_size=6),
 )
-def test_f32a_only_the_token_after_reasoning_ends_them(tokens, thinking, cuts) -> None:
-    assert read(tokens, thinking, cuts, has_end_token=True) == whole_of_tokens(tokens, thinking)
+def test_f32a_only_the_token_after_reasoning_ends_them(tokens, form, cuts) -> None:
+    assert read(tokens, form, cuts, has_end_token=True) == whole_of_tokens(tokens, form)
 
 
-@pytest.mark.parametrize("thinking", [OPEN, CLOSED])
-def test_reasoning_are_delivered_as_they_come(thinking) -> None:
-    reader = ReasoningOutput(thinking)
-    if not thinking.is_open:
+@pytest.mark.parametrize("form", [OPEN, CLOSED])
+def test_reasoning_are_delivered_as_they_come(form) -> None:
+    reader = ReasoningOutput(form)
+    if not form.is_open:
         assert reader.push("<think>\n", -1) == []
-    num_before = 0 if thinking.is_open else len("<think>\n")
+    num_before = 0 if form.is_open else len("<think>\n")
     assert reader.push("A bear", -1) == [ReasoningPiece("A bear")]
     assert reader.push(" eats </", -1) == [ReasoningPiece(" eats")]
     assert reader.push("fish> ", -1) == [ReasoningPiece(" </fish>")]
@@ -118,7 +118,7 @@ def test_reasoning_are_delivered_as_they_come(thinking) -> None:
     assert reader.push("\nYes", num_before + 30) == [TextPiece("Yes")]
 
 
-def opening(model: ThinkingModel, messages: Sequence[Message], template: ChatTemplate | None = None) -> str:
+def opening(model: ReasoningModel, messages: Sequence[Message], template: ChatTemplate | None = None) -> str:
     """How an answer to the messages begins."""
     state = TokenState(model.tokenizer, template or model.template)
     for message in messages:
@@ -130,15 +130,15 @@ def opening(model: ThinkingModel, messages: Sequence[Message], template: ChatTem
 
 
 @pytest.mark.parametrize(
-    ("model", "thinks", "expected"),
+    ("model", "reasons", "expected"),
     [
         (QWEN_MODEL, True, "<|im_end|>\n<|im_start|>assistant\n"),
         (QWEN_MODEL, False, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
         (DEEPSEEK_MODEL, None, "<|assistant|><think>\n"),
     ],
 )
-def test_the_prompt_shows_how_an_answer_begins(model, thinks, expected) -> None:
-    template = model.template.with_values(thinking_values(model.template.source, thinks))
+def test_the_prompt_shows_how_an_answer_begins(model, reasons, expected) -> None:
+    template = model.template.with_values(reasoning_values(model.template.source, reasons))
     # What is a mark in a content is none in the markup.
     for content in ("Hi", "Hi <think>", "Hi </think>"):
         assert opening(model, [Message("user", content)], template) == expected
@@ -189,5 +189,7 @@ def test_marks_have_text_in_outputs_and_are_no_tokens_of_contents(model) -> None
 
 def test_a_template_without_marks_is_of_a_model_that_does_not_think() -> None:
     assert reasoning_marks(CHATML) is None
-    assert thinking_values(CHATML, thinks=False, effort="low") == {}
-    assert thinking_values("{{ reasoning_effort }}", thinks=True, effort="low") == {"reasoning_effort": "low"}
+    assert reasoning_values(CHATML, reasons=False, effort="low") == {}
+    assert reasoning_values("{{ reasoning_effort }}", reasons=True, effort="low") == {
+        "reasoning_effort": "low"
+    }

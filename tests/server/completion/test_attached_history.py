@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from support.fake_engine import FakeEngine
-from support.thinking_models import QWEN_MODEL
+from support.reasoning_models import QWEN_MODEL
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.protocol.chat import Message

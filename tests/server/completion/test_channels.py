@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import ConstrainedEngine
+from support.reasoning_models import CHANNEL_MODEL, in_channels
 from support.server.http_clients import only_asyncio
 from support.server.module_servers import module_fixture
-from support.thinking_models import CHANNEL_MODEL, in_channels
-from test_thinking import JSON, CheckResumed, ask, asking, deltas_of, generator_of, resuming
+from test_engine_reasoning import JSON, CheckResumed, ask, asking, deltas_of, generator_of, resuming
 
 import agentflow as af
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
@@ -68,7 +68,7 @@ async def test_a_budget_ends_reasoning_with_the_head_of_the_answer() -> None:
         for stop in ("final", "assistant", "message"):  # in the head that the budget appends
             answer = await ask(generator, asking(SCRIPT, reasoning_budget=2, params={"stop": (stop,)}))
             assert (answer.text, answer.finish_reason) == (ANSWER, "stop")
-        for off in ({"reasoning_budget": 0}, {"thinks": False}):
+        for off in ({"reasoning_budget": 0}, {"reasons": False}):
             answer = await ask(generator, asking(SCRIPT, **off))
             assert (answer.reasoning, answer.text) == ("", ANSWER)
             assert [*answer.token_ids[: len(HEAD)]] == HEAD

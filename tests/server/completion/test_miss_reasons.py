@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from support.fake_engine import TEMPLATE, FakeEngine
-from support.thinking_models import QWEN_MODEL
+from support.reasoning_models import QWEN_MODEL
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.generator import EngineGenerator

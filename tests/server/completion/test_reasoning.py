@@ -9,9 +9,9 @@ import anthropic
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
+from support.reasoning_models import DEEPSEEK_MODEL, QWEN_MODEL
 from support.server.apis import CHAT, MESSAGES, OLLAMA, OLLAMA_TEXT, RESPONSES, Api, ask, events, post
 from support.server.openai_peer import sync_client
-from support.thinking_models import DEEPSEEK_MODEL, QWEN_MODEL
 
 REASONING, ANSWER = "It is a greeting.", "Hello!"
 SCRIPT = f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"

@@ -11,9 +11,9 @@ import httpx2
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
+from support.reasoning_models import QWEN_MODEL
 from support.server.apis import APIS, CHAT, RESPONSES, TEXT, Api
 from support.server.module_servers import module_server
-from support.thinking_models import QWEN_MODEL
 
 from agentflow.engine.request import Origin
 from agentflow.engine.tenant import ANONYMOUS

@@ -485,7 +485,7 @@ class ApiGenerator:
     async def _run_ahead(self, ahead: Ahead, asked: ApiContext, request: ApiRequest, call: Call) -> None:
         with ahead.scope:
             try:
-                answer = await self._calls.answer(asked, request, call, ahead.extend, ahead.think)
+                answer = await self._calls.answer(asked, request, call, ahead.extend, ahead.extend_reasoning)
                 answer.deliver()
                 ahead.finish(answer)
             except AgentflowError as error:

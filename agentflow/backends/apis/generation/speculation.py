@@ -80,7 +80,7 @@ class Ahead:
         self._ends.append(len(self.text))
         self._wake()
 
-    def think(self, delta: str) -> None:
+    def extend_reasoning(self, delta: str) -> None:
         """More reasoning, which precedes the text."""
         self.reasoning += delta
         self._wake()

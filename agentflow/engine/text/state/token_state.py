@@ -21,7 +21,7 @@ from agentflow.engine.text.channels import ANSWER_HEAD
 from agentflow.engine.text.chat_layout import Layout, lay_out
 from agentflow.engine.text.chat_template import ChatTemplate, MediumMarkup
 from agentflow.engine.text.common_prefix import common_prefix
-from agentflow.engine.text.reasoning import reasoning_marks, thinking_after
+from agentflow.engine.text.reasoning import reasoning_format_after, reasoning_marks
 from agentflow.engine.text.state.choices import EncodedChoices, encode_choices
 from agentflow.engine.text.state.encoding import (
     ShowMedium,
@@ -385,9 +385,9 @@ class TokenState:
         """Returns the markup that ends the reasoning in which the state is; empty if it is in none."""
         marks = reasoning_marks(self.template.source)
         opening = None if marks is None else self.opening()
-        thinking = None if marks is None or opening is None else thinking_after(marks, *opening)
-        is_open = thinking is not None and thinking.is_open and not thinking.has_channels
-        return f"\n{thinking.end}\n\n" if thinking is not None and is_open else ""
+        given = None if marks is None or opening is None else reasoning_format_after(marks, *opening)
+        is_open = given is not None and given.is_open and not given.has_channels
+        return f"\n{given.end}\n\n" if given is not None and is_open else ""
 
     def messages(self) -> list[dict[str, str]]:
         """Returns the turns so far, including the open one, as ``{"role": …, "content": …}``. A short mark

@@ -121,18 +121,21 @@ class ResponseWriter:
 
     def message(self) -> Message:
         """The answer as a message of the conversation."""
-        texts, thinking, calls = [], [], []
+        texts, reasoning, calls = [], [], []
         for item in self.answer.output:
             match item:
                 case OutputMessage():
                     texts += [part.text for part in item.content]
                 case OutputReasoning():
-                    thinking += [part.text for part in item.content]
+                    reasoning += [part.text for part in item.content]
                 case FunctionCall():
                     calls.append(CalledTool(item.call_id, item.name, item.arguments))
-        reasoning = "".join(thinking) or None
         return Message(
-            "assistant", "".join(texts), generated=True, tool_calls=tuple(calls), reasoning=reasoning
+            "assistant",
+            "".join(texts),
+            generated=True,
+            tool_calls=tuple(calls),
+            reasoning="".join(reasoning) or None,
         )
 
     # Items

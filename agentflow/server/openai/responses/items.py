@@ -254,7 +254,7 @@ class Turns:
                 if not self._messages or self._messages[-1].role != "assistant":
                     self._append(Message("assistant", ""))
                 self._new_calls.append(call)
-                self._think()
+                self._add_reasoning()
             case Message(tool_call_id=str() as call_id) as result:
                 name = self._called.get(call_id)
                 if name is None:
@@ -264,14 +264,14 @@ class Turns:
             case message:
                 self._append(message)
                 if message.role == "assistant":
-                    self._think()
+                    self._add_reasoning()
                 self._reasoning = None
 
     def _append(self, message: Message) -> None:
         self._complete_last()
         self._messages.append(message)
 
-    def _think(self) -> None:
+    def _add_reasoning(self) -> None:
         """Adds the reasoning to the last message."""
         if self._reasoning is not None:
             self._new_reasoning.append(self._reasoning)

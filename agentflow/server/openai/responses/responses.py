@@ -226,7 +226,7 @@ class _Turn:
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
             max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
-            thinks=None if effort is None else effort not in NO_EFFORT,
+            reasons=None if effort is None else effort not in NO_EFFORT,
             effort=effort,
             unset=names_of_unset(
                 max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.direct_compiler import direct_compiler
 from support.fake_engine import FakeEngine
+from support.reasoning_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_MODEL, ReasoningModel
 from support.server.module_servers import module_fixture
-from support.thinking_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_MODEL, ThinkingModel
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import FromEngine
@@ -48,7 +48,7 @@ EACH = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
 @asynccontextmanager
-async def generator_of(model: ThinkingModel, **options) -> AsyncIterator[EngineGenerator]:
+async def generator_of(model: ReasoningModel, **options) -> AsyncIterator[EngineGenerator]:
     engine = FakeEngine(runner=model.runner(**options), tokenizer=model.tokenizer)
     async with engine.open_client() as client, direct_compiler() as compiler:
         yield EngineGenerator(client, model.template, compiler=compiler)
@@ -71,7 +71,7 @@ async def ask(generator: EngineGenerator, request: CompletionRequest) -> Answer:
 
 
 @EACH
-async def test_reasoning_are_apart_from_the_answer_and_stops_are_of_the_answer(model: ThinkingModel) -> None:
+async def test_reasoning_are_apart_from_the_answer_and_stops_are_of_the_answer(model: ReasoningModel) -> None:
     async with generator_of(model) as generator:
         answer = await ask(generator, asking(SCRIPT))
         assert (answer.reasoning, answer.text, answer.finish_reason) == (REASONING, ANSWER, "stop")
@@ -86,7 +86,7 @@ async def test_reasoning_are_apart_from_the_answer_and_stops_are_of_the_answer(m
 
 
 @EACH
-async def test_a_budget_ends_reasoning_at_once_and_the_answer_follows(model: ThinkingModel) -> None:
+async def test_a_budget_ends_reasoning_at_once_and_the_answer_follows(model: ReasoningModel) -> None:
     async with generator_of(model) as generator:
         free = await ask(generator, asking(SCRIPT))
         end = model.tokenizer.encode_written("</think>")
@@ -111,16 +111,16 @@ async def test_a_budget_ends_reasoning_at_once_and_the_answer_follows(model: Thi
 
 
 @EACH
-async def test_thinking_can_be_turned_off(model: ThinkingModel) -> None:
+async def test_thinking_can_be_turned_off(model: ReasoningModel) -> None:
     async with generator_of(model) as generator:
-        answer = await ask(generator, asking(SCRIPT, thinks=False))
+        answer = await ask(generator, asking(SCRIPT, reasons=False))
         assert (answer.reasoning, answer.text) == ("", ANSWER)
-        given_on = asking(SCRIPT, template_values={"enable_thinking": True}, thinks=False)
+        given_on = asking(SCRIPT, template_values={"enable_thinking": True}, reasons=False)
         assert (await ask(generator, given_on)).reasoning == ""  # a budget of 0
         off = asking(SCRIPT, template_values={"enable_thinking": False})
         assert (await ask(generator, off)).reasoning == (REASONING if model is DEEPSEEK_MODEL else "")
         if model is not DEEPSEEK_MODEL:
-            shown = model.tokenizer.decode(await prompt_ids(generator, asking(SCRIPT, thinks=False)))
+            shown = model.tokenizer.decode(await prompt_ids(generator, asking(SCRIPT, reasons=False)))
             assert shown.endswith("<think>\n\n</think>\n\n")
 
 
@@ -128,7 +128,7 @@ async def test_thinking_can_be_turned_off(model: ThinkingModel) -> None:
 @pytest.mark.parametrize("budget", [None, 0, 3])
 @pytest.mark.parametrize("model", [QWEN_MODEL, DEEPSEEK_MODEL], ids=["qwen", "deepseek"])
 async def test_a_constraint_begins_with_the_answer(
-    model: ThinkingModel, budget: int | None, jumps: bool
+    model: ReasoningModel, budget: int | None, jumps: bool
 ) -> None:
     form = Constraint(JSON.kind, JSON.source, jump_forward=jumps)
     async with generator_of(model) as generator:
@@ -147,7 +147,7 @@ async def test_a_constraint_begins_with_the_answer(
             "stop",
         )
         assert json.loads(ended.text)
-        without = await ask(generator, asking('{"a": "c"}', constraint=form, thinks=False))
+        without = await ask(generator, asking('{"a": "c"}', constraint=form, reasons=False))
         assert (without.reasoning, json.loads(without.text)) == ("", {"a": "c"})
 
 
@@ -198,7 +198,7 @@ CheckResumed = Callable[[CompletionRequest, int], None]
 
 
 @contextmanager
-def resuming(model: ThinkingModel) -> Iterator[CheckResumed]:
+def resuming(model: ReasoningModel) -> Iterator[CheckResumed]:
     """``check_resumed`` on one engine, for all examples of a test."""
     with (
         start_blocking_portal("asyncio") as portal,
@@ -268,7 +268,7 @@ QUOTED = f"<think>\nShould I write \u201c{'<'}/think>\u201d? No.\n</think>\n\n{A
 
 @EACH
 async def test_f32b_a_stop_in_the_white_space_before_an_answer_with_tools_stops_nothing(
-    model: ThinkingModel,
+    model: ReasoningModel,
 ) -> None:
     async with generator_of(model) as generator:
         for fields in ({"tools": (LOOK,)}, {"constraint": Constraint("regex", r"Hello\. I stop\.")}):
@@ -288,7 +288,7 @@ async def test_f32c_an_answer_matches_its_regex_with_its_white_space(pattern: st
 
 
 @EACH
-async def test_f32d_stop_token_ids_apply_to_the_answer_alone(model: ThinkingModel) -> None:
+async def test_f32d_stop_token_ids_apply_to_the_answer_alone(model: ReasoningModel) -> None:
     stop = model.tokenizer.encode(" stop", continues=True)[0]
     async with generator_of(model) as generator:
         answer = await ask(generator, asking(SCRIPT, params={"stop_token_ids": (stop,)}))

@@ -120,7 +120,7 @@ CHANNELS = """{%- set ns = namespace(name='') %}
 
 
 @dataclass(frozen=True)
-class ThinkingModel:
+class ReasoningModel:
     """``user``, ``after_user``, ``assistant``: the template's markup. The first id is the end token."""
 
     template: ChatTemplate
@@ -147,7 +147,7 @@ class ThinkingModel:
 
 
 @dataclass(frozen=True)
-class ChannelModel(ThinkingModel):
+class ChannelModel(ReasoningModel):
     """Also writes what the result of a tool says. The first three ids are end tokens."""
 
     def runner(self, **options) -> FakeRunner:
@@ -189,7 +189,7 @@ def _tokenizer(special: Sequence[str], marks: Sequence[str], source: str) -> Tok
 
 
 # Marks that are added tokens and not special, as in Qwen's tokenizers.
-QWEN_MODEL = ThinkingModel(
+QWEN_MODEL = ReasoningModel(
     ChatTemplate(QWEN),
     _tokenizer(("<|im_end|>", "<|im_start|>"), ("<think>", "</think>", "<tool_call>", "</tool_call>"), QWEN),
     "<|im_start|>user\n",
@@ -197,7 +197,7 @@ QWEN_MODEL = ThinkingModel(
     "<|im_start|>assistant\n",
 )
 # Marks that are special tokens.
-DEEPSEEK_MODEL = ThinkingModel(
+DEEPSEEK_MODEL = ReasoningModel(
     ChatTemplate(DEEPSEEK, {"bos_token": "<|begin|>"}),
     _tokenizer(("<|end|>", "<|begin|>", "<|user|>", "<|assistant|>", "<think>", "</think>"), (), DEEPSEEK),
     "<|user|>",
@@ -205,7 +205,7 @@ DEEPSEEK_MODEL = ThinkingModel(
     "<|assistant|>",
 )
 # Marks that are no tokens of their own.
-SPELLED_MODEL = ThinkingModel(
+SPELLED_MODEL = ReasoningModel(
     ChatTemplate(QWEN),
     _tokenizer(("<|im_end|>", "<|im_start|>"), (), QWEN),
     "<|im_start|>user\n",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.fake_engine import ConstrainedEngine
-from support.thinking_models import DEEPSEEK_MODEL, QWEN_MODEL, ThinkingModel
+from support.reasoning_models import DEEPSEEK_MODEL, QWEN_MODEL, ReasoningModel
 
 import agentflow as af
 
@@ -18,12 +18,12 @@ SCRIPT = f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"
 EACH = pytest.mark.parametrize("model", [QWEN_MODEL, DEEPSEEK_MODEL], ids=["qwen", "deepseek"])
 
 
-def engine_of(model: ThinkingModel) -> ConstrainedEngine:
+def engine_of(model: ReasoningModel) -> ConstrainedEngine:
     return ConstrainedEngine(runner=model.runner(), tokenizer=model.tokenizer, template=model.template)
 
 
 @EACH
-async def test_reasoning_are_no_part_of_a_value(model: ThinkingModel) -> None:
+async def test_reasoning_are_no_part_of_a_value(model: ReasoningModel) -> None:
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         s += af.user(SCRIPT) + af.assistant(af.gen("answer", logprobs=True))
         deltas = [delta async for delta in s["answer"]]
@@ -42,7 +42,7 @@ async def test_reasoning_are_no_part_of_a_value(model: ThinkingModel) -> None:
 
 
 @EACH
-async def test_a_reply_has_no_reasoning_and_keeps_its_calls(model: ThinkingModel) -> None:
+async def test_a_reply_has_no_reasoning_and_keeps_its_calls(model: ReasoningModel) -> None:
     @af.tool
     def look() -> str:
         """Looks."""
@@ -79,7 +79,7 @@ async def test_past_reasoning_of_a_conversation_are_given_to_the_template() -> N
 
 
 @EACH
-async def test_a_constrained_gen_does_not_think(model: ThinkingModel) -> None:
+async def test_a_constrained_gen_does_not_think(model: ReasoningModel) -> None:
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         script = "<think>\nIt may be 8.\n</think>\n\n42 or more"
         s += af.user(script) + af.assistant(af.gen("number", regex="[0-9]{2}", max_tokens=8))
@@ -89,7 +89,7 @@ async def test_a_constrained_gen_does_not_think(model: ThinkingModel) -> None:
 
 
 @EACH
-async def test_a_program_sets_the_budget_of_reasoning(model: ThinkingModel) -> None:
+async def test_a_program_sets_the_budget_of_reasoning(model: ReasoningModel) -> None:
     @af.program
     async def asked(s: af.State, budget: int | None) -> str:
         s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_reasoning_tokens=budget))
@@ -149,7 +149,7 @@ async def test_reasoning_and_its_budget_are_replayed(is_streamed: bool, tmp_path
 
 @EACH
 @pytest.mark.parametrize("is_reply", [False, True])
-async def test_reasoning_are_streamed_before_the_text(model: ThinkingModel, is_reply: bool) -> None:
+async def test_reasoning_are_streamed_before_the_text(model: ReasoningModel, is_reply: bool) -> None:
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         if is_reply:
             s += af.conversation([{"role": "user", "content": SCRIPT}])
@@ -175,7 +175,7 @@ def test_a_budget_is_a_whole_number(budget: Any) -> None:
 
 
 @EACH
-async def test_a_gen_that_ends_within_reasoning_has_an_empty_value(model: ThinkingModel) -> None:
+async def test_a_gen_that_ends_within_reasoning_has_an_empty_value(model: ReasoningModel) -> None:
     async with af.session(backend=engine_of(model)) as flow, flow.state() as s:
         s += af.user(SCRIPT) + af.assistant(af.gen("answer", max_tokens=5))
         assert await s["answer"] == ""
