@@ -502,11 +502,11 @@ class EngineClient:
 def texts_to(on_text: OnText) -> OnProgress:
     """Returns a callback for the progress of a generation, which reports new text."""
 
-    def forward(progress: Progress) -> None:
+    def pass_text(progress: Progress) -> None:
         if progress.text:
             on_text(progress.text)
 
-    return forward
+    return pass_text
 
 
 class _EngineThread(threading.Thread):

@@ -47,7 +47,7 @@ from agentflow.kernels.sampling.torch_sampler import TorchSampler
 logger = logging.getLogger(__name__)
 
 
-class Forward(Protocol):
+class WholeForward(Protocol):
     """The forward pass of a whole model, in other threads. Once it has started, the function that waits for
     its end and returns the result must be called before any other kernel."""
 
@@ -90,9 +90,9 @@ class Kernels:
     rows: RowOps
     sampler: Sampler
     queues_work: bool = False  # no function waits for a GPU, so the next step can be launched meanwhile
-    # Makes a ``Forward`` from the weights without the head, and the head with which ``multiply_exactly``
+    # Makes a ``WholeForward`` from the weights without the head, and the head with which ``multiply_exactly``
     # computes logits. None: the platform has none.
-    whole_forward: Callable[[DecoderWeights, LinearWeight], Forward] | None = None
+    whole_forward: Callable[[DecoderWeights, LinearWeight], WholeForward] | None = None
 
 
 REFERENCE = Kernels("reference", ReferenceAttention(), ReferenceLinear(), ReferenceRows(), TorchSampler())

@@ -177,7 +177,8 @@ def choice_rows(sampled: SampledRows) -> ChoiceRows:
 
 
 def empty_likelihoods(sampled: SampledRows, vocab_size: int) -> Likelihoods | None:
-    """Returns the arrays of log-probabilities for ``Forward.prepare_tokens``; None if the rows need none."""
+    """Returns the arrays of log-probabilities for ``WholeForward.prepare_tokens``, or None if the rows need
+    none."""
     if not sampled.needs_logprobs:
         return None
     num, counts, scored = len(sampled.rows), sampled.top_counts, sampled.scored
@@ -199,7 +200,7 @@ def empty_likelihoods(sampled: SampledRows, vocab_size: int) -> Likelihoods | No
 
 
 def make_output(token_ids: IntArray, found: Likelihoods | None) -> BatchOutput:
-    """Returns the results of ``Forward.prepare_tokens`` as the output of a batch."""
+    """Returns the results of ``WholeForward.prepare_tokens`` as the output of a batch."""
     if found is None:
         return BatchOutput(token_ids, None)
     return BatchOutput(

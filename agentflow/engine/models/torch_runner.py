@@ -57,7 +57,7 @@ from agentflow.engine.store.model_identity import model_identity
 from agentflow.errors import BadArgument
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ForwardInput, Likelihoods
-from agentflow.kernels.platforms import Forward, Kernels, kernels_for, kernels_with_attention
+from agentflow.kernels.platforms import Kernels, WholeForward, kernels_for, kernels_with_attention
 from agentflow.kernels.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -307,7 +307,7 @@ class TorchRunner:
                     self._ahead = DeviceSteps(model, kernels.sampler, stream, table_shape)
                     model.prepare(self._kv_pool.layers, self._ahead.table.slots)
         # The forward pass in one call that also chooses the tokens.
-        self._choosing: Forward | None = None
+        self._choosing: WholeForward | None = None
         if isinstance(self._model, Decoder) and ranks is None and embedding is None and self._ahead is None:
             self._choosing = self._model.whole_forward
         self._prepared: tuple[Batch | None, _Start | None] = (None, None)

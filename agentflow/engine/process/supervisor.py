@@ -269,7 +269,7 @@ class EngineSupervisor:
         """Accepts requests that another engine may have started. Requests that cannot be sent fail."""
         for request in requests:
             self._journal.adopt(request)
-        self._forward()
+        self._send_ready()
 
     def give_up(self, *, suspects: bool = False) -> list[Unfinished]:
         """Drops and returns the requests that no process has; suspects only if ``suspects``."""
@@ -297,16 +297,16 @@ class EngineSupervisor:
                 raise EngineDown(self.down_because)
             case Submit():
                 self._journal.add(message)
-                self._forward(message.request_id)
+                self._send_ready(message.request_id)
             case Abort():
                 if self._journal.abort(message.request_id) and self._connection is not None:
                     self._connection.post(message)
                 else:
                     self._hand_over([aborted(message.request_id)])
-                    self._forward()  # other requests may have waited for this suspect
+                    self._send_ready()  # other requests may have waited for this suspect
             case UnloadAdapter():
                 self._unneeded.append(message.identity)
-                self._forward()
+                self._send_ready()
             case KeepMedium():
                 self._media[message.medium.identity] = message.medium  # sent once a request needs it
             case DropMedium():
@@ -423,7 +423,7 @@ class EngineSupervisor:
                 self._load_adapters(connection)
                 self.down_because = None
                 self._changed()
-                self._forward()
+                self._send_ready()
                 await connection.run(self._receive, self._medium_sent)
             finally:
                 self._connection = None
@@ -475,7 +475,7 @@ class EngineSupervisor:
             self._journal.receive(message)
             handed.append(message)
         self._hand_over(handed)
-        self._forward()
+        self._send_ready()
 
     def _load_adapters(self, connection: ProcessConnection) -> None:
         """Loads the adapters of the previous process in a new one. Requests wait for their adapters."""
@@ -551,7 +551,7 @@ class EngineSupervisor:
         if self.on_change is not None:
             self.on_change()
 
-    def _forward(self, new: int | None = None) -> None:
+    def _send_ready(self, new: int | None = None) -> None:
         """Sends the requests that may run now. A request that cannot be sent fails alone. For the request
         ``new``, for which the client does not wait yet, raises the error instead."""
         fault: Exception | None = None
@@ -588,7 +588,7 @@ class EngineSupervisor:
         self._journal.media.add(identity)
         if identity not in self._media:  # dropped meanwhile
             self._drop_medium(identity)
-        self._forward()
+        self._send_ready()
 
     def _hand_over(self, messages: Sequence[FromEngine]) -> None:
         if self.receiver is not None:

@@ -44,7 +44,7 @@ from agentflow.kernels.native_ops.team import library, set_num_threads
 
 
 class NativeForward:
-    """``Forward`` of the native kernels."""
+    """``WholeForward`` of the native kernels."""
 
     def __init__(self, weights: DecoderWeights, head: LinearWeight) -> None:
         self._weights, self._head = weights, head  # kept alive: the structures point to them
