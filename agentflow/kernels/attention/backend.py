@@ -27,7 +27,7 @@ class AttentionRule:
     cap: float = 0.0  # the cap of the scores; 0: none
 
 
-class StaticPlans(Protocol):
+class GraphPlans(Protocol):
     """Buffers at fixed addresses for the plans of decode batches, one plan at a time."""
 
     def forms(self) -> Sequence[Any]:
@@ -49,14 +49,14 @@ class AttentionBackend(ABC):
     def plan(self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> AttentionBatch:
         """Plans the attention of a batch once for all layers. ``dtype``: the type of the KV pool."""
 
-    def static_plans(
+    def graph_plans(
         self,
         num_rows: Sequence[int],
         num_heads: int,
         num_kv_heads: int,
         device: torch.device,
         windows: Sequence[int] = (0,),
-    ) -> StaticPlans | None:
+    ) -> GraphPlans | None:
         """Returns buffers for the plans of decode batches, which captured graphs read; None if this
         implementation has none. The batches must have a ``device_table``, which the graphs also read.
 

@@ -247,7 +247,7 @@ def test_programs_with_wide_tiles_fit_the_processors_beside_narrow_ones(
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=8), st.integers(0, 100), st.integers(0, 1000))
 def test_f42b_plans_at_fixed_addresses(lens: list[int], shared: int, seed: int) -> None:
     """One batch after another, with rows that round the number up: nothing of an earlier batch remains."""
-    plans = TRITON.attention.static_plans((2, 8), 4, 2, DEVICE)
+    plans = TRITON.attention.graph_plans((2, 8), 4, 2, DEVICE)
     first = max(lens[0], shared)
     for batch in (
         [Shape(-1, 0, first, 1), *(Shape(0, shared, shared + length, 1) for length in lens[1:])],
@@ -271,7 +271,7 @@ def test_f42b_plans_at_fixed_addresses(lens: list[int], shared: int, seed: int) 
     ids=["a chunk", "too many rows", "no table on the device"],
 )
 def test_f42b_batches_without_a_form(batch: list[Shape], has_table: bool) -> None:
-    plans = TRITON.attention.static_plans((2, 8), 4, 2, DEVICE)
+    plans = TRITON.attention.graph_plans((2, 8), 4, 2, DEVICE)
     made = batch_of(make_case(batch))
     made = with_table(made) if has_table else made
     assert plans.update(TRITON.attention.plan(made, torch.float32, DEVICE)) is None

@@ -190,7 +190,7 @@ class DecodeGraphs:
         self._kv_layers, self._table, self._plans = kv_layers, table, None
         if head_dim > MAX_HEAD_DIM:
             return
-        plans = self._attention.static_plans(NUM_ROWS, *self._heads, device, self._windows)
+        plans = self._attention.graph_plans(NUM_ROWS, *self._heads, device, self._windows)
         padding = torch.from_numpy(_PADDING).expand(3, NUM_ROWS[-1])
         self._padding = padding.contiguous().to(device)
         self._arrays = self._padding.clone()

@@ -91,7 +91,7 @@ class LaunchForm:
     has_wide: tuple[bool, ...]
 
 
-class StaticPlans:
+class TritonGraphPlans:
     """Buffers at fixed addresses on a GPU for the units of decode batches, one batch at a time, which
     captured graphs read. Unused units and rows of a form are empty. The slots are read from the table on the
     device.
@@ -115,7 +115,7 @@ class StaticPlans:
         self._num_rows = tuple(num_rows)
         shape = num_heads, num_kv_heads
         self._units = {
-            (*shape, window): _StaticUnits(num_rows[-1], *shape, device, window) for window in windows
+            (*shape, window): _GraphUnits(num_rows[-1], *shape, device, window) for window in windows
         }
 
     def forms(self) -> list[LaunchForm]:
@@ -151,9 +151,9 @@ class StaticPlans:
         return replace(plan, cut_units=cut_units)
 
 
-class _StaticUnits:
+class _GraphUnits:
     """The buffers for the layers with one window. ``most``: the most rows. The other arguments are as in
-    ``StaticPlans``."""
+    ``TritonGraphPlans``."""
 
     def __init__(
         self,

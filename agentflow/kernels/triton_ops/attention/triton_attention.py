@@ -11,7 +11,7 @@ from agentflow.kernels.attention.backend import AttentionBackend, AttentionRule
 from agentflow.kernels.attention.groups import MaskedPlans
 from agentflow.kernels.attention.masked_attention import masked_attention
 from agentflow.kernels.inputs import MAX_HEAD_DIM, AttentionBatch
-from agentflow.kernels.triton_ops.attention.device_plan import StaticPlans, TritonPlan
+from agentflow.kernels.triton_ops.attention.device_plan import TritonGraphPlans, TritonPlan
 from agentflow.kernels.triton_ops.attention.paged_attention import attend
 from agentflow.kernels.triton_ops.attention.units import find_groups
 
@@ -29,15 +29,15 @@ class TritonAttention(AttentionBackend):
             device_table=batch.device_table,
         )
 
-    def static_plans(
+    def graph_plans(
         self,
         num_rows: Sequence[int],
         num_heads: int,
         num_kv_heads: int,
         device: torch.device,
         windows: Sequence[int] = (0,),
-    ) -> StaticPlans:
-        return StaticPlans(num_rows, num_heads, num_kv_heads, device, windows)
+    ) -> TritonGraphPlans:
+        return TritonGraphPlans(num_rows, num_heads, num_kv_heads, device, windows)
 
     def attend(
         self, q: Tensor, kv_layer: Tensor, plan: TritonPlan, rule: AttentionRule, sinks: Tensor | None = None
