@@ -103,9 +103,9 @@ class BadArgument(ProgramError, ValueError):
 class UnknownVariable(ProgramError, KeyError):
     """``s["x"]`` when no op has declared ``x``.
 
-    >>> s["nobody"]
+    >>> s["question"]
     Traceback (most recent call last):
-    UnknownVariable: this state has no variable 'nobody' (it has: 'answer'): append its gen first
+    UnknownVariable: this state has no variable 'question' (it has: 'answer'): append its gen first
     """
 
     code = "unknown_variable"

@@ -286,7 +286,7 @@ class EngineClient:
 
     def _has_room(self, tenant: str) -> bool:
         """Whether the tenant, and all tenants together, use less than half of their limit: the rest is for
-        requests that somebody waits for."""
+        requests whose answers a client awaits."""
         most = self._max_unfinished
         if most is None:
             return True

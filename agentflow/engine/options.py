@@ -88,8 +88,8 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     tpot_target_ms: Annotated[
         Count | None,
         doc(
-            "target time per output token, in milliseconds, of requests that somebody waits for: it limits "
-            "prompts and further requests in each forward pass"
+            "target time per output token, in milliseconds, of requests with the objective latency: it "
+            "limits prompts and further requests in each forward pass"
         ),
     ] = None
     threads: Annotated[Count | None, doc("CPU threads (not set: torch's default, within the CPU quota)")] = (

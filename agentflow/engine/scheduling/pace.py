@@ -1,5 +1,5 @@
-"""Capacity by objective: how long a step may take while somebody reads a request, and which work fits
-into it.
+"""Capacity by objective: how long a step may take while requests need low latency, and which work fits into
+it.
 
 The time per output token (TPOT) of a request is the mean time of the steps that decode it. Each request of
 the objective ``latency`` has a *bound* on it: the engine's target (``SchedulerConfig.tpot_target_ms``) or its

@@ -45,7 +45,7 @@ export interface Link {
   addVariable(variable: Variable): void;
   /** The gen has no seed: one can be derived from its place. */
   addPlace(variable: Variable, place: string): void;
-  /** Advice to the scheduler: somebody waits for the variable, or reads it while it grows. */
+  /** Advice to the scheduler: the client waits for the variable, or reads it while it grows. */
   want(variable: number, how: "stream" | "value"): void;
   /** Whether the server still knows the state. */
   isOpen(state: State): boolean;

@@ -1,5 +1,5 @@
-"""Bounds on the time per output token: what starts and decodes beside requests that somebody reads, and that
-nothing starves."""
+"""Bounds on the time per output token: what starts and decodes next to requests of the objective latency, and
+that nothing starves."""
 
 from collections import Counter
 from dataclasses import replace

@@ -190,7 +190,7 @@ def test_a_file_is_read_once_while_a_model_is_loaded(tmp_path: Path) -> None:
             assert open_gguf(file) is first
         assert open_gguf(file) is first
         config, _ = read_folder(file)
-        config.clear()  # whoever reads it may change it
+        config.clear()  # callers may change their copy
         assert read_folder(file)[0] == first.config != {}
     with reading_once():
         assert open_gguf(file) is not first
