@@ -37,13 +37,13 @@ from agentflow.engine.messages import (
     KeepMedium,
     LoadAdapter,
     NodeTokens,
-    Placed,
     Progress,
     Query,
     StatsRequest,
     Stop,
     ToEngine,
     UnloadAdapter,
+    UpdateHint,
 )
 from agentflow.engine.request import Origin, Submit
 from agentflow.engine.runner import ModelRunner, RunnerInfo
@@ -308,9 +308,9 @@ class EngineClient:
         """A new number of a state or task group, for an ``Origin``."""
         return next(self._ids)
 
-    def place(self, placed: Placed) -> None:
-        """A state's place in its program changed. Unknown states are ignored."""
-        self.engine.send(placed)
+    def update_hint(self, update: UpdateHint) -> None:
+        """A state's scheduling hint changed. Unknown states are ignored."""
+        self.engine.send(update)
 
     def close_state(self, state: int, *, is_dropped: bool = False) -> None:
         """The state will have no more requests. ``is_dropped``: because it was cancelled."""

@@ -42,7 +42,6 @@ from agentflow.engine.messages import (
     LoadAdapter,
     NeedPayload,
     PeekRequest,
-    Placed,
     SnapshotRequest,
     Started,
     StatsRequest,
@@ -50,6 +49,7 @@ from agentflow.engine.messages import (
     Stop,
     ToEngine,
     UnloadAdapter,
+    UpdateHint,
 )
 from agentflow.engine.models.memory_need import FEATURE_BYTES
 from agentflow.engine.outputs import Outputs
@@ -391,8 +391,8 @@ class Engine:
                     self._fail(message.request_id, Cancelled("the request was aborted"))
             case CloseState():
                 self.scheduler.close_state(message.state, is_dropped=message.is_dropped)
-            case Placed():
-                self._place(message)
+            case UpdateHint():
+                self._update_hint(message)
             case BlocksRequest():
                 self._wants_all_blocks = True
             case Charges():
@@ -424,7 +424,7 @@ class Engine:
         match message:
             case Submit() | Abort():
                 failed = [message.request_id]
-            case Placed():
+            case UpdateHint():
                 failed = [one.id for one in self._requests.values() if one.origin.state == message.state]
             case BuiltGrammar():
                 failed = [one for one, key in self._awaited.items() if key == message.key]
@@ -504,13 +504,13 @@ class Engine:
             assert constraint is not None
             unready[request.id], self._awaited[request.id] = message, constraint.key
 
-    def _place(self, placed: Placed) -> None:
-        """Updates the place of a state's requests, including requests whose grammar is not built yet."""
+    def _update_hint(self, update: UpdateHint) -> None:
+        """Updates the hint of a state's requests, including requests whose grammar is not built yet."""
         for request_id in self._awaited:
             request = self._requests[request_id]
-            if request.origin.state == placed.state:
-                request.origin = placed.moves(request.origin)
-        self.scheduler.place(*astuple(placed))
+            if request.origin.state == update.state:
+                request.origin = update.apply_to(request.origin)
+        self.scheduler.update_hint(*astuple(update))
 
     def _grammar_built(self, built: BuiltGrammar) -> None:
         messages = self._unready.pop(built.key, {})

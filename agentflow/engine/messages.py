@@ -40,9 +40,9 @@ class CloseState(msgspec.Struct, frozen=True, tag=True, array_like=True):
     is_dropped: bool = False
 
 
-class Placed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The place of a state in its program changed, for its requests that wait or run. Later requests have it
-    in their ``Origin``. ``task_group`` is as in ``Origin``, the other fields as in ``Place``."""
+class UpdateHint(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The scheduling hint of a state changed, for its requests that wait or run. Later requests have it in
+    their ``Origin``. ``task_group`` is as in ``Origin``, the other fields as in ``SchedulingHint``."""
 
     state: int
     program: int
@@ -53,8 +53,8 @@ class Placed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     tpot_s: float | None = None
     ttft_s: float | None = None
 
-    def moves(self, origin: Origin) -> Origin:
-        """The origin of a request of the state, at its new place."""
+    def apply_to(self, origin: Origin) -> Origin:
+        """The origin of a request of the state, with the new hint."""
         return origin.at(self.program, self.task_group, self.objective, self.tpot_s, self.ttft_s)
 
 
@@ -149,7 +149,16 @@ class Charges(msgspec.Struct, frozen=True, tag=True, array_like=True):
 Query = StatsRequest | SnapshotRequest | PeekRequest | LoadAdapter
 """Messages with a ticket. A message with the same ticket, or ``Failed``, answers each of them."""
 ToEngine = (
-    Submit | Abort | CloseState | Placed | Query | UnloadAdapter | DropMedium | BlocksRequest | Charges | Stop
+    Submit
+    | Abort
+    | CloseState
+    | UpdateHint
+    | Query
+    | UnloadAdapter
+    | DropMedium
+    | BlocksRequest
+    | Charges
+    | Stop
 )
 ToProcess = ToEngine | MediumPart
 """The messages on the socket of an engine process."""

@@ -77,7 +77,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     trace: str = ""  # the client's ``traceparent``, for observers; the engine does not use it
     label: str = ""  # the program's name, which snapshots show
     adapter: str = ""  # the name of a loaded adapter (LoRA); empty: the base model
-    program: int = 0  # the program whose place in the queue the request shares; 0: none
+    program: int = 0  # the program whose position in the queue the request shares; 0: none
     # Why its prompt differs from earlier prompts of the same conversation, as in ``Usage.miss_reason``.
     changed: str = ""
     # It prefills known tokens of a waiting state ahead of its next request. Other requests do not wait for
@@ -97,7 +97,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
         tpot_s: float | None = None,
         ttft_s: float | None = None,
     ) -> Origin:
-        """Returns this origin at another place in the program. The arguments are fields of ``Origin``."""
+        """Returns this origin with another scheduling hint. The arguments are fields of ``Origin``."""
         return msgspec.structs.replace(
             self, program=program, task_group=task_group, objective=objective, tpot_s=tpot_s, ttft_s=ttft_s
         )

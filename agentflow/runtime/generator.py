@@ -29,7 +29,7 @@ from agentflow.protocol.events import (
 from agentflow.protocol.images import Image, Video
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams
-from agentflow.runtime.programs.place import Place
+from agentflow.runtime.programs.scheduling_hint import SchedulingHint
 
 OnText = Callable[[str], None]
 ContextT = TypeVar("ContextT")
@@ -91,7 +91,7 @@ class Embeddings(NamedTuple):
 
 class StateHint(msgspec.Struct, frozen=True):
     """A hint about a state's next ops; see ``ops.Hint``. ``trace``: the ``traceparent`` of the next op.
-    ``place``: the state's place in its program, from the interpreter's graph; if ``begins``, its next request
+    ``scheduling``: from the interpreter's graph of the program; if ``begins``, the state's next request
     begins now. ``is_dropped``: the state is a cancelled branch, and no state continues from its end."""
 
     objective: Objective | None = None
@@ -100,7 +100,7 @@ class StateHint(msgspec.Struct, frozen=True):
     deadline_s: float | None = None
     speculate: bool | None = None
     trace: str = ""
-    place: Place | None = None
+    scheduling: SchedulingHint | None = None
     begins: bool = False
     is_dropped: bool = False
 

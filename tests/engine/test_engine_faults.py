@@ -26,7 +26,7 @@ from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.messages import Placed
+from agentflow.engine.messages import UpdateHint
 from agentflow.engine.request import Origin, Request, Submit
 from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
@@ -211,11 +211,11 @@ async def test_f37_a_place_that_cannot_be_given_ends_its_request_only(name: str)
     async with plain_model_engine(SchedulerConfig(), num_slots=900) as client:
 
         async def run(number: int, first: int) -> None:
-            placed = Placed(number, 1, 0, "throughput", ttft_s=1.0)
+            update = UpdateHint(number, 1, 0, "throughput", ttft_s=1.0)
             prompt, origin = [first, 5, 6], Origin(state=number)
             with suppress(EngineFailed) if first == BAD else ExitStack():
                 end = await client.generate(
-                    prompt, params, seed=0, origin=origin, on_text=lambda text: client.place(placed)
+                    prompt, params, seed=0, origin=origin, on_text=lambda text: client.update_hint(update)
                 )
                 assert first != BAD
                 assert end.text == alone(prompt, params).text

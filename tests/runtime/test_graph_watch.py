@@ -103,7 +103,7 @@ class Tenant:
     def settle(self) -> None:
         for graph in self.open.values():
             while graph.has_changes:
-                graph.take_places()
+                graph.take_hints()
 
     def expected(self) -> list[LiveGraph]:
         room = self.new_room()

@@ -152,7 +152,7 @@ class FallbackGenerator:
         candidates: The generators, in the order in which they are asked.
     """
 
-    takes_places = False
+    uses_scheduling = False
     """See ``ApiGenerator``."""
 
     def __init__(self, candidates: Sequence[ApiGenerator]) -> None:
@@ -317,9 +317,9 @@ class FallbackGenerator:
         return await self._first.fork(context, count)
 
     def hint(self, context: ApiContext, hint: StateHint) -> None:
-        """Like ``ApiGenerator.hint``, for the model that is asked next. A place in the program, and the end
-        of a state, come at any time, also while another model answers, and have no effect on APIs."""
-        if hint == StateHint(place=hint.place, is_dropped=hint.is_dropped):
+        """Like ``ApiGenerator.hint``, for the model that is asked next. A scheduling hint, and the end of
+        a state, come at any time, also while another model answers, and have no effect on APIs."""
+        if hint == StateHint(scheduling=hint.scheduling, is_dropped=hint.is_dropped):
             return
         ready = next((one for one in self._candidates if one.circuit.is_ready), None)
         if ready is None and hint.forks is not None:

@@ -54,12 +54,12 @@ from agentflow.engine.messages import (
     Loaded,
     NodeTokens,
     PeekRequest,
-    Placed,
     Progress,
     SnapshotRequest,
     StatsRequest,
     Stop,
     ToEngine,
+    UpdateHint,
 )
 from agentflow.engine.process.request_journal import StateIndex, Unfinished, aborted
 from agentflow.engine.process.supervisor import EngineSupervisor
@@ -227,8 +227,8 @@ class ReplicaSet:
             case Stop():
                 pass  # the scope ends the processes
             case _:
-                if isinstance(message, Placed):
-                    self._waiting_of_state.place(message, time.monotonic())
+                if isinstance(message, UpdateHint):
+                    self._waiting_of_state.update_hint(message, time.monotonic())
                 for replica in self._replicas:
                     replica.supervisor.send(message)
 

@@ -32,8 +32,8 @@ from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, features
 from agentflow.engine.simulator.counting_scheduler import CountingScheduler
 from agentflow.engine.simulator.fake_runner import FakeRunner
-from agentflow.engine.simulator.program_graphs import PlacedState
-from agentflow.engine.simulator.simulation import Origins, Served, Simulated, tell_places
+from agentflow.engine.simulator.program_graphs import HintedState
+from agentflow.engine.simulator.simulation import Origins, Served, Simulated, tell_hints
 from agentflow.engine.simulator.workload import Workload
 from agentflow.protocol.sampling import SamplingParams
 
@@ -243,7 +243,7 @@ class SimulatedCluster:
             arrival = self.workload.arrivals[index]
             served = Served(arrival, self.now_s)
             self.served.append(served)
-            self._tell_places(self._origins.arrived(index, self.now_s))
+            self._tell_hints(self._origins.arrived(index, self.now_s))
             prompt = arrival.prompt if self._make_prompt is None else self._make_prompt(index, self.outputs)
             lives.append(Live(index, served, prompt, arrival.output.tolist()))
         self._send(lives)
@@ -326,8 +326,8 @@ class SimulatedCluster:
         self.policy.ended(live.call, len(live.output), self.now_s)
         if self._new_runner is not None:
             self.outputs[live.index] = live.output
-        places, closed = self._origins.ended(live.index, self.now_s)
-        self._tell_places(places)
+        hints, closed = self._origins.ended(live.index, self.now_s)
+        self._tell_hints(hints)
         if closed:
             for number in self._engines_with.pop(closed, ()):
                 self._engines[number].scheduler.close_state(closed)
@@ -336,10 +336,10 @@ class SimulatedCluster:
             if not self._num_missing[follower]:
                 self._push(self.now_s + self.workload.arrivals[follower].at_s, _ARRIVES, follower)
 
-    def _tell_places(self, places: Sequence[PlacedState]) -> None:
-        for place in places:
-            for number in self._engines_with.get(place[0], ()):
-                tell_places(self._engines[number].scheduler, (place,))
+    def _tell_hints(self, hints: Sequence[HintedState]) -> None:
+        for hint in hints:
+            for number in self._engines_with.get(hint[0], ()):
+                tell_hints(self._engines[number].scheduler, (hint,))
 
     # Steps.
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from agentflow.engine.generator.prompt_changes import Outline, outline
-from agentflow.engine.messages import Finished, Placed
+from agentflow.engine.messages import Finished, UpdateHint
 from agentflow.engine.request import AWAITED_GROUPS, PATIENT_GROUPS, Origin
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -41,7 +41,7 @@ from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.chat import Conversation, Message
 from agentflow.protocol.images import Medium, Video, medium_key, medium_kind
 from agentflow.runtime.generator import StateHint
-from agentflow.runtime.programs.place import Place
+from agentflow.runtime.programs.scheduling_hint import SchedulingHint
 
 # The estimate until a text is encoded.
 CHARS_PER_TOKEN = 4
@@ -156,7 +156,7 @@ class EngineContext:
     """One state of a program in the engine."""
 
     tokens: TokenState
-    origin: Origin  # of its requests, without their place in the program
+    origin: Origin  # of its requests, without their scheduling hint
     limits: PromptLimits
     num_unencoded_chars: int = 0
     num_to_encode: int = 0  # the cost of rendering and encoding the appended text, in characters
@@ -169,7 +169,7 @@ class EngineContext:
     is_freed: bool = False
     outlived: bool = False  # the engine's state continues in a later context
     is_dropped: bool = False  # as in ``StateHint``
-    place: Place | None = None  # in its program
+    scheduling: SchedulingHint | None = None
     deadline: float | None = None  # when the state should be done, on ``time.monotonic``
     tools: ToolUse | None = None  # of the conversation with which the state began, or offered since
     conversation_key: bytes | None = None  # of that conversation, if the model's answer to it comes next
@@ -263,7 +263,7 @@ class EngineContext:
         self.num_unencoded_chars = self.num_to_encode = 0
 
     def origin_now(self) -> Origin:
-        """Returns the origin of a request made now, with its place in the program, the time left until the
+        """Returns the origin of a request made now, with its scheduling hint, the time left until the
         deadline, and why its prompt changed since the state's last request."""
         origin = self.origin_ahead()
         changed, self.changed = self.changed, ""
@@ -277,18 +277,20 @@ class EngineContext:
 
     def origin_ahead(self) -> Origin:
         """Returns the origin of a request for tokens that the state's next request will need."""
-        origin, place = self.origin, self.place
-        if place is not None:
-            group = group_of_place(place) or origin.task_group
-            origin = origin.at(place.program, group, place.objective, place.tpot_s, place.ttft_s)
+        origin, scheduling = self.origin, self.scheduling
+        if scheduling is not None:
+            group = group_of_hint(scheduling) or origin.task_group
+            origin = origin.at(
+                scheduling.program, group, scheduling.objective, scheduling.tpot_s, scheduling.ttft_s
+            )
         if self.deadline is None:
             return origin
         left_s = max(0.0, self.deadline - time.monotonic())
         return msgspec.structs.replace(origin, deadline_s=left_s)
 
-    def hint(self, hint: StateHint) -> Placed | None:
-        """Attaches a hint to the state's next requests. Returns the message about its new place, unless the
-        engine learns it from the next request."""
+    def hint(self, hint: StateHint) -> UpdateHint | None:
+        """Attaches a hint to the state's next requests. Returns the message to the scheduler, unless the
+        engine learns the hint from the next request."""
         origin = self.origin
         if hint.trace or hint.objective is not None or hint.output_tokens:
             self.origin = msgspec.structs.replace(
@@ -300,23 +302,23 @@ class EngineContext:
         self.is_dropped = self.is_dropped or hint.is_dropped
         if hint.deadline_s is not None:
             self.deadline = time.monotonic() + hint.deadline_s
-        place = hint.place
-        if hint.objective is not None and (place := place or self.place) is not None:
-            place = msgspec.structs.replace(place, objective=hint.objective)
-        if place is None or place == self.place:
+        scheduling = hint.scheduling
+        if hint.objective is not None and (scheduling := scheduling or self.scheduling) is not None:
+            scheduling = msgspec.structs.replace(scheduling, objective=hint.objective)
+        if scheduling is None or scheduling == self.scheduling:
             return None
-        self.place = place
+        self.scheduling = scheduling
         if hint.begins or not self.has_run or not origin.state:
             return None
-        return Placed(
+        return UpdateHint(
             origin.state,
-            place.program,
-            group_of_place(place) or origin.task_group,
-            place.objective,
-            place.steps,
-            place.returns_s,
-            place.tpot_s,
-            place.ttft_s,
+            scheduling.program,
+            group_of_hint(scheduling) or origin.task_group,
+            scheduling.objective,
+            scheduling.steps,
+            scheduling.returns_s,
+            scheduling.tpot_s,
+            scheduling.ttft_s,
         )
 
     def fork(self, origin: Origin) -> EngineContext:
@@ -328,7 +330,7 @@ class EngineContext:
             num_turns=self.num_turns,
             num_media=self.num_media,
             num_computed=self.num_computed,
-            place=None if self.place is None else msgspec.structs.replace(self.place, group=0),
+            scheduling=None if self.scheduling is None else msgspec.structs.replace(self.scheduling, group=0),
             deadline=self.deadline,
             tools=self.tools,
             conversation_key=self.conversation_key,
@@ -348,11 +350,11 @@ def number_of_name(name: str) -> int:
     return 2**60 + int.from_bytes(digest, "big")
 
 
-def group_of_place(place: Place) -> int:
-    """Returns the task group of a place, or 0. No other group has the number."""
-    if not place.group:
+def group_of_hint(hint: SchedulingHint) -> int:
+    """Returns the task group of a hint, or 0. No other group has the number."""
+    if not hint.group:
         return 0
-    return (AWAITED_GROUPS if place.group_objective == "latency" else PATIENT_GROUPS) + place.group
+    return (AWAITED_GROUPS if hint.group_objective == "latency" else PATIENT_GROUPS) + hint.group
 
 
 def fill_conversation(

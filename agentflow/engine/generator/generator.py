@@ -457,9 +457,9 @@ class EngineGenerator:
         now."""
         if self._ahead is None:
             hint = StateHint(trace=hint.trace)
-        placed = context.hint(hint)
-        if placed is not None:
-            self._client.place(placed)
+        update = context.hint(hint)
+        if update is not None:
+            self._client.update_hint(update)
         if self._ahead is not None and hint.forks is not None and hint.forks > 1:
             self._ahead.announced(context)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agentflow.engine.constrained.jump_forward import mark_forced
-from agentflow.engine.messages import Failed, Finished, FromEngine, Placed, Progress, Started
+from agentflow.engine.messages import Failed, Finished, FromEngine, Progress, Started, UpdateHint
 from agentflow.engine.request import Submit, TopTokens
 from agentflow.errors import Cancelled, EngineDown, EngineFailed
 
@@ -39,7 +39,7 @@ class Unfinished:
     forced: list[tuple[int, int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     num_redrawn: int = 0  # as in ``Submit``
-    placed_s: float | None = None  # when ``place`` changed its ``ttft_s``; None: it did not
+    ttft_set_s: float | None = None  # when ``update_hint`` changed its ``ttft_s``; None: it did not
     is_running: bool = False
     is_aborted: bool = False
     deaths: int = 0
@@ -48,7 +48,7 @@ class Unfinished:
     @property
     def ttft_from_s(self) -> float:
         """The time from which ``ttft_s`` counts."""
-        return self.added_s if self.placed_s is None else self.placed_s
+        return self.added_s if self.ttft_set_s is None else self.ttft_set_s
 
     @property
     def is_suspect(self) -> bool:
@@ -60,11 +60,11 @@ class Unfinished:
         del self.logprobs[len(self.ids) :], self.top_logprobs[len(self.ids) :]
         self.num_redrawn += 1
 
-    def place(self, placed: Placed, now_s: float) -> None:
-        """Updates the request with the new place of its state."""
-        if placed.ttft_s != self.submit.origin.ttft_s:
-            self.placed_s = now_s
-        self.submit = msgspec.structs.replace(self.submit, origin=placed.moves(self.submit.origin))
+    def update_hint(self, update: UpdateHint, now_s: float) -> None:
+        """Updates the request with the new hint of its state."""
+        if update.ttft_s != self.submit.origin.ttft_s:
+            self.ttft_set_s = now_s
+        self.submit = msgspec.structs.replace(self.submit, origin=update.apply_to(self.submit.origin))
 
     def as_submitted(self, now_s: float) -> Submit:
         """Returns the request that continues this one in a new engine, with its remaining time."""
@@ -84,7 +84,7 @@ class Unfinished:
 
 
 class StateIndex:
-    """Unfinished requests by state. A session has thousands, of which a new place affects few."""
+    """Unfinished requests by state. A session has thousands, of which a new hint affects few."""
 
     def __init__(self) -> None:
         self._entries: dict[int, dict[int, Unfinished]] = {}
@@ -101,10 +101,10 @@ class StateIndex:
         if not entries:
             del self._entries[entry.submit.origin.state]
 
-    def place(self, placed: Placed, now_s: float) -> None:
-        """Updates the requests of a state with its new place."""
-        for entry in self._entries.get(placed.state, {}).values():
-            entry.place(placed, now_s)
+    def update_hint(self, update: UpdateHint, now_s: float) -> None:
+        """Updates the requests of a state with its new hint."""
+        for entry in self._entries.get(update.state, {}).values():
+            entry.update_hint(update, now_s)
 
 
 class RequestJournal:
@@ -203,10 +203,10 @@ class RequestJournal:
         runs = [run for entry in self._queued.values() for run in entry.submit.media]
         return {run.identity for run in runs} - self.media
 
-    def place(self, placed: Placed) -> None:
-        """Updates the unfinished requests of a state with its new place, which also applies in another
+    def update_hint(self, update: UpdateHint) -> None:
+        """Updates the unfinished requests of a state with its new hint, which also applies in another
         process."""
-        self._of_state.place(placed, self._clock())
+        self._of_state.update_hint(update, self._clock())
 
     def drop(self, request_id: int) -> None:
         """Forgets a request that cannot be sent."""
@@ -301,14 +301,14 @@ class RequestJournal:
             self._num_suspects -= entry.is_suspect
 
 
-def _later(submit: Submit, elapsed_s: float, since_placed_s: float) -> Submit:
+def _later(submit: Submit, elapsed_s: float, since_ttft_s: float) -> Submit:
     """Returns the request with its remaining times, which are below 0 if they are over."""
     origin = submit.origin
     if origin.deadline_s is None and origin.patience_s is None and origin.ttft_s is None:
         return submit
     deadline_s = None if origin.deadline_s is None else origin.deadline_s - elapsed_s
     patience_s = None if origin.patience_s is None else origin.patience_s - elapsed_s
-    ttft_s = None if origin.ttft_s is None else origin.ttft_s - since_placed_s
+    ttft_s = None if origin.ttft_s is None else origin.ttft_s - since_ttft_s
     origin = msgspec.structs.replace(origin, deadline_s=deadline_s, patience_s=patience_s, ttft_s=ttft_s)
     return msgspec.structs.replace(submit, origin=origin)
 

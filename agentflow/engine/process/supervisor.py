@@ -39,12 +39,12 @@ from agentflow.engine.messages import (
     LoadFailed,
     NeedPayload,
     NodeTokens,
-    Placed,
     Progress,
     Start,
     Stop,
     ToEngine,
     UnloadAdapter,
+    UpdateHint,
 )
 from agentflow.engine.process.child import Child, StartChild, start_child_process
 from agentflow.engine.process.connection import Hung, ProcessConnection, Unusable
@@ -311,9 +311,9 @@ class EngineSupervisor:
                 self._media[message.medium.identity] = message.medium  # sent once a request needs it
             case DropMedium():
                 self._drop_medium(message.identity)
-            case CloseState() | Placed() | Charges() | BlocksRequest():
-                if isinstance(message, Placed):
-                    self._journal.place(message)
+            case CloseState() | UpdateHint() | Charges() | BlocksRequest():
+                if isinstance(message, UpdateHint):
+                    self._journal.update_hint(message)
                 if self._connection is not None:
                     self._connection.post(message)  # a new process learns states from the requests' origins
             case Stop():

@@ -75,7 +75,7 @@ class Liveness:
 
     If only kept tokens are left, the state that continues last loses its tokens first. A token takes the same
     room for any state, so it is worth more the sooner its state continues (for known times, the rule of
-    Belady, 1966; by steps to execution, KVFlow, 2025). This time comes from the program (``place``), or from
+    Belady, 1966; by steps to execution, KVFlow, 2025). This time comes from the program (``expect``), or from
     the earlier times between the state's requests. States that continue sooner than a request takes, from its
     arrival to its end, are equal, and the least recently used is evicted first: they will wait in the queue
     anyway. An overdue state is expected after as long again as it has already waited.
@@ -159,9 +159,9 @@ class Liveness:
         if self._arrivals.pop(state, None) is not None and end is not None:
             self._move(state, self._expected(end, self._gap_s(state)))
 
-    def place(self, state: Hashable, steps: int | None, returns_s: float | None) -> None:
-        """Sets when the program expects the state to continue. The arguments are as in ``Place``. Unknown
-        states are ignored."""
+    def expect(self, state: Hashable, steps: int | None, returns_s: float | None) -> None:
+        """Sets when the program expects the state to continue. The arguments are as in ``SchedulingHint``.
+        Unknown states are ignored."""
         end = self._ends.get(state)
         if end is None or state in self._arrivals:
             return

@@ -210,7 +210,7 @@ class Scheduler:
         return pace
 
     def _note_pace(self, request: Request) -> None:
-        """A request is new or has another place, and may be the first one with a bound."""
+        """A request is new or has another hint, and may be the first one with a bound."""
         if self._pace is None and request.origin.tpot_s is not None:
             self._pace = self._new_pace()
         elif self._pace is not None and request.status is Status.WAITING:
@@ -649,7 +649,7 @@ class Scheduler:
         if request.num_to_compute > MAX_FORCED_TOKENS:
             self._prefills.add(request)
 
-    def place(
+    def update_hint(
         self,
         state: int,
         program: int,
@@ -660,16 +660,18 @@ class Scheduler:
         tpot_s: float | None = None,
         ttft_s: float | None = None,
     ) -> None:
-        """The program changed the place of a state, as in ``Placed``. Its waiting and running requests get
-        this place, and its cached tokens are ranked by the time when it continues."""
-        self.memory.liveness.place(state, steps, returns_s)
+        """The scheduling hint of a state changed, as in ``UpdateHint``. It applies to the state's waiting and
+        running requests, and ranks its cached tokens by the time when it continues."""
+        self.memory.liveness.expect(state, steps, returns_s)
         for request in self._of_state.get(state, ()):
             origin = request.origin.at(program, task_group, objective, tpot_s, ttft_s)
             if origin != request.origin:
                 is_new = origin.ttft_s != request.origin.ttft_s
                 if self._pace is not None and origin.tpot_s != request.origin.tpot_s:
                     self._pace.bound_changed(request)
-                self.waiting.place(request, origin, self._start_by(request, origin) if is_new else math.inf)
+                self.waiting.update_origin(
+                    request, origin, self._start_by(request, origin) if is_new else math.inf
+                )
                 self._note_pace(request)
 
     def _start_by(self, request: Request, origin: Origin) -> float:

@@ -202,7 +202,7 @@ class CountingScheduler(Scheduler):
         super().release(request)
         self._end_of.pop(request.id, None)
 
-    def place(
+    def update_hint(
         self,
         state: int,
         program: int,
@@ -213,7 +213,7 @@ class CountingScheduler(Scheduler):
         tpot_s: float | None = None,
         ttft_s: float | None = None,
     ) -> None:
-        """The program changed the place of a state."""
+        """The scheduling hint of a state changed."""
         moved: list[Request] = []
         for request in self._of_state.get(state, ()):
             if request.status is Status.WAITING:  # its place follows from the tokens of its program
@@ -221,7 +221,7 @@ class CountingScheduler(Scheduler):
             elif request.id in self._counted and request.origin.program != program:
                 self._leave(self._counted[request.id])
                 moved.append(request)
-        super().place(state, program, task_group, objective, steps, returns_s, tpot_s, ttft_s)
+        super().update_hint(state, program, task_group, objective, steps, returns_s, tpot_s, ttft_s)
         for request in moved:
             self._count(request)
 

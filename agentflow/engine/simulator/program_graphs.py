@@ -1,4 +1,4 @@
-"""The programs of a workload in the live graph of a service, which gives each request its place.
+"""The programs of a workload in the live graph of a service, which gives each request its hint.
 
 A client submits the requests of a program together with their dependencies: each is in the graph from the
 program's beginning on. A request that arrives some time after the one before it (``Arrival.at_s``), as after
@@ -15,9 +15,9 @@ from agentflow.engine.simulator.workload import Arrival
 from agentflow.protocol import ops
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.programs.graph import ProgramGraph
-from agentflow.runtime.programs.place import Place
+from agentflow.runtime.programs.scheduling_hint import SchedulingHint
 
-PlacedState = tuple[int, Place]
+HintedState = tuple[int, SchedulingHint]
 _GEN = GenParams()
 
 
@@ -41,24 +41,24 @@ class ProgramGraphs:
             for before in self._before(arrival):
                 self._followers.setdefault(before, []).append(index)
 
-    def arrived(self, index: int, now_s: float) -> list[PlacedState]:
-        """A request of a program arrives. Returns the states of its program that have another place."""
+    def arrived(self, index: int, now_s: float) -> list[HintedState]:
+        """A request of a program arrives. Returns the states of its program that have another hint."""
         if index not in self._gens:
             self._submit(self._wired_from(index), now_s)
         graph = self._graphs[self._arrivals[index].program]
         graph.begin(self._gens[index])
-        return _places(graph)
+        return _hints(graph)
 
-    def ended(self, index: int, now_s: float) -> list[PlacedState]:
-        """The request has ended. Returns the states of its program that have another place."""
+    def ended(self, index: int, now_s: float) -> list[HintedState]:
+        """The request has ended. Returns the states of its program that have another hint."""
         name = self._arrivals[index].program
         graph = self._graphs[name]
         graph.end(self._gens[index], now_s)
-        places = _places(graph)
+        hints = _hints(graph)
         self._num_left[name] -= 1
         if not self._num_left[name]:
             del self._graphs[name]
-        return places
+        return hints
 
     def close(self, index: int) -> None:
         """No more requests come in the state of this request."""
@@ -66,11 +66,11 @@ class ProgramGraphs:
         if graph is not None:
             graph.close(self.state(index))
 
-    def place(self, index: int) -> Place:
-        """The place of the request's state, which has been submitted."""
+    def hint(self, index: int) -> SchedulingHint:
+        """The hint of the request's state, which has been submitted."""
         graph = self._graphs.get(self._arrivals[index].program)
-        place = None if graph is None else graph.place(self.state(index))
-        return place or Place()
+        hint = None if graph is None else graph.hint(self.state(index))
+        return hint or SchedulingHint()
 
     def state(self, index: int) -> int:
         """The number of the request's state. A request without one is alone in its state."""
@@ -122,8 +122,8 @@ class ProgramGraphs:
         graph.gather(root, dict.fromkeys([self.state(index) for index in indices]))
 
 
-def _places(graph: ProgramGraph) -> list[PlacedState]:
-    places: list[PlacedState] = []
+def _hints(graph: ProgramGraph) -> list[HintedState]:
+    hints: list[HintedState] = []
     while graph.has_changes:
-        places += graph.take_places()
-    return places
+        hints += graph.take_hints()
+    return hints

@@ -48,7 +48,7 @@ class StepsToExecution(Liveness):
     def _expected(self, end: _End, wait_s: float) -> _End:
         return end._replace(returns=end.returns or 1.0)
 
-    def place(self, state: Hashable, steps: int | None, returns_s: float | None) -> None:
+    def expect(self, state: Hashable, steps: int | None, returns_s: float | None) -> None:
         """The state runs after ``steps`` other requests of its program."""
         end = self._ends.get(state)
         if end is not None and steps is not None:

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from agentflow.engine.batch import BatchOutput
-from agentflow.engine.generator.context import group_of_place
+from agentflow.engine.generator.context import group_of_hint
 from agentflow.engine.request import AWAITED_GROUPS, Origin, Request, Row, Submit
 from agentflow.engine.scheduling.defaults import SIMULATED_CONTEXT
 from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
-from agentflow.engine.simulator.program_graphs import PlacedState, ProgramGraphs
+from agentflow.engine.simulator.program_graphs import HintedState, ProgramGraphs
 from agentflow.engine.simulator.published import PUBLISHED_ORDERS, ProgramOrder, Rules
 from agentflow.engine.simulator.workload import Arrival, Workload, awaited_groups
 from agentflow.errors import PromptTooLong
@@ -76,7 +76,7 @@ class Simulated:
 
 class Origins:
     """The origins of requests as schedulers get them, with numbers for names. ``knows_programs``: requests
-    that belong to a program get their place from its graph; others get their place from the workload."""
+    that belong to a program get their hints from its graph; others get their hints from the workload."""
 
     def __init__(self, arrivals: Sequence[Arrival], *, knows_programs: bool) -> None:
         self._arrivals = arrivals
@@ -87,28 +87,28 @@ class Origins:
         # Requests that have not ended, by the number of their state.
         self._num_left = Counter([self._state(index) for index in range(len(arrivals))])
 
-    def arrived(self, index: int, now_s: float) -> Sequence[PlacedState]:
-        """A request arrives. Returns the states that have another place now."""
+    def arrived(self, index: int, now_s: float) -> Sequence[HintedState]:
+        """A request arrives. Returns the states that have another hint now."""
         return self.graphs.arrived(index, now_s) if self._has_graph(index) else ()
 
-    def ended(self, index: int, now_s: float) -> tuple[Sequence[PlacedState], int]:
-        """The request has ended. Returns the states that have another place now, and the number of its state
+    def ended(self, index: int, now_s: float) -> tuple[Sequence[HintedState], int]:
+        """The request has ended. Returns the states that have another hint now, and the number of its state
         if that is closed, or 0."""
         state = self._state(index)
-        places = self.graphs.ended(index, now_s) if self._has_graph(index) else ()
+        hints = self.graphs.ended(index, now_s) if self._has_graph(index) else ()
         self._num_left[state] -= 1
         is_closed = not self._num_left[state]
         if is_closed and self._has_graph(index):
             self.graphs.close(index)
-        return places, state if is_closed else 0
+        return hints, state if is_closed else 0
 
     def origin(self, index: int) -> Origin:
         """Returns the source of a request that has arrived."""
         arrival, state = self._arrivals[index], self._state(index)
         origin = Origin(tenant=arrival.tenant, cache_salt=arrival.salt, state=state, label=arrival.label)
         if self._has_graph(index):
-            place = self.graphs.place(index)
-            return origin.at(place.program, group_of_place(place), place.objective)
+            hint = self.graphs.hint(index)
+            return origin.at(hint.program, group_of_hint(hint), hint.objective)
         name = arrival.task_group
         group = self._number(name) + (AWAITED_GROUPS if name in self._awaited_groups else 0)
         return origin.at(0, group, arrival.objective)
@@ -126,11 +126,11 @@ class Origins:
         return self._numbers.setdefault(name, len(self._numbers) + 1) if name else 0
 
 
-def tell_places(scheduler: Scheduler, places: Sequence[PlacedState]) -> None:
-    """Passes the places of states to a scheduler, which ignores unknown states."""
-    for state, place in places:
-        group = group_of_place(place)
-        scheduler.place(state, place.program, group, place.objective, place.steps, place.returns_s)
+def tell_hints(scheduler: Scheduler, hints: Sequence[HintedState]) -> None:
+    """Passes the hints of states to a scheduler, which ignores unknown states."""
+    for state, hint in hints:
+        group = group_of_hint(hint)
+        scheduler.update_hint(state, hint.program, group, hint.objective, hint.steps, hint.returns_s)
 
 
 class _Run:
@@ -145,10 +145,10 @@ class _Run:
         knows_programs: bool,
         knows_returns: bool,
         knows_steps: bool,
-        tells_places: bool,
+        tells_hints: bool,
     ) -> None:
         self.workload = workload
-        self._tells_places = tells_places
+        self._tells_hints = tells_hints
         self._knows_returns = knows_returns
         self._knows_steps = knows_steps
         self._ended: set[int] = set()
@@ -197,14 +197,14 @@ class _Run:
             self._advance(row)
         return took_s + time.perf_counter() - start
 
-    def _tell_places(self, places: Sequence[PlacedState]) -> None:
-        if self._tells_places:
-            tell_places(self.scheduler, places)
+    def _tell_hints(self, hints: Sequence[HintedState]) -> None:
+        if self._tells_hints:
+            tell_hints(self.scheduler, hints)
 
     def _tell_return(self, index: int, returns_s: float) -> None:
         origin = self._origins.origin(index)
-        place = origin.state, origin.program, origin.task_group, origin.objective
-        self.scheduler.place(*place, None, returns_s)
+        hint = origin.state, origin.program, origin.task_group, origin.objective
+        self.scheduler.update_hint(*hint, None, returns_s)
 
     def _tell_steps(self, program: str) -> None:
         """Passes to the scheduler, for each state of a program, the length of the longest chain of unfinished
@@ -220,14 +220,14 @@ class _Run:
             if arrival.state and arrival.state not in told:
                 told.add(arrival.state)
                 origin = self._origins.origin(index)
-                place = origin.state, origin.program, origin.task_group, origin.objective
-                self.scheduler.place(*place, steps[index])
+                hint = origin.state, origin.program, origin.task_group, origin.objective
+                self.scheduler.update_hint(*hint, steps[index])
 
     def _arrive(self, at_s: float, index: int) -> None:
         arrival = self.workload.arrivals[index]
         served = Served(arrival, at_s)
         self.served.append(served)
-        self._tell_places(self._origins.arrived(index, self.now_s))
+        self._tell_hints(self._origins.arrived(index, self.now_s))
         submit = Submit(index, [], _PARAMS, origin=self._origins.origin(index))
         request = Request.of(submit, arrival.prompt, arrival.max_new_tokens)
         try:
@@ -257,8 +257,8 @@ class _Run:
     def _end(self, index: int, served: Served) -> None:
         served.ended_s = self.now_s
         state = served.arrival.state
-        places, closed = self._origins.ended(index, self.now_s)
-        self._tell_places(places)
+        hints, closed = self._origins.ended(index, self.now_s)
+        self._tell_hints(hints)
         if closed:
             self.scheduler.close_state(closed)
         self._ended.add(index)
@@ -318,7 +318,7 @@ def simulate(
         knows_programs=knows_programs,
         knows_returns=knows_returns or (rules is not None and rules.knows_returns),
         knows_steps=rules is not None and rules.knows_steps,
-        tells_places=rules is None,
+        tells_hints=rules is None,
     )
     steps: list[float] = []
     start = time.perf_counter()

@@ -6,7 +6,7 @@ concurrently. ``state_tree`` describes the propagation of failures and cancellat
 An op fails its state if it is invalid, if there is no room for it, or if it fails while it runs; the other
 states continue. Only an error that belongs to no state ends the session.
 
-A ``ProgramGraph`` follows the ops. When the place of a state in its program changes, the state's generator
+A ``ProgramGraph`` follows the ops. When the scheduling hint of a state changes, the state's generator
 gets a hint, at most one for each state in a turn of the event loop.
 
 ``OpExecution`` runs the ops that use their state's context, ``Interpreter`` all others.
@@ -81,7 +81,7 @@ from agentflow.runtime.limits import (
 from agentflow.runtime.loop_turns import LoopTurn, end_loop_turn
 from agentflow.runtime.programs.graph import FOLLOWED, ProgramGraph
 from agentflow.runtime.programs.live import TenantGraphs
-from agentflow.runtime.programs.place import Place
+from agentflow.runtime.programs.scheduling_hint import SchedulingHint
 from agentflow.runtime.task_group import first_error
 
 logger = logging.getLogger(__name__)
@@ -145,9 +145,11 @@ class Interpreter(Generic[ContextT]):
         self._graph = ProgramGraph(program=program, find_replica=self._find_replica)
         self._tenant_graphs = TenantGraphs() if graphs is None else graphs
         self._tenant_graphs.add(self._graph)
-        # Generators without a scheduler have no use for places.
-        self._takes_places = any(getattr(one, "takes_places", True) for one in self._generators.values())
-        self._reports_places = False  # in a later turn of the event loop
+        # Generators without a scheduler have no use for scheduling hints.
+        self._uses_scheduling = any(
+            getattr(one, "uses_scheduling", True) for one in self._generators.values()
+        )
+        self._is_reporting = False  # in a later turn of the event loop
         self._ops = OpExecution(self._find, self._embedders, self._variables, self._memory, self._start_child)
         self._stats = StatsAnswers(counted or (generator,), task_group, self.events)
         self._graphs = GraphAnswers(self._graph, self._tenant_graphs, self.events, self._later)
@@ -208,7 +210,7 @@ class Interpreter(Generic[ContextT]):
                 root.opened = op
                 reservation = MemoryReservation(self._memory, 0) if self._counts_memory else None
                 root.begin(generator, opened_context(generator, op), reservation)
-                self._graph.submit(op)  # its place is reported with that of its first op
+                self._graph.submit(op)  # its hint is reported with the hint of its first op
             case ops.SubmitGraph():
                 yield from self._start_graph(op)
             case ops.Upload():
@@ -232,7 +234,7 @@ class Interpreter(Generic[ContextT]):
                 self._provide(op)
             case ops.Want():
                 self._graph.want(op.var, op.how, op.objective, op.ttft_s, op.tpot_s)
-                self._report_places_later()
+                self._report_hints_later()
             case ops.Limit():
                 budget = Budget(deadline_s=op.deadline_s, output_tokens=op.output_tokens)
                 self._states.restrict(self._states.open_state(op.state) if op.state else None, budget)
@@ -357,7 +359,7 @@ class Interpreter(Generic[ContextT]):
             self._graph.submit(op, time.monotonic())
         self._kick(state)
         if is_followed:
-            self._report_places_later()  # after the kick: a request that begins now has its place with it
+            self._report_hints_later()  # after the kick: a request that begins now brings its hint
 
     def _next_number(self, state: StateRecord[ContextT]) -> int:
         state.num_ops += 1
@@ -401,34 +403,36 @@ class Interpreter(Generic[ContextT]):
             )
             self._kick(state)
 
-    def _report_places_later(self) -> None:
-        has_news = self._graph.has_changes if self._takes_places else not self._graph.is_settled
-        if has_news and not self._reports_places:
-            self._reports_places = True
-            self._tasks.start_soon(self._report_all_places)
+    def _report_hints_later(self) -> None:
+        has_news = self._graph.has_changes if self._uses_scheduling else not self._graph.is_settled
+        if has_news and not self._is_reporting:
+            self._is_reporting = True
+            self._tasks.start_soon(self._report_all_hints)
 
-    async def _report_all_places(self) -> None:
-        """Reports changed places in portions, one in each turn of the event loop."""
+    async def _report_all_hints(self) -> None:
+        """Reports changed hints in portions, one in each turn of the event loop."""
         try:
             while self._graph.has_changes:
-                self._report_places()
+                self._report_hints()
                 if self._graph.has_changes:
                     await end_loop_turn()
         finally:
-            self._reports_places = False
+            self._is_reporting = False
 
-    def _report_places(self, begins: StateRecord[ContextT] | None = None) -> None:
-        """Reports some changed places. ``begins``: a state whose next request begins now."""
-        for number, place in self._graph.take_places():
+    def _report_hints(self, begins: StateRecord[ContextT] | None = None) -> None:
+        """Reports some changed hints. ``begins``: a state whose next request begins now."""
+        for number, hint in self._graph.take_hints():
             if begins is not None and number == begins.id:
-                self._hint_place(begins, place, begins=True)
+                self._send_hint(begins, hint, begins=True)
             elif (state := self._states.get(number)) is not None:
-                self._hint_place(state, place)
+                self._send_hint(state, hint)
 
-    def _hint_place(self, state: StateRecord[ContextT], place: Place | None, *, begins: bool = False) -> None:
-        if place is not None and state.context is not None and state.generator is not None:
+    def _send_hint(
+        self, state: StateRecord[ContextT], hint: SchedulingHint | None, *, begins: bool = False
+    ) -> None:
+        if hint is not None and state.context is not None and state.generator is not None:
             with suppress(AgentflowError):  # advice: the ops of the state report a fault themselves
-                state.generator.hint(state.context, StateHint(place=place, begins=begins))
+                state.generator.hint(state.context, StateHint(scheduling=hint, begins=begins))
 
     def _find_replica(self, number: int) -> int | None:
         state = self._states.get(number)
@@ -440,7 +444,7 @@ class Interpreter(Generic[ContextT]):
     def _kick(self, state: StateRecord[ContextT]) -> None:
         if state.error is not None and self._states.get(state.id) is state:
             self._graph.stop(state.id, has_failed=not isinstance(state.error, Cancelled))
-            self._report_places_later()
+            self._report_hints_later()
         if state.pending and not state.is_running and (state.has_begun or state.error is not None):
             state.is_running = True
             self._tasks.start_soon(self._run, state)
@@ -491,15 +495,17 @@ class Interpreter(Generic[ContextT]):
             is_followed = type(pending.op) in FOLLOWED
             if is_followed:
                 self._graph.begin(pending.op)
-                if self._graph.has_changes and self._takes_places:  # a request begins with its present place
+                if (
+                    self._graph.has_changes and self._uses_scheduling
+                ):  # a request begins with its present hint
                     is_request = isinstance(pending.op, ops.Gen | ops.Select | ops.Decide)
-                    self._report_places(begins=state if is_request else None)
+                    self._report_hints(begins=state if is_request else None)
             await self._execute(state, pending)
             if is_followed:
                 variable = self._variables.get(getattr(pending.op, "var", 0))
                 value = None if variable is None else variable.value
                 self._graph.end(pending.op, time.monotonic(), None if value is None else value.usage)
-                self._report_places_later()
+                self._report_hints_later()
         except Exception as error:
             first = first_error(error)  # a generator may run several requests for one op
             if not isinstance(first, AgentflowError):
@@ -542,8 +548,8 @@ class Interpreter(Generic[ContextT]):
     ) -> None:
         if self._states.waits_for_fork(child):
             child.begin(generator, context, reservation, num_chars)
-            if self._takes_places:
-                self._hint_place(child, self._graph.place(child.id))
+            if self._uses_scheduling:
+                self._send_hint(child, self._graph.hint(child.id))
             self._kick(child)
         else:  # closed or cancelled before it began
             generator.free(context)
@@ -600,7 +606,7 @@ class Interpreter(Generic[ContextT]):
             except AgentflowError as failure:
                 error = failure
         self._graph.provide(op.var)
-        self._report_places_later()
+        self._report_hints_later()
         if error is not None:
             variable.fail(error)
 
@@ -613,7 +619,7 @@ class Interpreter(Generic[ContextT]):
                 self._states.stop(one, Cancelled("its graph was closed"))
             if self._states.get(one.id) is one:
                 self._graph.close(one.id)
-                self._report_places_later()
+                self._report_hints_later()
             self._states.forget(one)
             for variable in one.variables:
                 variable.fail(Cancelled(f"{variable.name!r}: its state was closed"))

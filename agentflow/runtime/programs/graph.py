@@ -5,7 +5,7 @@ so its memory is bounded by the unfinished ops and the open states. It runs noth
 
 An op depends on earlier ops of its state, on the variables that its text refers to, and on the
 ops of the parent before the fork. ``deduction`` has the rules for objectives and task groups. The result is
-the ``Place`` of each state, which ``take_places`` reports when it has changed.
+the ``SchedulingHint`` of each state, which ``take_hints`` reports when it has changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentflow.runtime.programs.deduction import (
     How,
     NodeKind,
 )
-from agentflow.runtime.programs.place import Place
+from agentflow.runtime.programs.scheduling_hint import SchedulingHint
 
 _numbers = itertools.count(1)
 """Numbers of programs and task groups, unique in the process."""
@@ -78,8 +78,8 @@ class StateInGraph:
         "num_media",
         "number",
         "objective",
-        "place",
         "program",
+        "reported",
         "requests",
         "waits_since",
     )
@@ -101,7 +101,7 @@ class StateInGraph:
         self.is_stopped = False
         self.failed: LiveNode | None = None  # the node with which it failed
         self.miss = ("", 0)  # of its last request, why tokens were not cached, and how many
-        self.place = Place(steps=None)  # the last one that was reported
+        self.reported = SchedulingHint(steps=None)  # the last one that was reported
         self.waits_since: float | None = None  # the end of its last request, while it waits for the client
 
     def next_request(self) -> GraphNode | None:
@@ -180,9 +180,9 @@ class ProgramGraph:
         self._forks: dict[int, GraphNode] = {}  # unfinished forks, by their first child
         self._changed: dict[StateInGraph, None] = {}
         self.has_changes = False
-        """Whether ``take_places`` may have something to report."""
+        """Whether ``take_hints`` may have something to report."""
         self.is_settled = True
-        """Whether the places have taken all ops into account."""
+        """Whether the hints have taken all ops into account."""
         self.watchers: dict[Watcher, None] = {}
         """The watchers of the tenant."""
         self._deduction = Deduction(self._next_number, self._note, self._tell)
@@ -288,7 +288,7 @@ class ProgramGraph:
 
     def stop(self, number: int, *, has_failed: bool = False) -> None:
         """The state has failed or was cancelled: later ops are ignored. Unfinished ops are removed during the
-        next ops or calls of ``take_places``, because many states may stop in one turn of the event loop."""
+        next ops or calls of ``take_hints``, because many states may stop in one turn of the event loop."""
         state = self._states.get(number)
         if state is None or state.is_stopped:
             return
@@ -321,42 +321,42 @@ class ProgramGraph:
 
     # Results.
 
-    def take_places(self) -> list[tuple[int, Place]]:
-        """The places of the states, by number, that have changed since the last call. ``has_changes`` tells
+    def take_hints(self) -> list[tuple[int, SchedulingHint]]:
+        """The hints of the states, by number, that have changed since the last call. ``has_changes`` tells
         whether another call may have more."""
         self._settle()
         changed, self._changed = self._changed, {}
         self.has_changes = not self.is_settled
-        found: list[tuple[int, Place]] = []
+        found: list[tuple[int, SchedulingHint]] = []
         for state in changed:
-            place = self.find_place(state)
-            if place != state.place:
-                state.place = place
-                found.append((state.number, place))
+            hint = self.find_hint(state)
+            if hint != state.reported:
+                state.reported = hint
+                found.append((state.number, hint))
         return found
 
-    def place(self, number: int) -> Place | None:
-        """The present place of a state."""
+    def hint(self, number: int) -> SchedulingHint | None:
+        """The present hint for the state with this number."""
         self._settle()
         state = self._states.get(number)
-        return None if state is None else self.find_place(state)
+        return None if state is None else self.find_hint(state)
 
     def nodes(self) -> Sequence[GraphNode]:
         """The unfinished nodes, in the order of the states."""
         return [node for state in self._states.values() for node in state.nodes]
 
-    def find_place(self, state: StateInGraph) -> Place:
-        """The present place of a state."""
+    def find_hint(self, state: StateInGraph) -> SchedulingHint:
+        """The present hint of a state."""
         node = state.next_request()
         if node is None:
             expected = self._returns_s.get(state.label) if state.waits_since is not None else None
-            return Place(state.program, 0, state.objective or "latency", None, expected)
+            return SchedulingHint(state.program, 0, state.objective or "latency", None, expected)
         group = state.group
         group_objective: Objective = "throughput" if group else "latency"
         if (stage := node.stage) is not None and len(stage.members) > 1:
             group = stage.number
             group_objective = "throughput" if node.explicit == "throughput" else node.gate
-        return Place(
+        return SchedulingHint(
             state.program,
             group,
             node.objective,
@@ -412,7 +412,7 @@ class ProgramGraph:
         self._mark(state)
 
     def _mark(self, state: StateInGraph) -> None:
-        """The place of the state may have changed."""
+        """The hint of the state may have changed."""
         self._changed[state] = None
         self.has_changes = True
         self._tell(state)

@@ -101,14 +101,14 @@ def live_node(graph: ProgramGraph, node: GraphNode, numbers: ShownNumbers) -> Li
 
 
 def _shown_state(graph: ProgramGraph, state: StateInGraph, numbers: ShownNumbers) -> LiveState:
-    place = graph.find_place(state)
+    hint = graph.find_hint(state)
     return LiveState(
         state.number,
-        numbers.program(place.program),
+        numbers.program(hint.program),
         state.label,
-        place.objective,
-        numbers.group(place.group),
-        place.steps,
+        hint.objective,
+        numbers.group(hint.group),
+        hint.steps,
         state.is_stopped,
         *state.miss,
     )

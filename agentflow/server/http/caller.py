@@ -22,7 +22,7 @@ from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.ops import MAX_SALT_CHARS, Objective
 from agentflow.protocol.sampling import MAX_INT
 from agentflow.runtime.generator import StateHint
-from agentflow.runtime.programs.place import Place
+from agentflow.runtime.programs.scheduling_hint import SchedulingHint
 from agentflow.server.errors import ApiError, invalid_field
 
 ValueT = TypeVar("ValueT")
@@ -127,17 +127,17 @@ class Caller(NamedTuple):
         )
 
     def advise(self, generator: EngineGenerator, context: EngineContext) -> None:
-        """Tells the scheduler the place of a new context in its program, and the session it continues."""
+        """Gives the scheduler the hint of a new context, and the session it continues."""
         if self.session:
             generator.continue_session(context, self.session, is_last=self.is_last)
         if not (self.program or self.group or self.objective or self.output_tokens):
             return
-        place = Place(
+        scheduling = SchedulingHint(
             program=number_of_name(self.program) if self.program else 0,
             group=number_of_name(f"{self.program}\0{self.group}") if self.group else 0,
             objective=self.objective or "latency",
         )
-        generator.hint(context, StateHint(self.objective, self.output_tokens, place=place))
+        generator.hint(context, StateHint(self.objective, self.output_tokens, scheduling=scheduling))
 
 
 ANYONE: Final = Caller()

@@ -24,7 +24,7 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import PIECE_CHARS, EngineContext, PromptLimits
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.generator.requests import MAX_INLINE_CHARS
-from agentflow.engine.messages import Placed
+from agentflow.engine.messages import UpdateHint
 from agentflow.engine.request import GREEDY, Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.tenant import Tenant
@@ -33,7 +33,7 @@ from agentflow.engine.text.state import token_state
 from agentflow.protocol.events import Capabilities, Stats
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import StateHint
-from agentflow.runtime.programs.place import Place
+from agentflow.runtime.programs.scheduling_hint import SchedulingHint
 
 pytestmark = pytest.mark.anyio
 
@@ -652,7 +652,7 @@ async def test_hints_go_with_the_requests_that_follow():
 
 
 @pytest.mark.on_trio
-async def test_a_place_goes_with_later_requests_and_reaches_those_that_wait():
+async def test_a_hint_goes_with_later_requests_and_reaches_those_that_wait():
     observer = SubmitObserver()
     engine = FakeEngine()
     async with engine.open_client() as client:
@@ -660,7 +660,9 @@ async def test_a_place_goes_with_later_requests_and_reaches_those_that_wait():
         generator.observe(observer)
         context = generator.open("", program="p")
         generator.fill(context, "one two three")
-        generator.hint(context, StateHint(place=Place(program=3, group=4, objective="throughput")))
+        generator.hint(
+            context, StateHint(scheduling=SchedulingHint(program=3, group=4, objective="throughput"))
+        )
         [copy] = await generator.fork(context, 1)
         for one in (context, copy):
             await generator.generate(one, GenParams(max_tokens=2), lambda text: None)
@@ -668,7 +670,7 @@ async def test_a_place_goes_with_later_requests_and_reaches_those_that_wait():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(generator.generate, context, GenParams(max_tokens=3), lambda text: None)
             await engine.gate.held()
-            generator.hint(context, StateHint(place=Place(program=5, tpot_s=0.5)))
+            generator.hint(context, StateHint(scheduling=SchedulingHint(program=5, tpot_s=0.5)))
             generator.hint(context, StateHint("throughput"))
             engine.gate.allow(1)
             await engine.gate.held()
@@ -679,9 +681,9 @@ async def test_a_place_goes_with_later_requests_and_reaches_those_that_wait():
         for one in (context, copy):
             generator.free(one)
         without = EngineGenerator(client, TEMPLATE, use_hints=False)
-        unplaced = without.open("")
-        without.hint(unplaced, StateHint(place=Place(program=3)))
-        assert unplaced.origin_now().program == 0
+        unhinted = without.open("")
+        without.hint(unhinted, StateHint(scheduling=SchedulingHint(program=3)))
+        assert unhinted.origin_now().program == 0
     first, copied, _ = [submit.origin for submit in observer.submits]
     assert (first.program, first.objective) == (3, "throughput")
     assert (copied.program, copied.objective) == (3, "throughput")
@@ -690,20 +692,22 @@ async def test_a_place_goes_with_later_requests_and_reaches_those_that_wait():
     assert context.origin_now().objective == "throughput"
 
 
-async def test_a_request_that_begins_brings_the_place_of_its_state(monkeypatch):
+async def test_a_request_that_begins_brings_the_hint_of_its_state(monkeypatch):
     observer = SubmitObserver()
-    placed: list[Placed] = []
+    updates: list[UpdateHint] = []
     async with FakeEngine().open_client() as client:
-        monkeypatch.setattr(client, "place", placed.append)
+        monkeypatch.setattr(client, "update_hint", updates.append)
         generator = EngineGenerator(client, TEMPLATE)
         generator.observe(observer)
         context = generator.open("")
         generator.fill(context, "one two three")
         await generator.generate(context, GenParams(max_tokens=2), lambda text: None)
-        generator.hint(context, StateHint(place=Place(program=3, steps=None, returns_s=0.5)))
-        generator.hint(context, StateHint(place=Place(program=3, objective="throughput"), begins=True))
+        generator.hint(context, StateHint(scheduling=SchedulingHint(program=3, steps=None, returns_s=0.5)))
+        generator.hint(
+            context, StateHint(scheduling=SchedulingHint(program=3, objective="throughput"), begins=True)
+        )
         await generator.generate(context, GenParams(max_tokens=2), lambda text: None)
-    assert [(one.steps, one.returns_s) for one in placed] == [(None, 0.5)]
+    assert [(one.steps, one.returns_s) for one in updates] == [(None, 0.5)]
     assert [one.origin.objective for one in observer.submits] == ["latency", "throughput"]
 
 

@@ -18,7 +18,7 @@ from support.holds import Hold, until
 from support.process_engine import PLAIN, Ticks, generate, kill, process_engine, text_after
 from support.processes import has_ended, signal_child
 
-from agentflow.engine.messages import Placed
+from agentflow.engine.messages import UpdateHint
 from agentflow.engine.process.deadlines import Deadlines, StepPace
 from agentflow.engine.process.shutdown_budget import AFTER_DRAIN_S, DRAIN_S, ShutdownBudget
 from agentflow.engine.process.supervisor import EngineSupervisor, restart_delay_s, supervised_engine
@@ -136,7 +136,7 @@ def test_a_step_may_take_what_others_of_its_size_took():
 # Between two processes
 
 
-async def test_a_state_is_placed_also_between_two_processes():
+async def test_a_hint_is_kept_also_between_two_processes():
     supervisor = EngineSupervisor(
         start(),
         deadlines=Deadlines(),
@@ -145,7 +145,7 @@ async def test_a_state_is_placed_also_between_two_processes():
     )
     origin = Origin(state=5, program=1)
     supervisor.send(Submit(1, [1], None, origin=origin))
-    supervisor.send(Placed(5, 7, 8, "throughput"))
+    supervisor.send(UpdateHint(5, 7, 8, "throughput"))
     [submit] = supervisor._journal.release()
     assert submit.origin == origin.at(7, 8, "throughput")
 

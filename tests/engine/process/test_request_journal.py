@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.messages import Failed, Finished, Placed, Progress, Started
+from agentflow.engine.messages import Failed, Finished, Progress, Started, UpdateHint
 from agentflow.engine.process.request_journal import MAX_DEATHS, RequestJournal
 from agentflow.engine.request import Origin, Submit
 
@@ -85,29 +85,29 @@ def test_the_time_to_the_first_token_goes_on_when_a_request_is_sent_again():
     journal.add(Submit(1, [1], None, origin=Origin(state=5, ttft_s=4.0)))
     now_s = 101.0
     assert journal.release()[0].origin.ttft_s == 3.0
-    journal.place(Placed(5, 1, 3, "latency", ttft_s=4.0))  # as before
+    journal.update_hint(UpdateHint(5, 1, 3, "latency", ttft_s=4.0))  # as before
     now_s = 102.0
     journal.process_died()
     assert journal.release()[0].origin.ttft_s == 2.0
-    journal.place(Placed(5, 1, 3, "latency", ttft_s=6.0))
+    journal.update_hint(UpdateHint(5, 1, 3, "latency", ttft_s=6.0))
     now_s = 105.0
     journal.process_died()
     assert journal.release()[0].origin.ttft_s == 3.0
 
 
-def test_a_request_that_is_sent_again_has_its_last_place():
+def test_a_request_that_is_sent_again_has_its_last_hint():
     journal = RequestJournal()
     origins = [Origin(state=state, program=1, task_group=2, label="kept") for state in (5, 5, 6)]
     for number, origin in enumerate(origins[:2], 1):
         journal.add(Submit(number, [number], None, origin=origin))
     journal.release()
-    journal.place(Placed(5, 1, 3, "latency"))
+    journal.update_hint(UpdateHint(5, 1, 3, "latency"))
     journal.process_died()
     journal.add(Submit(3, [3], None, origin=origins[2]))
-    journal.place(Placed(5, 7, 8, "throughput", tpot_s=0.5))
-    place = {"program": 7, "task_group": 8, "objective": "throughput", "tpot_s": 0.5}
-    placed = msgspec.structs.replace(origins[0], **place)
-    assert [one.origin for one in journal.release()] == [placed, placed, origins[2]]
+    journal.update_hint(UpdateHint(5, 7, 8, "throughput", tpot_s=0.5))
+    hint = {"program": 7, "task_group": 8, "objective": "throughput", "tpot_s": 0.5}
+    updated = msgspec.structs.replace(origins[0], **hint)
+    assert [one.origin for one in journal.release()] == [updated, updated, origins[2]]
 
 
 def test_f4d_requests_wait_for_their_adapters_and_fail_without_them():

@@ -74,7 +74,7 @@ steps = st.lists(
         st.tuples(st.just("admit"), st.integers(1, 2)),
         st.tuples(st.just("admit"), st.integers(1, 2)),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
-        st.tuples(st.just("place"), st.integers(0, 30), st.integers(0, 2), st.integers(0, 2)),
+        st.tuples(st.just("hint"), st.integers(0, 30), st.integers(0, 2), st.integers(0, 2)),
     ),
     min_size=20,
     max_size=120,
@@ -118,9 +118,9 @@ def test_no_request_is_overtaken_beyond_the_bound(plan, least, share):
                 policy.finish(chosen)
             if kind == "cancel" and args[0] in waiting:
                 policy.remove(waiting.pop(args[0]))
-            if kind == "place" and args[0] in waiting:
+            if kind == "hint" and args[0] in waiting:
                 placed = waiting[args[0]]
-                policy.place(placed, replace(placed.origin, program=args[1], task_group=args[2]))
+                policy.update_origin(placed, replace(placed.origin, program=args[1], task_group=args[2]))
         assert len(policy) == len(waiting)
         assert {r.id for r in policy} == set(waiting)
 
@@ -894,7 +894,7 @@ def test_a_search_that_is_not_repeated_has_the_same_result(plan, num_slots, max_
                 for _ in range(steps):
                     if num_steps in places:
                         state, program = places[num_steps]
-                        harness.scheduler.place(state, program, 0, "latency")
+                        harness.scheduler.update_hint(state, program, 0, "latency")
                     harness.step()
                     num_steps += 1
             harness.run()

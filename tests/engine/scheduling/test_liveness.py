@@ -92,11 +92,11 @@ class Ends:
 
 def test_the_state_that_continues_last_loses_its_tokens_first():
     ends = Ends("abcd")
-    ends.live.place("a", None, 7.0)
-    ends.live.place("b", None, 9.0)
-    ends.live.place("c", None, 0.5)
+    ends.live.expect("a", None, 7.0)
+    ends.live.expect("b", None, 9.0)
+    ends.live.expect("c", None, 0.5)
     ends.live.arrived("d")
-    ends.live.place("nobody", None, 1.0)
+    ends.live.expect("unknown", None, 1.0)
     assert ends.evicted() == "bacd"
 
 
@@ -152,9 +152,9 @@ def test_a_state_with_more_steps_to_go_loses_its_tokens_first():
     ends.live.arrived("c")
     ends.clock.now += 2.0
     ends.end("c")  # a request takes some time
-    ends.live.place("a", 2, None)
-    ends.live.place("b", 3, None)
-    ends.live.place("c", 1, None)
+    ends.live.expect("a", 2, None)
+    ends.live.expect("b", 3, None)
+    ends.live.expect("c", 1, None)
     assert ends.evicted() == "bac"
 
 
@@ -163,7 +163,7 @@ def test_the_earlier_times_of_a_client_are_expected_again():
     for state, gap_s in (("c", 2.0), ("a", 6.0), ("b", 22.0)):
         ends.turn(state, gap_s)
     for state in "abc":
-        ends.live.place(state, None, None)
+        ends.live.expect(state, None, None)
     assert ends.evicted() == "bac"
 
 
@@ -174,8 +174,8 @@ def test_two_requests_of_a_state_at_the_same_time_count_once_for_the_time_of_req
     ends.live.arrived("a")
     ends.end("a")
     ends.end("a")
-    ends.live.place("a", 2, None)
-    ends.live.place("b", None, 4.5)
+    ends.live.expect("a", 2, None)
+    ends.live.expect("b", None, 4.5)
     assert ends.evicted() == "ab"
 
 
@@ -187,8 +187,8 @@ def test_a_request_next_to_another_one_of_its_state_does_not_count_for_the_time_
     ends.clock.now += 50.0
     ends.live.arrived("a")
     ends.end("a")
-    ends.live.place("a", None, None)
-    ends.live.place("b", None, 20.0)
+    ends.live.expect("a", None, None)
+    ends.live.expect("b", None, 20.0)
     assert ends.evicted() == "ba"
 
 
@@ -201,10 +201,10 @@ def test_a_state_that_joins_a_paused_program_loses_its_tokens_first():
 
 def test_a_state_that_is_long_overdue_comes_after_others():
     ends = Ends("ab")
-    ends.live.place("a", None, 1.0)
+    ends.live.expect("a", None, 1.0)
     ends.clock.now += 300.0
     ends.end("b")
-    ends.live.place("b", None, 100.0)
+    ends.live.expect("b", None, 100.0)
     assert ends.evicted() == "ab"
 
 
@@ -347,8 +347,8 @@ class Turns:
         self._clock.now += queued_s
         self._scheduled.step()
 
-    def place(self, state: int, steps: int | None = None, returns_s: float | None = None) -> None:
-        self._scheduled.scheduler.place(state, 0, 0, "latency", steps, returns_s)
+    def expect(self, state: int, steps: int | None = None, returns_s: float | None = None) -> None:
+        self._scheduled.scheduler.update_hint(state, 0, 0, "latency", steps, returns_s)
 
     def first_evicted(self) -> int:
         """The state that loses its tokens to other requests."""
@@ -368,7 +368,7 @@ def test_a_request_that_computes_ahead_does_not_continue_its_state():
     turns.run(2)
     turns.run(2, 15.0)
     for state in (1, 2):
-        turns.place(state)
+        turns.expect(state)
     assert turns.first_evicted() == 1
 
 
@@ -377,8 +377,8 @@ def test_the_time_of_requests_that_compute_ahead_does_not_count():
     turns.run(1)
     turns.run(2)
     turns.run(1, queued_s=10.0, is_ahead=True)
-    turns.place(1, steps=2)
-    turns.place(2, returns_s=3.0)
+    turns.expect(1, steps=2)
+    turns.expect(2, returns_s=3.0)
     assert turns.first_evicted() == 2
 
 
@@ -389,7 +389,7 @@ def test_the_time_from_tokens_computed_ahead_to_the_first_request_is_not_one_bet
     turns.run(2)
     turns.run(2, 15.0)
     for state in (1, 2):
-        turns.place(state)
+        turns.expect(state)
     assert turns.first_evicted() == 2
 
 
@@ -397,7 +397,7 @@ def test_a_state_is_expected_when_it_was_before_its_tokens_were_computed_ahead()
     turns = Turns()
     turns.run(1)
     turns.run(2)
-    turns.place(1, returns_s=50.0)
-    turns.place(2, returns_s=40.0)
+    turns.expect(1, returns_s=50.0)
+    turns.expect(2, returns_s=40.0)
     turns.run(1, is_ahead=True)
     assert turns.first_evicted() == 1

@@ -168,13 +168,13 @@ def test_a_readers_bound_holds_while_its_request_has_it():
 
     is_bound = False
     without_s = mean_s()
-    steps.scheduler.place(1, 0, 0, "latency", tpot_s=0.009)
+    steps.scheduler.update_hint(1, 0, 0, "latency", tpot_s=0.009)
     is_bound = True
     assert mean_s() <= 0.009 < without_s
-    steps.scheduler.place(1, 0, 0, "latency", tpot_s=1e-9)
+    steps.scheduler.update_hint(1, 0, 0, "latency", tpot_s=1e-9)
     least_s = 1.5 * FINE.base_s
     assert least_s <= mean_s() <= 0.009  # prompts go on
-    steps.scheduler.place(1, 0, 0, "latency")
+    steps.scheduler.update_hint(1, 0, 0, "latency")
     is_bound = False
     assert mean_s() > 0.009
 
@@ -188,7 +188,7 @@ def test_a_bound_that_comes_late_is_for_the_tokens_after_it(others_bound):
     for _ in range(200):
         steps.step()
     steps.add(30_000, 1, objective="throughput")
-    steps.scheduler.place(1, 0, 0, "latency", tpot_s=0.009)
+    steps.scheduler.update_hint(1, 0, 0, "latency", tpot_s=0.009)
     steps.took_s.clear()
     for _ in range(40):
         steps.step()

@@ -1,5 +1,5 @@
 """``fair-lpm`` with programs: the place that a program's requests keep, levels, groups, and requests that get
-another place while they wait."""
+another hint while they wait."""
 
 import sys
 from dataclasses import dataclass, field
@@ -198,18 +198,18 @@ def test_the_prompts_of_an_awaited_group_go_after_those_of_latency_requests():
     assert queue.next([sibling, chat], None) is chat
 
 
-def test_a_waiting_request_gets_another_place():
+def test_a_waiting_request_gets_another_hint():
     queue = policy()
     begin(queue, request(0, program=1))
     waiting = [request(number, 10 * number) for number in range(1, 4)]
     for made in waiting:
         queue.add(made)
-    queue.place(waiting[0], replace(waiting[0].origin, program=1))
-    queue.place(waiting[2], replace(waiting[2].origin, objective="throughput"))
+    queue.update_origin(waiting[0], replace(waiting[0].origin, program=1))
+    queue.update_origin(waiting[2], replace(waiting[2].origin, objective="throughput"))
     assert order_of(queue) == [1, 2, 3]
 
 
-def test_a_request_that_often_gets_another_place_takes_no_more_memory():
+def test_a_request_that_often_gets_another_hint_takes_no_more_memory():
     queue = policy()
     begin(queue, request(0, program=1))
     made = request(1)
@@ -217,10 +217,10 @@ def test_a_request_that_often_gets_another_place_takes_no_more_memory():
     queue.add(made)
     origins = [replace(made.origin, program=program) for program in (1, 2)]
     for origin in origins:
-        queue.place(made, origin)
+        queue.update_origin(made, origin)
     before = sys.getrefcount(made)
     for number in range(1000):
-        queue.place(made, origins[number % 2])
+        queue.update_origin(made, origins[number % 2])
     assert sys.getrefcount(made) <= before + 20
     assert len(queue._tenants[""]._of_program) == 1
     assert made.patience_end == 60.0
@@ -292,7 +292,7 @@ events = st.lists(
         ),
         st.tuples(st.just("admit"), st.sampled_from([1, LEVEL_TOKENS // 2, 5 * LEVEL_TOKENS])),
         st.tuples(
-            st.just("place"),
+            st.just("hint"),
             st.integers(0, 30),
             st.integers(0, 3),
             groups,
@@ -322,12 +322,12 @@ def test_the_order_is_the_one_of_the_definition(plan, matches):
             reference.joined[number] = number
             reference.put_in(made)
             origins[number] = made
-        elif kind == "place":
+        elif kind == "hint":
             placed, program, group, objective = args
             made = origins.get(placed)
             if made in reference.waiting:
                 origin = replace(made.origin, program=program, task_group=group, objective=objective)
-                queue.place(made, origin)
+                queue.update_origin(made, origin)
                 reference.joined[made.id] = number
                 reference.put_in(made)
         elif reference.waiting:
@@ -371,7 +371,7 @@ def test_dependent_requests_run_back_to_back_in_the_scheduler():
     assert runs.count(2) == 1
 
 
-def test_a_state_places_its_waiting_and_running_requests():
+def test_a_hint_reaches_its_waiting_and_running_requests():
     scheduler = Scheduler(num_slots=400, max_context=100, config=SchedulerConfig(max_running=1))
     runner = FakeRunner(num_slots=400, max_context=100)
     running, waiting, other = (
@@ -380,12 +380,12 @@ def test_a_state_places_its_waiting_and_running_requests():
     for made in (running, waiting, other):
         scheduler.add(made)
     scheduler.complete(run_batch(runner, scheduler.schedule()))
-    scheduler.place(5, 7, 8, "throughput")
+    scheduler.update_hint(5, 7, 8, "throughput")
     for made in (running, waiting):
         assert (made.origin.program, made.origin.task_group) == (7, 8)
         assert made.origin.objective == "throughput"
     assert other.origin.program == 0
-    scheduler.place(99, 1, 1, "latency")
+    scheduler.update_hint(99, 1, 1, "latency")
     for made in (running, waiting, other):
         scheduler.release(made)
     scheduler.check_idle()
@@ -405,8 +405,8 @@ def test_a_request_whose_first_token_is_wanted_soon_goes_first():
     }
     for one in made.values():
         scheduler.add(one)
-    scheduler.place(1, 0, 0, "latency", ttft_s=1e9)
-    scheduler.place(3, 0, 0, "latency", ttft_s=0.0)
+    scheduler.update_hint(1, 0, 0, "latency", ttft_s=1e9)
+    scheduler.update_hint(3, 0, 0, "latency", ttft_s=0.0)
     now += 5.0
     order = []
     while (batch := scheduler.schedule()) is not None:

@@ -91,7 +91,7 @@ class ByHand:
             batch = self.scheduler.schedule()
             assert batch is not None
             if moves_to is not None:
-                self.scheduler.place(state, moves_to, 0, "latency")
+                self.scheduler.update_hint(state, moves_to, 0, "latency")
             took_s = 0.01 + 0.001 * len(batch.token_ids)
             for row in self.scheduler.complete(run_batch(self.runner, batch), took_s):
                 if row.request.num_generated == 2:
@@ -212,7 +212,7 @@ def test_a_tenant_pauses_its_own_programs_only(monkeypatch):
     assert took_s < 1.5 * next(iter(program_times(alone).values()))
 
 
-def test_a_program_is_not_busy_with_a_request_that_was_placed_in_another_one(monkeypatch):
+def test_a_program_is_not_busy_with_a_request_that_moved_to_another_one(monkeypatch):
     monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
     monkeypatch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
     steps = ByHand()
@@ -282,9 +282,9 @@ def test_the_work_of_a_pause_grows_with_the_requests_not_with_their_square():
     assert work_of_a_pause(1_000) < 3 * work_of_a_pause(500)
 
 
-@pytest.mark.parametrize("is_placed", [True, False])
-def test_requests_aside_come_back_without_a_look_at_the_others(is_placed):
-    """One after the other, because they get another place or their programs are resumed."""
+@pytest.mark.parametrize("is_hinted", [True, False])
+def test_requests_aside_come_back_without_a_look_at_the_others(is_hinted):
+    """One after the other, because they get another hint or their programs are resumed."""
 
     def work(num: int) -> int:
         policy = FairLongestPrefix(lambda identity, run: 0, 64)
@@ -294,8 +294,8 @@ def test_requests_aside_come_back_without_a_look_at_the_others(is_placed):
             policy.pause("", one.origin.program)
         with counted_lines() as lines:
             for one in waiting:
-                if is_placed:
-                    policy.place(one, structs.replace(one.origin, program=0))
+                if is_hinted:
+                    policy.update_origin(one, structs.replace(one.origin, program=0))
                 else:
                     policy.resume("", one.origin.program)
         assert [admit_next(policy) for _ in range(num)] == [*range(num)]
@@ -337,7 +337,7 @@ def test_a_request_that_leaves_a_paused_program_no_longer_waits_aside():
     policy.add(made)
     policy.pause("", 1)
     assert admit_next(policy) is None
-    policy.place(made, made.origin.at(2, 0, "latency"))
+    policy.update_origin(made, made.origin.at(2, 0, "latency"))
     assert admit_next(policy) == 0
 
 

@@ -62,9 +62,9 @@ def test_turns_of_an_agent_are_in_the_graph_when_they_are_sent() -> None:
         origins.arrived(index, float(index))
         programs.add(origins.origin(index).program)
         state = origins.graphs.state(index)
-        place = dict(origins.graphs.ended(index, index + 0.25))[state]
-        assert place.steps is None  # its client is next
-        assert place.returns_s == (None if index == 0 else pytest.approx(0.75))
+        hint = dict(origins.graphs.ended(index, index + 0.25))[state]
+        assert hint.steps is None  # its client is next
+        assert hint.returns_s == (None if index == 0 else pytest.approx(0.75))
     assert len(programs) == 1
 
 

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from agentflow.engine.generator.context import group_of_place
+from agentflow.engine.generator.context import group_of_hint
 from agentflow.engine.request import AWAITED_GROUPS, PATIENT_GROUPS
 from agentflow.protocol import ops
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.programs.deduction import MAX_STAGES, MAX_STEPS
 from agentflow.runtime.programs.graph import ProgramGraph
-from agentflow.runtime.programs.place import Place
+from agentflow.runtime.programs.scheduling_hint import SchedulingHint
 
 Key = tuple[int, int] | None
 
@@ -172,7 +172,7 @@ class Reference:
             if not nodes[n].has_ended
         }
 
-    def places(self) -> dict[int, tuple[str, Key, int | None]]:
+    def hints(self) -> dict[int, tuple[str, Key, int | None]]:
         """The same of each state's next request."""
         deduced = self.deduced()
         found: dict[int, tuple[str, Key, int | None]] = {}
@@ -188,7 +188,7 @@ class Session:
     def __init__(self, max_visits: int) -> None:
         self.graph = ProgramGraph(max_visits=max_visits)
         self.reference = Reference()
-        self.reported: dict[int, Place] = {}
+        self.reported: dict[int, SchedulingHint] = {}
         self.numbers = itertools.count(1)
         self.forks: dict[int, ops.Fork] = {}
         self.declared: dict[int, ops.Declaring] = {}
@@ -277,14 +277,14 @@ class Session:
 
     def check(self) -> None:
         while self.graph.has_changes:
-            self.reported |= dict(self.graph.take_places())
-        expected = self.reference.places()
+            self.reported |= dict(self.graph.take_hints())
+        expected = self.reference.hints()
         assert {n: (p.objective, p.steps) for n, p in self.reported.items()} == {
             n: (objective, steps) for n, (objective, _, steps) in expected.items()
         }
         groups: dict[int, Key] = {}
-        for number, place in self.reported.items():
-            assert groups.setdefault(place.group, expected[number][1]) == expected[number][1]
+        for number, hint in self.reported.items():
+            assert groups.setdefault(hint.group, expected[number][1]) == expected[number][1]
         assert len(set(groups.values())) == len(groups)
         assert groups.get(0) is None
         assert self.graph.num_held <= 8 * len(self.kept())
@@ -335,25 +335,25 @@ def graph_after(*submitted: ops.Op) -> ProgramGraph:
     return graph
 
 
-def places_of(graph: ProgramGraph, *states: int) -> list[Place]:
-    places = [graph.place(state) for state in states]
-    return [place for place in places if place is not None]
+def hints_of(graph: ProgramGraph, *states: int) -> list[SchedulingHint]:
+    hints = [graph.hint(state) for state in states]
+    return [hint for hint in hints if hint is not None]
 
 
 def test_chain_over_states_counts_by_latency() -> None:
     graph = graph_after(
         ops.Open(1), gen(1, 11), ops.Open(2), text(2, 11), gen(2, 12), ops.Open(3), text(3, 12), gen(3, 13)
     )
-    places = places_of(graph, 1, 2, 3)
-    assert [(place.objective, place.group, place.steps) for place in places] == [
+    hints = hints_of(graph, 1, 2, 3)
+    assert [(hint.objective, hint.group, hint.steps) for hint in hints] == [
         ("latency", 0, 0),
         ("latency", 0, 1),
         ("latency", 0, 2),
     ]
     graph.end(gen(1, 11))
-    assert graph.take_places()[-2:] == [
-        (2, Place(places[1].program, 0, "latency", 0)),
-        (3, Place(places[2].program, 0, "latency", 1)),
+    assert graph.take_hints()[-2:] == [
+        (2, SchedulingHint(hints[1].program, 0, "latency", 0)),
+        (3, SchedulingHint(hints[2].program, 0, "latency", 1)),
     ]
 
 
@@ -372,25 +372,25 @@ def separate() -> list[ops.Op]:
 def test_map_reduce(program: Callable[[], list[ops.Op]]) -> None:
     """The stages before the last request are task groups, and the request that all need counts like it."""
     graph = graph_after(*program())
-    first, *branches = places_of(graph, 1, 2, 3, 4)
+    first, *branches = hints_of(graph, 1, 2, 3, 4)
     assert (first.objective, first.group, first.steps) == ("latency", 0, 0)
-    assert {(place.objective, place.steps) for place in branches} == {("throughput", 1)}
-    assert len({place.group for place in branches}) == 1
-    assert {place.program for place in branches} == {first.program}
+    assert {(hint.objective, hint.steps) for hint in branches} == {("throughput", 1)}
+    assert len({hint.group for hint in branches}) == 1
+    assert {hint.program for hint in branches} == {first.program}
     graph.end(gen(1, 11))
-    early = {place.group for place in places_of(graph, 2, 3, 4)}
+    early = {hint.group for hint in hints_of(graph, 2, 3, 4)}
     for state in (2, 3, 4):
         graph.end(gen(state, 10 + state))
-    late = {place.group for place in places_of(graph, 2, 3, 4)}
+    late = {hint.group for hint in hints_of(graph, 2, 3, 4)}
     assert len(late) == 1
     assert 0 not in late
     assert early.isdisjoint(late)
     graph.end(gen(2, 22))
     graph.end(gen(3, 23))
-    assert places_of(graph, 4)[0].group in late  # the last one is still waited for
-    assert places_of(graph, 1)[0].steps == 1
+    assert hints_of(graph, 4)[0].group in late  # the last one is still waited for
+    assert hints_of(graph, 1)[0].steps == 1
     graph.end(gen(4, 24))
-    assert (places_of(graph, 1)[0].objective, places_of(graph, 1)[0].steps) == ("latency", 0)
+    assert (hints_of(graph, 1)[0].objective, hints_of(graph, 1)[0].steps) == ("latency", 0)
 
 
 def test_stages_of_which_each_request_needs_all_of_the_stage_before() -> None:
@@ -402,11 +402,11 @@ def test_stages_of_which_each_request_needs_all_of_the_stage_before() -> None:
         text(6, 4, 5),
         gen(6, 6),
     )
-    first, *rest, last = places_of(graph, 1, 2, 3, 4, 5, 6)
-    assert [(place.objective, place.group) for place in (first, last)] == [("latency", 0)] * 2
-    assert {(place.objective, place.group_objective) for place in rest} == {("throughput", "latency")}
+    first, *rest, last = hints_of(graph, 1, 2, 3, 4, 5, 6)
+    assert [(hint.objective, hint.group) for hint in (first, last)] == [("latency", 0)] * 2
+    assert {(hint.objective, hint.group_objective) for hint in rest} == {("throughput", "latency")}
     assert rest[0].group == rest[1].group != rest[2].group == rest[3].group
-    assert 0 not in {place.group for place in rest}
+    assert 0 not in {hint.group for hint in rest}
 
 
 def test_awaited_branch_counts_by_latency() -> None:
@@ -415,7 +415,7 @@ def test_awaited_branch_counts_by_latency() -> None:
     graph.end(gen(1, 11))
     for state in (2, 3, 4):
         graph.end(gen(state, 10 + state))
-    assert [place.objective for place in places_of(graph, 2, 3, 4)] == ["latency", "throughput", "throughput"]
+    assert [hint.objective for hint in hints_of(graph, 2, 3, 4)] == ["latency", "throughput", "throughput"]
 
 
 def test_task_group_with_an_explicit_objective_has_it_to_its_consumer() -> None:
@@ -425,62 +425,62 @@ def test_task_group_with_an_explicit_objective_has_it_to_its_consumer() -> None:
     graph.end(gen(1, 11))
     for state in (2, 3, 4):
         graph.end(gen(state, 10 + state))
-    asked, *rest = places_of(graph, 2, 3, 4)
-    assert {place.group for place in rest} == {asked.group}
-    assert {place.objective for place in (asked, *rest)} == {"throughput"}
-    assert (asked.group_objective, {place.group_objective for place in rest}) == ("throughput", {"latency"})
-    assert group_of_place(asked) >= PATIENT_GROUPS > group_of_place(rest[0]) >= AWAITED_GROUPS
+    asked, *rest = hints_of(graph, 2, 3, 4)
+    assert {hint.group for hint in rest} == {asked.group}
+    assert {hint.objective for hint in (asked, *rest)} == {"throughput"}
+    assert (asked.group_objective, {hint.group_objective for hint in rest}) == ("throughput", {"latency"})
+    assert group_of_hint(asked) >= PATIENT_GROUPS > group_of_hint(rest[0]) >= AWAITED_GROUPS
 
 
 def test_objective_of_a_program_and_of_a_variable() -> None:
     graph = graph_after(ops.Open(1, objective="throughput"), gen(1, 11), gen(1, 12))
-    assert places_of(graph, 1)[0].objective == "throughput"
+    assert hints_of(graph, 1)[0].objective == "throughput"
     graph.want(11, objective="latency")
-    assert places_of(graph, 1)[0].objective == "latency"
+    assert hints_of(graph, 1)[0].objective == "latency"
     graph.end(gen(1, 11))
-    assert places_of(graph, 1)[0].objective == "throughput"
+    assert hints_of(graph, 1)[0].objective == "throughput"
 
 
 def test_states_that_name_no_program_are_in_that_of_the_session() -> None:
     graph = ProgramGraph(program="p")
     for op in (ops.Open(1), ops.Open(2), ops.Open(3, program="other"), gen(1, 11), gen(2, 12), gen(3, 13)):
         graph.submit(op)
-    first, second, third = places_of(graph, 1, 2, 3)
+    first, second, third = hints_of(graph, 1, 2, 3)
     assert first.program == second.program != third.program
-    assert {place.group for place in (first, second, third)} == {0}
+    assert {hint.group for hint in (first, second, third)} == {0}
     graph.close(1)
     graph.submit(ops.Open(4))
-    assert places_of(graph, 4)[0].program == second.program
+    assert hints_of(graph, 4)[0].program == second.program
 
 
 def test_streamed_variable_has_its_targets() -> None:
     graph = graph_after(ops.Open(1), gen(1, 11))
-    graph.take_places()
+    graph.take_hints()
     graph.want(11, "stream", ttft_s=0.5, tpot_s=0.05)
-    ((_, place),) = graph.take_places()
-    assert (place.objective, place.is_streamed, place.ttft_s, place.tpot_s) == ("latency", True, 0.5, 0.05)
+    ((_, hint),) = graph.take_hints()
+    assert (hint.objective, hint.is_streamed, hint.ttft_s, hint.tpot_s) == ("latency", True, 0.5, 0.05)
 
 
 def test_state_that_waits_for_its_client() -> None:
     graph = graph_after(ops.Open(1, label="agent"), gen(1, 11))
     graph.end(gen(1, 11), now_s=10.0)
-    assert (places_of(graph, 1)[0].steps, places_of(graph, 1)[0].returns_s) == (None, None)
+    assert (hints_of(graph, 1)[0].steps, hints_of(graph, 1)[0].returns_s) == (None, None)
     graph.submit(ops.Expect(1, 12, "tool"))
     graph.submit(text(1, 12))
     graph.submit(gen(1, 13), now_s=14.0)
-    assert places_of(graph, 1)[0].steps is None
+    assert hints_of(graph, 1)[0].steps is None
     graph.provide(12)
-    assert places_of(graph, 1)[0].steps == 0
+    assert hints_of(graph, 1)[0].steps == 0
     graph.end(gen(1, 13), now_s=15.0)
-    assert (places_of(graph, 1)[0].steps, places_of(graph, 1)[0].returns_s) == (None, 4.0)
+    assert (hints_of(graph, 1)[0].steps, hints_of(graph, 1)[0].returns_s) == (None, 4.0)
 
 
 def test_cancelled_branch_leaves_its_group() -> None:
     graph = graph_after(*forked())
-    before = places_of(graph, 3)[0]
+    before = hints_of(graph, 3)[0]
     graph.stop(2)
     graph.stop(4)
-    after = places_of(graph, 3)[0]
+    after = hints_of(graph, 3)[0]
     assert before.group
     assert not after.group
     assert after.objective == "latency"
@@ -499,15 +499,15 @@ def test_memory_is_bounded_by_unfinished_ops() -> None:
             graph.submit(ops.Fork(1, (3 + 2 * var, 5 + 2 * var)))
             for state in (1 + 2 * var, 3 + 2 * var, 5 + 2 * var):
                 graph.close(state)
-        graph.take_places()
+        graph.take_hints()
         assert graph.num_held < 100
 
 
 def num_portions(graph: ProgramGraph) -> int:
-    """The calls of ``take_places`` until all is settled."""
+    """The calls of ``take_hints`` until all is settled."""
     count = 0
     while graph.has_changes:
-        graph.take_places()
+        graph.take_hints()
         count += 1
     return count
 
@@ -536,7 +536,7 @@ def test_edges_count_as_visits_after_a_want() -> None:
         graph.want(61, objective=objective)
         graph.want(62, objective=objective)
         assert num_portions(graph) >= 5
-        assert {place.objective for place in places_of(graph, 61, 62)} == {objective}
+        assert {hint.objective for hint in hints_of(graph, 61, 62)} == {objective}
 
 
 def test_edges_count_as_visits_after_a_stop() -> None:
@@ -545,7 +545,7 @@ def test_edges_count_as_visits_after_a_stop() -> None:
     assert num_portions(graph) >= 8
     graph.close(62)
     assert num_portions(graph) >= 8
-    assert {place.steps for place in places_of(graph, *range(31, 61))} == {1}
+    assert {hint.steps for hint in hints_of(graph, *range(31, 61))} == {1}
 
 
 def test_edges_count_as_visits_after_an_end() -> None:
@@ -554,7 +554,7 @@ def test_edges_count_as_visits_after_an_end() -> None:
         graph.end(gen(state, state))
         num_most = num_portions(graph)
     assert num_most >= 5  # the last consumer needed all gens
-    assert {place.steps for place in places_of(graph, 61, 62)} == {0}
+    assert {hint.steps for hint in hints_of(graph, 61, 62)} == {0}
 
 
 def test_ops_of_a_stopped_state_leave_in_portions() -> None:
@@ -583,13 +583,13 @@ def gathered(num: int) -> ProgramGraph:
 
 def test_states_that_are_awaited_as_a_whole_have_one_consumer() -> None:
     graph = gathered(3)
-    first = places_of(graph, 1, 2, 3)
-    assert {place.objective for place in first} == {"throughput"}
-    assert len({place.group for place in first}) == 1
+    first = hints_of(graph, 1, 2, 3)
+    assert {hint.objective for hint in first} == {"throughput"}
+    assert len({hint.group for hint in first}) == 1
     for state in (1, 2, 3):
         graph.end(gen(state, state))
-    last = places_of(graph, 1, 2, 3)
-    assert len({place.group for place in last}) == 1
+    last = hints_of(graph, 1, 2, 3)
+    assert len({hint.group for hint in last}) == 1
     assert last[0].group not in (0, first[0].group)
     for state in (1, 2, 3):
         assert [node.kind for node in graph.nodes()].count("gather") == 1
@@ -605,4 +605,4 @@ def test_the_consumer_of_states_leaves_with_their_root() -> None:
         graph.close(state)
     num_portions(graph)
     assert graph.num_held == 0
-    assert places_of(gathered(1), 1)[0].objective == "latency"
+    assert hints_of(gathered(1), 1)[0].objective == "latency"

@@ -531,13 +531,13 @@ async def test_criteria_reach_the_requests_that_the_value_depends_on() -> None:
             at.generator.hints.clear()
             await program.get("b", wait_s=0, criteria=criteria)
             await anyio.wait_all_tasks_blocked()
-            places = [hint.place for hint in at.generator.hints]
-            assert [place and place.objective for place in places] == [criteria] * num_hints
+            scheduling = [hint.scheduling for hint in at.generator.hints]
+            assert [one and one.objective for one in scheduling] == [criteria] * num_hints
         at.generator.released.set()
         assert await program.value("b") == f"<<{SLOW}>>".upper()
 
 
-async def test_criteria_hold_for_later_places() -> None:
+async def test_criteria_hold_for_later_hints() -> None:
     async with served() as at:
         program = await at.open()
         await program.submit(f"{SLOW}{{{{out}}}}", out="a")
@@ -548,8 +548,8 @@ async def test_criteria_hold_for_later_places() -> None:
         at.generator.hints.clear()
         at.generator.released.set()
         await program.value("c")
-        places = [hint.place for hint in at.generator.hints if hint.place is not None]
-        assert {place.objective for place in places if place.steps is not None} == {"throughput"}
+        scheduling = [hint.scheduling for hint in at.generator.hints if hint.scheduling is not None]
+        assert {one.objective for one in scheduling if one.steps is not None} == {"throughput"}
 
 
 async def test_the_requests_of_a_program_are_one_program_for_the_scheduler() -> None:
@@ -564,21 +564,23 @@ async def test_the_requests_of_a_program_are_one_program_for_the_scheduler() -> 
             for variable in ("b", "c"):
                 await program.value(variable)
             await anyio.wait_all_tasks_blocked()
-            places = [hint.place for hint in at.generator.hints if hint.place is not None]
-            assert {place.group for place in places} == {0}
-            numbers.append({place.program for place in places})
+            scheduling = [hint.scheduling for hint in at.generator.hints if hint.scheduling is not None]
+            assert {one.group for one in scheduling} == {0}
+            numbers.append({one.program for one in scheduling})
         assert [len(found) for found in numbers] == [1, 1]
         assert numbers[0] != numbers[1]
 
 
-async def test_the_reader_of_a_stream_is_in_the_place() -> None:
+async def test_the_reader_of_a_stream_is_in_the_hint() -> None:
     async with served() as at:
         program = await at.open()
         await program.submit(f"{SLOW}{{{{out}}}}", out="a")
         await until(lambda: at.generator.num_waiting == 1)
         async with anyio.create_task_group() as group:
             group.start_soon(lambda: program.get("a", stream=True, criteria="latency"))
-            await until(lambda: any(hint.place and hint.place.is_streamed for hint in at.generator.hints))
+            await until(
+                lambda: any(hint.scheduling and hint.scheduling.is_streamed for hint in at.generator.hints)
+            )
             at.generator.released.set()
 
 

@@ -86,8 +86,8 @@ class ApiGenerator:
 
     max_questions: float = decisions.MAX_AT_ONCE
     """The most questions of one decide that are asked at the same time."""
-    takes_places = False
-    """Whether hints of a state's place in its program have an effect."""
+    uses_scheduling = False
+    """Whether scheduling hints have an effect."""
 
     def __init__(
         self,

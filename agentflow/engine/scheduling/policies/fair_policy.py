@@ -90,7 +90,7 @@ class FairLongestPrefix(Policy):
             return
         tenant.add(request, run, self._peek(request.cache_key, run), self._find_program(request))
 
-    def place(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
+    def update_origin(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
         tenant = self._tenants.get(request.tenant)
         if tenant is not None and request.id in tenant.aside:
             tenant.remove(request)
@@ -102,7 +102,7 @@ class FairLongestPrefix(Policy):
         if tenant is None or request.id not in tenant.arrivals.waiting:
             request.origin = origin
             if tenant is not None:
-                tenant.place_changed()
+                tenant.origin_changed()
             return
         match = tenant.count_match(request)
         tenant.take_out(request)

@@ -81,8 +81,8 @@ class Policy(ABC):
     def admit(self, request: Request) -> None:
         """A waiting request starts to run."""
 
-    def place(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
-        """The program changed the place of a request that waits or runs. The tenant and the priority stay.
+    def update_origin(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
+        """The scheduling hint of a request that waits or runs changed. The tenant and the priority stay.
         ``patience_end``: its patience ends then, if not earlier."""
         request.origin = origin
 

@@ -373,8 +373,8 @@ class TenantQueue:
         self._first_prompt, self._passed = first, chosen
         return first
 
-    def place_changed(self) -> None:
-        """A request that runs has another place."""
+    def origin_changed(self) -> None:
+        """The origin of a request that runs changed."""
         self._first_prompt = None
 
     def _search(self, is_blocked: IsBlocked, *, keeps: bool) -> tuple[Request | None, bool]:

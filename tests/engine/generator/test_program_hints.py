@@ -1,4 +1,4 @@
-"""The places that requests of a session have when they come to the engine."""
+"""The scheduling hints that requests of a session have when they come to the engine."""
 
 from __future__ import annotations
 

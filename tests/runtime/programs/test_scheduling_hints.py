@@ -1,4 +1,4 @@
-"""The places that the generator of a session receives, for programs of the usual shapes."""
+"""The hints that the generator of a session receives, for programs of the usual shapes."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from agentflow.runtime.generator import Generated, StateHint
 from agentflow.runtime.interpreter import interpreter as interpreter_module
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.programs.graph import ProgramGraph
-from agentflow.runtime.programs.place import Place
+from agentflow.runtime.programs.scheduling_hint import SchedulingHint
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 
-class PlacedGenerator(ScriptedGenerator):
-    """Notes the place of each context: when its gens begin, and after it has changed."""
+class HintedGenerator(ScriptedGenerator):
+    """Notes the hint of each context: when its gens begin, and after it has changed."""
 
     def __init__(self) -> None:
         super().__init__(lambda prompt: prompt[-1])
-        self.at_begin: list[tuple[str, Place]] = []
-        self.places: list[Place] = []
-        self._latest: dict[int, tuple[ScriptedContext, Place]] = {}
+        self.at_begin: list[tuple[str, SchedulingHint]] = []
+        self.hints: list[SchedulingHint] = []
+        self._latest: dict[int, tuple[ScriptedContext, SchedulingHint]] = {}
 
     def hint(self, context: ScriptedContext, hint: StateHint) -> None:
-        if hint.place is not None:
-            self._latest[id(context)] = context, hint.place
-            self.places.append(hint.place)
+        if hint.scheduling is not None:
+            self._latest[id(context)] = context, hint.scheduling
+            self.hints.append(hint.scheduling)
 
     async def generate(self, context: ScriptedContext, *rest: Any, **options: Any) -> Generated:
         self.at_begin.append((context.text[-1], self._latest[id(context)][1]))
         return await super().generate(context, *rest, **options)
 
-    def begun_with(self, ending: str) -> list[Place]:
-        """The places of the gens whose prompt has this ending, when they began."""
-        return [place for text, place in self.at_begin if text == ending]
+    def begun_with(self, ending: str) -> list[SchedulingHint]:
+        """The hints of the gens whose prompt has this ending, when they began."""
+        return [hint for text, hint in self.at_begin if text == ending]
 
 
-class Placed:
-    """A backend on a ``PlacedGenerator``."""
+class Hinted:
+    """A backend on a ``HintedGenerator``."""
 
     def __init__(self) -> None:
-        self.generator = PlacedGenerator()
+        self.generator = HintedGenerator()
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
         return interpreted(self.generator, deliver)
@@ -78,27 +78,27 @@ async def chain(s: af.State) -> str:
 
 
 async def test_chain() -> None:
-    backend = Placed()
+    backend = Hinted()
     async with af.session(backend=backend) as flow:
         await flow.run(chain)
         await flow.run(chain)
-    places = backend.generator.begun_with("C")
-    assert {(place.objective, place.group, place.steps) for place in places} == {("latency", 0, 0)}
-    assert [place.program == places[0].program for place in places] == [True] * 3 + [False] * 3
+    hints = backend.generator.begun_with("C")
+    assert {(hint.objective, hint.group, hint.steps) for hint in hints} == {("latency", 0, 0)}
+    assert [hint.program == hints[0].program for hint in hints] == [True] * 3 + [False] * 3
 
 
 async def test_map_reduce_by_forks() -> None:
-    backend = Placed()
+    backend = Hinted()
     async with af.session(backend=backend) as flow:
         await flow.run(by_forks)
     generator = backend.generator
-    assert [place.objective for place in generator.begun_with("P")] == ["latency"]
+    assert [hint.objective for hint in generator.begun_with("P")] == ["latency"]
     parts = generator.begun_with("B")
-    assert [(place.objective, place.steps) for place in parts] == [("throughput", 0)] * 3
-    assert len({place.group for place in parts}) == 1
+    assert [(hint.objective, hint.steps) for hint in parts] == [("throughput", 0)] * 3
+    assert len({hint.group for hint in parts}) == 1
     assert parts[0].group
-    assert [(place.objective, place.group) for place in generator.begun_with("R")] == [("latency", 0)]
-    assert len({place.program for place in generator.places}) == 1
+    assert [(hint.objective, hint.group) for hint in generator.begun_with("R")] == [("latency", 0)]
+    assert len({hint.program for hint in generator.hints}) == 1
 
 
 @af.program
@@ -112,7 +112,7 @@ async def independent(s: af.State, item: str) -> list[str]:
     return [await s["own"], await branches[0]["end"], await branches[1]["part"], await branches[2]["part"]]
 
 
-class Together(PlacedGenerator):
+class Together(HintedGenerator):
     """Ends no gen before four have begun."""
 
     async def generate(self, context: ScriptedContext, *rest: Any, **options: Any) -> Generated:
@@ -123,21 +123,21 @@ class Together(PlacedGenerator):
 
 
 async def test_independent_requests_of_a_graph_are_a_task_group() -> None:
-    backend = Placed()
+    backend = Hinted()
     backend.generator = generator = Together()
     async with af.session(backend=backend) as flow:
         await flow.submit(independent.trace().optimised(), {"item": "x"})
         assert not (await flow.graph()).nodes
     last = [*generator.begun_with("E"), *generator.begun_with("S")]
-    assert [place.objective for place in last] == ["throughput"] * 4
-    [group] = {place.group for place in last}
-    assert [place.objective for place in generator.begun_with("B")] == ["throughput"] * 3
-    [earlier] = {place.group for place in generator.begun_with("B")}
+    assert [hint.objective for hint in last] == ["throughput"] * 4
+    [group] = {hint.group for hint in last}
+    assert [hint.objective for hint in generator.begun_with("B")] == ["throughput"] * 3
+    [earlier] = {hint.group for hint in generator.begun_with("B")}
     assert 0 != group != earlier != 0
 
 
 async def test_the_only_last_request_of_a_graph_counts_by_latency() -> None:
-    backend = Placed()
+    backend = Hinted()
 
     @af.program
     async def reduced(s: af.State) -> str:
@@ -145,12 +145,12 @@ async def test_the_only_last_request_of_a_graph_counts_by_latency() -> None:
 
     async with af.session(backend=backend) as flow:
         await flow.submit(reduced.trace())
-    assert [(place.objective, place.group) for place in backend.generator.begun_with("R")] == [("latency", 0)]
-    assert {place.objective for place in backend.generator.begun_with("B")} == {"throughput"}
+    assert [(hint.objective, hint.group) for hint in backend.generator.begun_with("R")] == [("latency", 0)]
+    assert {hint.objective for hint in backend.generator.begun_with("B")} == {"throughput"}
 
 
 async def test_map_counts_by_throughput() -> None:
-    backend = Placed()
+    backend = Hinted()
 
     async def one(s: af.State, item: str) -> str:
         s += item + "M" + af.gen("answer")
@@ -158,12 +158,12 @@ async def test_map_counts_by_throughput() -> None:
 
     async with af.session(backend=backend) as flow:
         await flow.map(one, ["a", "b", "c"])
-    places = backend.generator.begun_with("M")
-    assert [place.objective for place in places] == ["throughput"] * 3
-    assert len({place.program for place in places}) == 3
-    assert [place.group_objective for place in places] == ["throughput"] * 3
-    assert len({place.group for place in places}) == 1
-    assert places[0].group
+    hints = backend.generator.begun_with("M")
+    assert [hint.objective for hint in hints] == ["throughput"] * 3
+    assert len({hint.program for hint in hints}) == 3
+    assert [hint.group_objective for hint in hints] == ["throughput"] * 3
+    assert len({hint.group for hint in hints}) == 1
+    assert hints[0].group
 
 
 async def one_step(s: af.State, item: str) -> str:
@@ -173,19 +173,19 @@ async def one_step(s: af.State, item: str) -> str:
 
 @pytest.mark.parametrize("traced", [False, True])
 async def test_each_map_is_one_group(traced: bool) -> None:
-    backend = Placed()
+    backend = Hinted()
     program = af.program(one_step).trace() if traced else one_step
     async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
         for inputs in (["a", "b"], ["c", "d"]):
             group.start_soon(flow.map(program, inputs).to_dicts)
-    groups = [place.group for place in backend.generator.begun_with("M")]
+    groups = [hint.group for hint in backend.generator.begun_with("M")]
     assert len(set(groups)) == 2
     assert {groups.count(number) for number in groups} == {2}
     assert all(groups)
 
 
 async def test_branches_in_a_map_do_not_pass_latency_work() -> None:
-    backend = Placed()
+    backend = Hinted()
 
     async def digest(s: af.State, item: str) -> str:
         s += item
@@ -199,14 +199,14 @@ async def test_branches_in_a_map_do_not_pass_latency_work() -> None:
         await flow.map(digest, ["a"])
         await flow.run(digest, "b")
     mapped, alone = [backend.generator.begun_with("B")[first : first + 2] for first in (0, 2)]
-    assert [place.group_objective for place in mapped] == ["throughput"] * 2
-    assert [place.group_objective for place in alone] == ["latency"] * 2
+    assert [hint.group_objective for hint in mapped] == ["throughput"] * 2
+    assert [hint.group_objective for hint in alone] == ["latency"] * 2
     assert mapped[0].group == mapped[1].group != alone[0].group == alone[1].group
 
 
 @pytest.mark.parametrize("read", [af.Variable.__aiter__, af.Variable.partials, af.Variable.reasoning_deltas])
 async def test_variable_that_is_read_as_it_grows(read: Callable[[af.Variable], AsyncIterator[Any]]) -> None:
-    backend = Placed()
+    backend = Hinted()
 
     async def read_one(s: af.State) -> str:
         s += "P" + af.gen("plan")
@@ -221,14 +221,14 @@ async def test_variable_that_is_read_as_it_grows(read: Callable[[af.Variable], A
     async with af.session(backend=backend) as flow:
         await flow.run(read_one)
     parts = backend.generator.begun_with("B")
-    assert sorted([(place.objective, place.is_streamed) for place in parts]) == [
+    assert sorted([(hint.objective, hint.is_streamed) for hint in parts]) == [
         ("latency", True),
         ("throughput", False),
     ]
 
 
 async def test_awaited_variable_that_something_else_needs() -> None:
-    backend = Placed()
+    backend = Hinted()
 
     async def await_one(s: af.State) -> str:
         s += "P" + af.gen("plan")
@@ -243,8 +243,8 @@ async def test_awaited_variable_that_something_else_needs() -> None:
     async with af.session(backend=backend) as flow:
         await flow.run(await_one)
     parts = backend.generator.begun_with("B")
-    assert sorted([place.objective for place in parts]) == ["latency", "throughput", "throughput"]
-    assert not any(place.is_streamed for place in parts)
+    assert sorted([hint.objective for hint in parts]) == ["latency", "throughput", "throughput"]
+    assert not any(hint.is_streamed for hint in parts)
 
 
 async def test_live_graph_numbers_programs_and_groups_from_one() -> None:
@@ -342,12 +342,12 @@ async def test_live_graph_says_what_the_cache_missed() -> None:
 
 
 async def test_get_with_an_objective() -> None:
-    backend = Placed()
+    backend = Hinted()
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += "C" + af.gen("first") + af.gen("second")
         await s["first"].get(objective="throughput", ttft_s=0.5, tpot_s=0.1)
         await s["second"].get()
-    first = next(place for place in backend.generator.places if place.ttft_s is not None)
+    first = next(hint for hint in backend.generator.hints if hint.ttft_s is not None)
     assert (first.objective, first.ttft_s, first.tpot_s) == ("throughput", 0.5, 0.1)
     with pytest.raises(af.errors.BadArgument):
         await s["first"].get(ttft_s=-1.0)
@@ -377,9 +377,9 @@ class PortionedGraph(ProgramGraph):
         self.turn = 0
         self.turns_of_portions: list[int] = []
 
-    def take_places(self) -> list[tuple[int, Place]]:
+    def take_hints(self) -> list[tuple[int, SchedulingHint]]:
         self.turns_of_portions.append(self.turn)
-        return super().take_places()
+        return super().take_hints()
 
 
 async def test_other_tasks_run_between_portions_of_the_deduction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A state's place in its program: a hint for the scheduler, derived from the program's graph."""
+"""Hints for the scheduler about a state's requests, derived from its program's graph."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import msgspec
 from agentflow.protocol.ops import Objective
 
 
-class Place(msgspec.Struct, frozen=True):
-    """A state's place in its program. A state's latest place applies to its next request, and to its waiting
-    or running one. It affects the order of requests and the eviction of KV, but not results.
+class SchedulingHint(msgspec.Struct, frozen=True):
+    """The position of a state in its program. The latest hint applies to the state's next request, and to its
+    waiting or running one. It affects the order of requests and the eviction of KV, but not results.
 
     Args:
         program: The number of the program, unique in the process; 0: none.
