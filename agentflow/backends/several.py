@@ -1,13 +1,13 @@
 """Several backends as the models of one session.
 
-Each backend is a *place* with a separate interpreter. ``SeveralConnection`` sends each op to the place of its
-state, under the numbers of the session. Three things cross places:
+Each backend has a separate interpreter. ``SeveralConnection`` sends each op to the backend of its state,
+under the numbers of the session. Three things cross backends:
 
-- A variable that a state of another place refers to. There the state gets an *import*, a variable that the
+- A variable that a state of another backend refers to. There the state gets an *import*, a variable that the
   client provides: the session sends its text in parts while it grows. Imports have negative numbers.
-- A fork onto another model. The branches are roots in their place, which first wait for an import of the
+- A fork onto another model. The branches are roots in their backend, which first wait for an import of the
   parent's progress, so that they begin and fail as branches do.
-- Cancellations, limits and task groups of such forks, which no place sees as a whole.
+- Cancellations, limits and task groups of such forks, which no backend sees as a whole.
 """
 
 from __future__ import annotations
@@ -90,18 +90,18 @@ class Several:
         connection = SeveralConnection(deliver, lost)
         async with AsyncExitStack() as stack:
             for name, backend in self._backends.items():
-                place = _Place(name)
+                opened = _OpenBackend(name)
                 connecting = backend.connect(
-                    partial(connection.receive, place), partial(connection.lose, place)
+                    partial(connection.receive, opened), partial(connection.lose, opened)
                 )
-                place.connection = await stack.enter_async_context(connecting)
-                connection.add(place)
+                opened.connection = await stack.enter_async_context(connecting)
+                connection.add(opened)
             yield connection
 
 
 @dataclass(eq=False)
-class _Place:
-    """One backend. ``error``: why it has ended."""
+class _OpenBackend:
+    """An open backend. ``error``: why it has ended."""
 
     name: str
     connection: Connection = field(init=False)
@@ -117,23 +117,23 @@ class _Place:
 @dataclass(eq=False)
 class _State:
     """An open state. ``root``: the op that opened the root of its tree. ``is_import``: it is the root of
-    another place, forked from ``parent``, and its first op is not the program's. ``group``: its task group,
-    if that spans places. ``graph``: the forks of the graph whose root it is."""
+    another backend, forked from ``parent``, and its first op is not the program's. ``group``: its task group,
+    if that spans backends. ``graph``: the forks of the graph whose root it is."""
 
     number: int
-    place: _Place
+    backend: _OpenBackend
     parent: _State | None
     root: ops.Open
     is_import: bool = False
     is_closed: bool = False
-    lost: ErrorInfo | None = None  # why its place does not know it any more
-    error: ErrorInfo | None = None  # with which it has failed, as its place reported it
+    lost: ErrorInfo | None = None  # why its backend does not know it any more
+    error: ErrorInfo | None = None  # with which it has failed, as its backend reported it
     cancelled: ErrorInfo | None = None  # why its task group has cancelled it
     children: list[_State] = field(default_factory=list)
     group: list[_State] = field(default_factory=list)
     graph: list[_State] = field(default_factory=list)
     variables: list[int] = field(default_factory=list)
-    imports: dict[int, int] = field(default_factory=dict)  # of variables of other places, by their numbers
+    imports: dict[int, int] = field(default_factory=dict)  # of variables of other backends, by their numbers
 
     def with_forks(self) -> Iterator[_State]:
         """The state and all its forks."""
@@ -157,7 +157,7 @@ PART_CHARS = 256
 
 @dataclass(eq=False)
 class _Import:
-    """The import of a variable in a state of another place. ``num_sent``: the characters that were sent."""
+    """The import of a variable in a state of another backend. ``num_sent``: the characters that were sent."""
 
     state: _State
     number: int
@@ -167,8 +167,8 @@ class _Import:
     def has_room(self) -> bool:
         """Whether parts of the text may be sent. If not, a later part or the end contains them, so that
         nothing waits twice for a slow connection."""
-        place = self.state.place
-        return self.state.lost is None and place.error is None and place.connection.has_room
+        backend = self.state.backend
+        return self.state.lost is None and backend.error is None and backend.connection.has_room
 
 
 @dataclass(eq=False)
@@ -207,27 +207,27 @@ class _Variable:
 
 @dataclass(eq=False)
 class _Asked:
-    """A request for the counters. ``replies``: of each place, None until it has answered."""
+    """A request for the counters. ``replies``: of each backend, None until it has answered."""
 
-    replies: dict[_Place, Stats | None]
+    replies: dict[_OpenBackend, Stats | None]
 
 
 @dataclass(eq=False)
 class _TokenLimit:
-    """The tokens that a state and its forks (None: all states) may still generate, in all places."""
+    """The tokens that a state and its forks (None: all states) may still generate, in all backends."""
 
     root: _State | None
     left: int
 
 
 class SeveralConnection:
-    """A connection to all places."""
+    """A connection to all backends."""
 
     def __init__(self, deliver: Deliver, lost: Lost) -> None:
         self.models: dict[str, Capabilities] = {}
         self._deliver = deliver
         self._lost = lost
-        self._places: dict[str, _Place] = {}
+        self._backends: dict[str, _OpenBackend] = {}
         self._states: dict[int, _State] = {}
         self._variables: dict[int, _Variable] = {}
         self._numbers = itertools.count(-1, -1)
@@ -238,103 +238,107 @@ class SeveralConnection:
         self._asked_graphs: set[int] = set()  # tickets of ops.GetGraph without an answer
         self._watched: int | None = None  # the ticket of the session's watch
 
-    def add(self, place: _Place) -> None:
-        """Adds a place that is open."""
-        self._places[place.name] = place
-        self.models[place.name] = next(iter(place.connection.models.values()))
+    def add(self, backend: _OpenBackend) -> None:
+        """Adds a backend that is open."""
+        self._backends[backend.name] = backend
+        self.models[backend.name] = next(iter(backend.connection.models.values()))
 
     @property
-    def _default(self) -> _Place:
-        return next(iter(self._places.values()))
+    def _default(self) -> _OpenBackend:
+        return next(iter(self._backends.values()))
 
     @property
     def is_connected(self) -> bool:
-        return all(place.error is None and place.connection.is_connected for place in self._places.values())
+        return all(
+            backend.error is None and backend.connection.is_connected for backend in self._backends.values()
+        )
 
     @property
     def has_room(self) -> bool:
-        return all(place.error is None and place.connection.has_room for place in self._places.values())
+        return all(
+            backend.error is None and backend.connection.has_room for backend in self._backends.values()
+        )
 
     def end(self, error: BaseException | None) -> None:
-        for place in self._places.values():
-            place.connection.end(error)
+        for backend in self._backends.values():
+            backend.connection.end(error)
 
     def send(self, sent: Sequence[ops.Op]) -> None:
-        outgoing: list[tuple[_Place, ops.Op]] = []
+        outgoing: list[tuple[_OpenBackend, ops.Op]] = []
         for op in sent:
             outgoing += self._translated(op)
         self._dispatch(outgoing)
 
-    def _dispatch(self, outgoing: Sequence[tuple[_Place, ops.Op]]) -> None:
-        """Sends ops to their places, each run of ops for one place together."""
-        for place, run in itertools.groupby(outgoing, key=lambda pair: pair[0]):
-            if place.error is None:
-                place.connection.send([op for _, op in run])
+    def _dispatch(self, outgoing: Sequence[tuple[_OpenBackend, ops.Op]]) -> None:
+        """Sends ops to their backends, each run of ops for one backend together."""
+        for backend, run in itertools.groupby(outgoing, key=lambda pair: pair[0]):
+            if backend.error is None:
+                backend.connection.send([op for _, op in run])
 
-    def _react(self, outgoing: Iterable[tuple[_Place, ops.Op]]) -> None:
+    def _react(self, outgoing: Iterable[tuple[_OpenBackend, ops.Op]]) -> None:
         """Sends the ops that follow from events. No program waits for their errors: an import whose text its
-        place does not accept fails with that error."""
-        for place, op in outgoing:
-            if place.error is not None:
+        backend does not accept fails with that error."""
+        for backend, op in outgoing:
+            if backend.error is not None:
                 continue
             try:
-                place.connection.send([op])
+                backend.connection.send([op])
             except AgentflowError as error:
                 if isinstance(op, ops.Provide) and op.error is None:
-                    place.connection.send([ops.Provide(op.var, error=ErrorInfo.of(error))])
+                    backend.connection.send([ops.Provide(op.var, error=ErrorInfo.of(error))])
 
-    # From ops of the session to ops of the places.
+    # From ops of the session to ops of the backends.
 
-    def _translated(self, op: ops.Op) -> Iterator[tuple[_Place, ops.Op]]:
+    def _translated(self, op: ops.Op) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         match op:
             case ops.Open():
-                place = self._open(op.state, op)
-                yield place, msgspec.structs.replace(op, model="")
+                backend = self._open(op.state, op)
+                yield backend, msgspec.structs.replace(op, model="")
             case ops.SubmitGraph():
                 yield from self._graph(op)
             case ops.Fork() if (state := self._known(op.state)) is not None:
-                place = self._place(op.model) if op.model else state.place
-                if place is state.place:
-                    self._add(op.children, place, state)
-                    yield place, msgspec.structs.replace(op, model="")
+                backend = self._backend(op.model) if op.model else state.backend
+                if backend is state.backend:
+                    self._add(op.children, backend, state)
+                    yield backend, msgspec.structs.replace(op, model="")
                 else:
-                    yield from self._fork_onto(place, state, op.children)
+                    yield from self._fork_onto(backend, state, op.children)
             case ops.TaskGroup() if (state := self._known(op.state)) is not None:
                 yield from self._group(state, op)
             case ops.Cancel() if (state := self._known(op.state)) is not None:
-                yield state.place, op
+                yield state.backend, op
                 for fork in state.with_forks():
                     if fork.is_import and fork.lost is None:
-                        yield fork.place, ops.Cancel(fork.number)
+                        yield fork.backend, ops.Cancel(fork.number)
             case ops.Close() if op.state in self._states:
                 state = self._states[op.state]
                 if state.lost is None:
-                    yield state.place, op
+                    yield state.backend, op
                 for one in (state, *state.graph):
                     self._forget(one)
             case ops.Limit():
                 yield from self._limit(op)
             case ops.Provide() | ops.Want() if (variable := self._variables.get(op.var)) is not None:
-                yield variable.state.place, op
+                yield variable.state.backend, op
             case ops.GetStats():
-                self._place("")
-                asked = [place for place in self._places.values() if place.error is None]
+                self._backend("")
+                asked = [backend for backend in self._backends.values() if backend.error is None]
                 self._asked[op.ticket] = _Asked(dict.fromkeys(asked))
-                for place in asked:
-                    yield place, op
-            case ops.GetGraph():  # of the default place
-                yield self._place(""), op
+                for backend in asked:
+                    yield backend, op
+            case ops.GetGraph():  # of the default backend
+                yield self._backend(""), op
                 self._asked_graphs.add(op.ticket)
             case ops.Upload() | ops.Release():
                 if isinstance(op, ops.Upload):
                     self._images.add(op.source)
                 else:
                     self._images.discard(op.source)
-                for place in self._places.values():
-                    if place.has_media:
-                        yield place, op
-            case ops.Watch():  # of the default place
-                yield self._place(""), op
+                for backend in self._backends.values():
+                    if backend.has_media:
+                        yield backend, op
+            case ops.Watch():  # of the default backend
+                yield self._backend(""), op
                 self._watched = op.ticket
             case ops.Unwatch() | ops.Peek():
                 if isinstance(op, ops.Unwatch):
@@ -348,40 +352,42 @@ class SeveralConnection:
             case _:
                 pass
 
-    def _place(self, name: str) -> _Place:
-        place = self._places[name] if name else self._default
-        if place.error is not None:
-            raise ErrorInfo.of(place.error).to_exception()
-        return place
+    def _backend(self, name: str) -> _OpenBackend:
+        backend = self._backends[name] if name else self._default
+        if backend.error is not None:
+            raise ErrorInfo.of(backend.error).to_exception()
+        return backend
 
     def _known(self, number: int) -> _State | None:
-        """The state, unless its place has lost it."""
+        """The state, unless its backend has lost it."""
         state = self._states.get(number)
         return None if state is None or state.lost is not None else state
 
-    def _open(self, number: int, op: ops.Open) -> _Place:
-        place = self._place(op.model)
-        self._states[number] = _State(number, place, None, op)
-        return place
+    def _open(self, number: int, op: ops.Open) -> _OpenBackend:
+        backend = self._backend(op.model)
+        self._states[number] = _State(number, backend, None, op)
+        return backend
 
-    def _add(self, numbers: Iterable[int], place: _Place, parent: _State, *, is_import: bool = False) -> None:
+    def _add(
+        self, numbers: Iterable[int], backend: _OpenBackend, parent: _State, *, is_import: bool = False
+    ) -> None:
         for number in numbers:
-            state = _State(number, place, parent, parent.root, is_import)
+            state = _State(number, backend, parent, parent.root, is_import)
             parent.children.append(state)
             self._states[number] = state
 
-    def _graph(self, op: ops.SubmitGraph) -> Iterator[tuple[_Place, ops.Op]]:
+    def _graph(self, op: ops.SubmitGraph) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         first, *rest = op.ops
         if not isinstance(first, ops.Open) or any(isinstance(part, ops.Fork) and part.model for part in rest):
             raise NotSupported("a graph runs on one model: leave out the model of its forks")
-        place = self._open(op.state, first)
+        backend = self._open(op.state, first)
         root = self._states[op.state]
         for part in expanded(op):
             if isinstance(part, ops.Fork):
-                self._add(part.children, place, self._states[part.state])
+                self._add(part.children, backend, self._states[part.state])
                 root.graph += [self._states[child] for child in part.children]
         self._declare(root, op)
-        yield place, msgspec.structs.replace(op, ops=(msgspec.structs.replace(first, model=""), *rest))
+        yield backend, msgspec.structs.replace(op, ops=(msgspec.structs.replace(first, model=""), *rest))
 
     def _declare(self, state: _State, op: ops.Op) -> None:
         for number, name in declared(op):
@@ -389,7 +395,7 @@ class SeveralConnection:
             self._variables[number] = _Variable(state, name, ReplySoFar() if is_reply else None)
             state.variables.append(number)
 
-    def _in_stream(self, state: _State, op: ops.Op) -> Iterator[tuple[_Place, ops.Op]]:
+    def _in_stream(self, state: _State, op: ops.Op) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         """An op of the state's stream, after the imports that its text needs."""
         if isinstance(op, ops.Text | ops.Set):
             parts: list[str | ops.Ref] = []
@@ -403,55 +409,55 @@ class SeveralConnection:
                     parts.append(part)
             op = msgspec.structs.replace(op, parts=tuple(parts))
         self._declare(state, op)
-        yield state.place, op
+        yield state.backend, op
 
     def _crosses(self, number: int, reader: _State) -> bool:
-        """Whether the reader's place does not know the variable, or not any more."""
+        """Whether the reader's backend does not know the variable, or not any more."""
         variable = self._variables.get(number)
         if variable is None:
             return False
-        return variable.state.place is not reader.place or variable.state.lost is not None
+        return variable.state.backend is not reader.backend or variable.state.lost is not None
 
-    def _import(self, state: _State, source: int, number: int) -> Iterator[tuple[_Place, ops.Op]]:
+    def _import(self, state: _State, source: int, number: int) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         """Declares an import of variable ``source`` in the state."""
         variable, made = self._variables[source], _Import(state, number)
-        yield state.place, ops.Expect(state.number, number, variable.name)
+        yield state.backend, ops.Expect(state.number, number, variable.name)
         if (provide := variable.provided(made)) is not None:
-            yield state.place, provide
+            yield state.backend, provide
         if provide is None or provide.more:
             variable.imports.append(made)
 
     def _fork_onto(
-        self, place: _Place, parent: _State, children: Sequence[int]
-    ) -> Iterator[tuple[_Place, ops.Op]]:
-        """Opens the branches of a fork as roots of another place, where they wait for the parent."""
+        self, backend: _OpenBackend, parent: _State, children: Sequence[int]
+    ) -> Iterator[tuple[_OpenBackend, ops.Op]]:
+        """Opens the branches of a fork as roots of another backend, where they wait for the parent."""
         progress = next(self._numbers)
         self._variables[progress] = _Variable(parent, "the fork")
         parent.variables.append(progress)
-        yield parent.place, ops.Done(parent.number, progress, "the fork")
-        self._add(children, place, parent, is_import=True)
+        yield parent.backend, ops.Done(parent.number, progress, "the fork")
+        self._add(children, backend, parent, is_import=True)
         for child in children:
-            yield place, msgspec.structs.replace(parent.root, state=child, model="")
+            yield backend, msgspec.structs.replace(parent.root, state=child, model="")
             yield from self._inherited_limits(self._states[child])
             number = next(self._numbers)
             yield from self._import(self._states[child], progress, number)
-            yield place, ops.Text(child, (ops.Ref(number),))
+            yield backend, ops.Text(child, (ops.Ref(number),))
 
-    def _group(self, state: _State, op: ops.TaskGroup) -> Iterator[tuple[_Place, ops.Op]]:
+    def _group(self, state: _State, op: ops.TaskGroup) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         members = [self._states[child] for child in op.children if child in self._states]
         if all(not member.is_import for member in members):
-            yield state.place, op
+            yield state.backend, op
             return
         for member in members:
             member.group = members
         if near := tuple([member.number for member in members if not member.is_import]):
-            yield state.place, ops.TaskGroup(op.state, near)
+            yield state.backend, ops.TaskGroup(op.state, near)
         for member in members:  # it may have failed before it became a member
             yield from self._fail_group(member)
 
     # Limits.
 
-    def _limit(self, op: ops.Limit) -> Iterator[tuple[_Place, ops.Op]]:
+    def _limit(self, op: ops.Limit) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         root = self._known(op.state) if op.state else None
         if op.state and root is None:
             return
@@ -463,33 +469,34 @@ class SeveralConnection:
 
     def _everywhere(
         self, root: _State | None, deadline_s: float | None, output_tokens: int | None
-    ) -> Iterator[tuple[_Place, ops.Op]]:
-        """The limit in each place of the state and its forks, or of all states."""
+    ) -> Iterator[tuple[_OpenBackend, ops.Op]]:
+        """The limit in each backend of the state and its forks, or of all states."""
         if root is None:
-            for place in self._places.values():
-                yield place, ops.Limit(0, deadline_s, output_tokens)
+            for backend in self._backends.values():
+                yield backend, ops.Limit(0, deadline_s, output_tokens)
             return
         for state in root.with_forks():
             if (state is root or state.is_import) and state.lost is None:
-                yield state.place, ops.Limit(state.number, deadline_s, output_tokens)
+                yield state.backend, ops.Limit(state.number, deadline_s, output_tokens)
 
-    def _inherited_limits(self, child: _State) -> Iterator[tuple[_Place, ops.Op]]:
-        """The limits of the states above a root of another place."""
-        yield from self._left(set(child.with_parents()), child.place, child.number)
+    def _inherited_limits(self, child: _State) -> Iterator[tuple[_OpenBackend, ops.Op]]:
+        """The limits of the states above a root of another backend."""
+        yield from self._left(set(child.with_parents()), child.backend, child.number)
 
     def _left(
-        self, roots: Container[_State | None], place: _Place, number: int
-    ) -> Iterator[tuple[_Place, ops.Op]]:
+        self, roots: Container[_State | None], backend: _OpenBackend, number: int
+    ) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         """The rest of the limits of ``roots``, as a limit of state ``number`` (0: all states)."""
         now = anyio.current_time()
         left_s = [deadline - now for root, deadline in self._deadlines if root in roots]
         tokens = [limit.left for limit in self._token_limits if limit.root in roots]
         if left_s or tokens:
             deadline_s = max(0.0, min(left_s)) if left_s else None
-            yield place, ops.Limit(number, deadline_s, max(0, min(tokens)) if tokens else None)
+            yield backend, ops.Limit(number, deadline_s, max(0, min(tokens)) if tokens else None)
 
-    def _spend(self, state: _State, num_tokens: int) -> Iterator[tuple[_Place, ops.Op]]:
-        """Charges tokens that one place has counted. A limit that all places together use up ends in each."""
+    def _spend(self, state: _State, num_tokens: int) -> Iterator[tuple[_OpenBackend, ops.Op]]:
+        """Charges tokens that one backend has counted. A limit that all backends use up together
+        ends in each."""
         above = set(state.with_parents())
         for limit in self._token_limits:
             if limit.left > 0 and (limit.root is None or limit.root in above):
@@ -497,12 +504,12 @@ class SeveralConnection:
                 if limit.left <= 0:
                     yield from self._everywhere(limit.root, None, 0)
 
-    # From events of the places to events of the session.
+    # From events of the backends to events of the session.
 
-    def receive(self, place: _Place, events: Iterable[Event]) -> None:
-        """Delivers the events of a place, and provides the imports of its variables."""
+    def receive(self, backend: _OpenBackend, events: Iterable[Event]) -> None:
+        """Delivers the events of a backend, and provides the imports of its variables."""
         delivered: list[Event] = []
-        outgoing: list[tuple[_Place, ops.Op]] = []
+        outgoing: list[tuple[_OpenBackend, ops.Op]] = []
         for event in events:
             match event:
                 case Delta() | Value() | VarFailed():
@@ -513,7 +520,7 @@ class SeveralConnection:
                     outgoing += self._failed(event)
                     delivered.append(self._renumbered(event))
                 case StatsReply():
-                    delivered += self._counted(place, event)
+                    delivered += self._counted(backend, event)
                 case GraphReply():
                     self._asked_graphs.discard(event.ticket)
                     delivered.append(event)
@@ -523,25 +530,25 @@ class SeveralConnection:
             self._deliver(delivered)
         self._react(outgoing)
 
-    def _counted(self, place: _Place, reply: StatsReply) -> Iterator[StatsReply]:
-        """The counters of all places, when the last one has answered."""
+    def _counted(self, backend: _OpenBackend, reply: StatsReply) -> Iterator[StatsReply]:
+        """The counters of all backends, when the last one has answered."""
         asked = self._asked.get(reply.ticket)
         if asked is None:
             return
         if reply.stats is not None:
-            asked.replies[place] = reply.stats
-        elif place is self._default:
+            asked.replies[backend] = reply.stats
+        elif backend is self._default:
             del self._asked[reply.ticket]
             yield reply
             return
         else:  # its counters are lost
-            del asked.replies[place]
+            del asked.replies[backend]
         found = [stats for stats in asked.replies.values() if stats is not None]
         if len(found) == len(asked.replies):
             del self._asked[reply.ticket]
             yield StatsReply(reply.ticket, summed(found))
 
-    def _follow(self, event: Delta | Value | VarFailed) -> Iterator[tuple[_Place, ops.Op]]:
+    def _follow(self, event: Delta | Value | VarFailed) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         variable = self._variables.get(event.var)
         if variable is None:
             return
@@ -553,7 +560,7 @@ class SeveralConnection:
                 yield from self._spend(variable.state, event.usage.output_tokens)
         for one in variable.imports:
             if (provide := variable.provided(one)) is not None:
-                yield one.state.place, provide
+                yield one.state.backend, provide
         if variable.has_value or variable.error is not None:
             variable.imports.clear()
             if variable.state.is_closed:
@@ -582,15 +589,15 @@ class SeveralConnection:
             op = op - 1 if op > 1 else None
         return msgspec.structs.replace(error, cause=cause, op=op, state=error.state if op else None)
 
-    def _failed(self, event: StateFailed) -> Iterator[tuple[_Place, ops.Op]]:
+    def _failed(self, event: StateFailed) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         """The failure of a state."""
         state = self._states.get(event.state)
         if state is not None:
             state.error = event.error
             yield from self._fail_group(state)
 
-    def _fail_group(self, state: _State) -> Iterator[tuple[_Place, ops.Op]]:
-        """If the state is a failed branch of a task group that spans places: cancels the others, and fails
+    def _fail_group(self, state: _State) -> Iterator[tuple[_OpenBackend, ops.Op]]:
+        """If the state is a failed branch of a task group that spans backends: cancels the others, and fails
         the parent."""
         if not state.group or state.error is None or state.error.code == Cancelled.code:
             return
@@ -601,47 +608,47 @@ class SeveralConnection:
             member.group = []
             if member is not state and member.lost is None:
                 member.cancelled = ErrorInfo(Cancelled.code, message, origin)
-                yield member.place, ops.Cancel(member.number)
+                yield member.backend, ops.Cancel(member.number)
         if parent is None or parent.lost is not None or not state.is_import:
-            return  # the place of the parent has failed it already
+            return  # the backend of the parent has failed it already
         number = next(self._numbers)
         message = f"branch {group.index(state)} of a fork failed: {origin.message}"
         error = ErrorInfo(RunFailed.code, message, state.error.origin)  # renumbered on delivery
-        yield parent.place, ops.Expect(parent.number, number, "a branch of the fork")
+        yield parent.backend, ops.Expect(parent.number, number, "a branch of the fork")
         # The parent may be sealed, which refuses text.
-        yield parent.place, ops.Set(parent.number, next(self._numbers), "the fork", (ops.Ref(number),))
-        yield parent.place, ops.Provide(number, error=error)
+        yield parent.backend, ops.Set(parent.number, next(self._numbers), "the fork", (ops.Ref(number),))
+        yield parent.backend, ops.Provide(number, error=error)
 
-    def lose(self, place: _Place, error: Exception, *, is_final: bool = True) -> None:
-        """A place has lost its states; the other places go on."""
+    def lose(self, backend: _OpenBackend, error: Exception, *, is_final: bool = True) -> None:
+        """A backend has lost its states; the other backends go on."""
         if is_final:
-            place.error = error
-        if all(one.error is not None for one in self._places.values()):
+            backend.error = error
+        if all(one.error is not None for one in self._backends.values()):
             self._lost(error)
             return
         info = ErrorInfo.of(error)
         failures: list[Event] = []
         for number, variable in self._variables.items():
-            if variable.state.place is place and not variable.has_value and variable.error is None:
+            if variable.state.backend is backend and not variable.has_value and variable.error is None:
                 failures.append(VarFailed(number, info))
         for state in self._states.values():
-            if state.place is place and state.lost is None:
+            if state.backend is backend and state.lost is None:
                 failures.append(StateFailed(state.number, info))
         for state in self._states.values():
-            if state.place is place and state.lost is None:
+            if state.backend is backend and state.lost is None:
                 state.lost = info
         for ticket, asked in self._asked.items():
-            if place in asked.replies and asked.replies[place] is None:
+            if backend in asked.replies and asked.replies[backend] is None:
                 failures.append(StatsReply(ticket, None, info))
-        if place is self._default:
+        if backend is self._default:
             failures += [GraphReply(ticket, None, info) for ticket in self._asked_graphs]
             failures += [] if self._watched is None else [Watched(self._watched, error=info)]
-        self.receive(place, failures)
+        self.receive(backend, failures)
         if not is_final:  # the limits and images of the session are lost as well
-            self._react(self._left((None,), place, 0))
-            images = [known_file(source) for source in self._images if place.has_media]
+            self._react(self._left((None,), backend, 0))
+            images = [known_file(source) for source in self._images if backend.has_media]
             for image in images:
-                self._react([(place, op) for op in (parts_of_upload(image) if image is not None else ())])
+                self._react([(backend, op) for op in (parts_of_upload(image) if image is not None else ())])
 
     def _forget(self, state: _State) -> None:
         state.is_closed = True

@@ -94,7 +94,7 @@ class AheadGenerator(HangingGenerator):
         self.ahead.append(context.text)
 
 
-class Place:
+class WatchedBackend:
     """A backend on one generator, which a test can lose, and whose connection it can fill."""
 
     def __init__(self, generator: ScriptedGenerator) -> None:
@@ -107,23 +107,23 @@ class Place:
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         self.lost = lost
         async with interpreted(self.generator, deliver) as connection:
-            yield _PlaceConnection(self, connection)
+            yield _WatchedConnection(self, connection)
 
 
-class _PlaceConnection:
+class _WatchedConnection:
     is_connected = True
 
-    def __init__(self, place: Place, connection: Connection) -> None:
+    def __init__(self, backend: WatchedBackend, connection: Connection) -> None:
         self.models = connection.models
-        self._place = place
+        self._backend = backend
         self._connection = connection
 
     @property
     def has_room(self) -> bool:
-        return self._place.has_room
+        return self._backend.has_room
 
     def send(self, sent: Sequence[ops.Op]) -> None:
-        self._place.provided += [op for op in sent if isinstance(op, ops.Provide)]
+        self._backend.provided += [op for op in sent if isinstance(op, ops.Provide)]
         self._connection.send(sent)
 
     def end(self, error: BaseException | None) -> None:
@@ -135,7 +135,7 @@ class Crossing:
 
     def __init__(self, reader: Backend, **options: Any) -> None:
         self.fed = FedGenerator()
-        self.writer = Place(self.fed)
+        self.writer = WatchedBackend(self.fed)
         self._models: dict[str, Backend] = {"writer": self.writer, "reader": reader}
         self._options = options
 
@@ -147,13 +147,13 @@ class Crossing:
 
 
 @asynccontextmanager
-async def crossing() -> AsyncIterator[tuple[af.Session, Crossing, AheadGenerator, Place]]:
+async def crossing() -> AsyncIterator[tuple[af.Session, Crossing, AheadGenerator, WatchedBackend]]:
     generator = AheadGenerator()
-    place = Place(generator)
-    made = Crossing(place)
+    backend = WatchedBackend(generator)
+    made = Crossing(backend)
     with anyio.fail_after(20):
         async with made.open() as flow:
-            yield flow, made, generator, place
+            yield flow, made, generator, backend
     assert (generator.num_open, generator.num_running) == (0, 0)
 
 
@@ -179,7 +179,7 @@ async def test_a_reader_on_another_backend_computes_the_text_while_it_grows() ->
 
 async def test_a_later_reader_begins_with_the_text_so_far() -> None:
     async with (
-        crossing() as (flow, made, generator, place),
+        crossing() as (flow, made, generator, backend),
         flow.state() as writer,
         flow.state(model="reader") as reader,
     ):
@@ -190,7 +190,7 @@ async def test_a_later_reader_begins_with_the_text_so_far() -> None:
         assert generator.ahead == ["<user>Read one two"]
         await made.fed.feed(" three", None)
         assert (await reader.text()).endswith("Read one two three</user>")
-        first, *others = [op.text for op in place.provided]
+        first, *others = [op.text for op in backend.provided]
         assert (first, "".join(others)) == ("one two", " three")
 
 
@@ -203,7 +203,7 @@ async def test_the_prose_of_a_reply_crosses_and_its_calls_do_not() -> None:
     notation = ReplyWriter()
     pieces = [TextPiece("I look"), TextPiece(' "there".'), CallBegun("c1", "look")]
     written = [notation.push([piece]) for piece in pieces] + [notation.finish()]
-    async with crossing() as (flow, made, generator, place):
+    async with crossing() as (flow, made, generator, backend):
         async with flow.state() as writer, flow.state(model="reader") as reader:
             writer += af.conversation([{"role": "user", "content": "Look."}]) + af.reply("said", tools=[look])
             reader += af.user(f"Read {writer['said']}.")
@@ -212,20 +212,20 @@ async def test_the_prose_of_a_reply_crosses_and_its_calls_do_not() -> None:
             assert generator.ahead[-1] == "<user>Read I look"
             await made.fed.feed(*written[1:], None)
             assert (await reader.text()).endswith('Read I look "there"..</user>')
-        assert "".join([op.text for op in place.provided]) == 'I look "there".'
+        assert "".join([op.text for op in backend.provided]) == 'I look "there".'
 
 
 async def test_nothing_waits_twice_for_a_slow_connection() -> None:
-    async with crossing() as (flow, made, _, place):
+    async with crossing() as (flow, made, _, backend):
         _, reader = reading(flow)
         await made.fed.feed("one ")
-        place.has_room = False
+        backend.has_room = False
         await made.fed.feed("two ", "three ")
-        assert [op.text for op in place.provided] == ["one "]
-        place.has_room = True
+        assert [op.text for op in backend.provided] == ["one "]
+        backend.has_room = True
         await made.fed.feed("four ")
-        assert [op.text for op in place.provided] == ["one ", "two three four "]
-        place.has_room = False
+        assert [op.text for op in backend.provided] == ["one ", "two three four "]
+        backend.has_room = False
         await made.fed.feed("five", None)
         assert "one two three four five now." in await reader["answer"]
 
@@ -254,13 +254,13 @@ async def test_the_end_of_the_writer_in_mid_text_fails_the_reader_with_its_cause
 
 
 async def test_a_reader_that_is_lost_gets_no_more_parts() -> None:
-    async with crossing() as (flow, made, _, place):
+    async with crossing() as (flow, made, _, backend):
         writer, reader = reading(flow)
         await made.fed.feed("one ")
-        assert place.lost is not None
-        place.lost(ServerLost("gone"), is_final=False)
+        assert backend.lost is not None
+        backend.lost(ServerLost("gone"), is_final=False)
         await made.fed.feed("two ", "three ")
-        assert [op.text for op in place.provided] == ["one "]
+        assert [op.text for op in backend.provided] == ["one "]
         await made.fed.feed(None)
         assert await writer["text"] == "one two three "
         with pytest.raises(ServerLost):
@@ -298,7 +298,7 @@ async def test_a_recording_of_text_that_crossed_in_parts_is_replayed(tmp_path: P
         writer, reader = reading(flow)
         return [await writer["text"], "".join([delta async for delta in reader["answer"]])]
 
-    made = Crossing(Place(AheadGenerator()), record=path)
+    made = Crossing(WatchedBackend(AheadGenerator()), record=path)
     with anyio.fail_after(20):
         async with made.open() as flow, anyio.create_task_group() as group:
 

@@ -55,7 +55,7 @@ def generator_of(model: str, **capabilities: Any) -> ScriptedGenerator:
     return generator
 
 
-class Place:
+class LosableBackend:
     """A backend on one generator, which a test can lose."""
 
     def __init__(self, generator: ScriptedGenerator) -> None:
@@ -69,7 +69,7 @@ class Place:
             yield connection
 
 
-class OnePlace:
+class OneInterpreter:
     """One interpreter for all models."""
 
     @asynccontextmanager
@@ -81,16 +81,16 @@ class OnePlace:
 
 @asynccontextmanager
 async def several() -> AsyncIterator[af.Session]:
-    models: dict[str, Backend] = {name: Place(generator_of(name)) for name in NAMES}
+    models: dict[str, Backend] = {name: LosableBackend(generator_of(name)) for name in NAMES}
     async with af.session(models=models, seed=1) as flow:
         yield flow
-    for place in models.values():
-        assert place.generator.num_open == place.generator.num_running == 0
+    for backend in models.values():
+        assert backend.generator.num_open == backend.generator.num_running == 0
 
 
 @asynccontextmanager
 async def in_one_interpreter() -> AsyncIterator[af.Session]:
-    async with af.session(backend=OnePlace(), seed=1) as flow:
+    async with af.session(backend=OneInterpreter(), seed=1) as flow:
         yield flow
 
 
@@ -343,9 +343,12 @@ async def test_the_tokens_of_a_limit_are_shared_by_all_models(flow: af.Session) 
 
 
 async def test_a_model_refuses_what_another_one_of_the_session_can() -> None:
-    places = {"able": Place(generator_of("able")), "plain": Place(generator_of("plain", sampling=("stop",)))}
+    backends = {
+        "able": LosableBackend(generator_of("able")),
+        "plain": LosableBackend(generator_of("plain", sampling=("stop",))),
+    }
     async with (
-        af.session(models=places) as flow,
+        af.session(models=backends) as flow,
         flow.state() as able,
         flow.state(model="plain") as plain,
     ):
@@ -359,21 +362,21 @@ async def test_a_model_refuses_what_another_one_of_the_session_can() -> None:
 
 
 async def test_a_model_without_seeds_gets_none() -> None:
-    place = Place(generator_of("plain", seeds=False))
-    async with af.session(models={"plain": place}) as flow, flow.state() as s:
+    backend = LosableBackend(generator_of("plain", seeds=False))
+    async with af.session(models={"plain": backend}) as flow, flow.state() as s:
         s += af.user("Hello") + af.gen("x")
         await s["x"]
         with pytest.raises(NotSupported) as raised:
             s += af.user("Hello") + af.gen("y", seed=3)
         assert raised.value.param == "seed"
-    (call,) = place.generator.calls.values()
+    (call,) = backend.generator.calls.values()
     assert call.params.seed is None
 
 
 async def test_a_backend_that_is_lost_takes_only_its_states_with_it() -> None:
-    places = {name: Place(generator_of(name)) for name in NAMES}
+    backends = {name: LosableBackend(generator_of(name)) for name in NAMES}
     async with (
-        af.session(models=places) as flow,
+        af.session(models=backends) as flow,
         flow.state() as small,
         flow.state(model="large") as large,
         flow.state() as reader,
@@ -381,8 +384,8 @@ async def test_a_backend_that_is_lost_takes_only_its_states_with_it() -> None:
         large += af.user(HANG) + af.gen("x")
         reader += af.user("Read ", large["x"]) + af.gen("y")
         await anyio.lowlevel.checkpoint()
-        assert places["large"].lost is not None
-        places["large"].lost(ServerLost("gone"))
+        assert backends["large"].lost is not None
+        backends["large"].lost(ServerLost("gone"))
         for variable in (large["x"],):
             with pytest.raises(ServerLost):
                 await variable
@@ -405,7 +408,7 @@ class SilentStats(ScriptedGenerator):
         raise AssertionError
 
 
-class SilentPlace(Place):
+class SilentBackend(LosableBackend):
     def __init__(self) -> None:
         super().__init__(SilentStats(""))
 
@@ -416,7 +419,7 @@ class SilentPlace(Place):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_counters_of_a_backend_that_is_lost_are_an_error(when: str) -> None:
-    lost, other = SilentPlace(), Place(generator_of("large"))
+    lost, other = SilentBackend(), LosableBackend(generator_of("large"))
     async with (
         af.session(models={"small": lost, "large": other}) as flow,
         anyio.create_task_group() as tasks,
@@ -441,7 +444,7 @@ async def test_counters_are_those_of_all_backends() -> None:
 
 
 async def test_counters_of_another_backend_that_is_lost_are_left_out() -> None:
-    default, lost = Place(generator_of("small")), SilentPlace()
+    default, lost = LosableBackend(generator_of("small")), SilentBackend()
     async with af.session(models={"small": default, "large": lost}) as flow:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lost.lose)
@@ -462,8 +465,8 @@ async def test_nothing_of_a_graph_is_kept_after_its_end() -> None:
         gc.collect()
         return sum(type(kept).__module__ == "agentflow.backends.several" for kept in gc.get_objects())
 
-    places = {name: Place(generator_of(name)) for name in NAMES}
-    async with af.session(models=places) as flow:
+    backends = {name: LosableBackend(generator_of(name)) for name in NAMES}
+    async with af.session(models=backends) as flow:
         graph = program.trace()
         await flow.submit(graph)
         num_before = num_kept()
@@ -502,7 +505,7 @@ class Follower:
         return found
 
 
-class FollowedPlace(Place):
+class FollowedBackend(LosableBackend):
     """A backend that sees what is sent."""
 
     follower: Follower
@@ -515,24 +518,24 @@ class FollowedPlace(Place):
 
 
 async def test_a_server_that_has_begun_again_gets_nothing_of_before() -> None:
-    place = FollowedPlace(generator_of("large"))
-    async with af.session(models={"small": Place(generator_of("small")), "large": place}) as flow:
+    backend = FollowedBackend(generator_of("large"))
+    async with af.session(models={"small": LosableBackend(generator_of("small")), "large": backend}) as flow:
         flow.limit(output_tokens=6)
         async with flow.state() as s, flow.state(model="large") as before:
             before += af.user("Hello") + af.gen("x")
             text = await before["x"]
             await s.copy(model="large")
-            assert place.follower.unknown() == []
-            assert place.lost is not None
-            place.follower.sent.clear()
-            place.lost(ServerLost("gone"), is_final=False)
-            (limit,) = [op for op in place.follower.sent if isinstance(op, ops.Limit)]
+            assert backend.follower.unknown() == []
+            assert backend.lost is not None
+            backend.follower.sent.clear()
+            backend.lost(ServerLost("gone"), is_final=False)
+            (limit,) = [op for op in backend.follower.sent if isinstance(op, ops.Limit)]
             assert (limit.state, limit.output_tokens) == (0, 4)  # each answer has two words
             s.cancel()
             async with flow.state(model="large") as after:
                 after += af.user("See ", before["x"]) + af.gen("x")
                 assert await after["x"] == said("large", f"<user>See {text}</user><assistant>")
-            assert place.follower.unknown() == []
+            assert backend.follower.unknown() == []
 
 
 @pytest.mark.parametrize(
@@ -569,8 +572,8 @@ async def test_a_recording_of_several_models_is_replayed(tmp_path: Any) -> None:
         judge += af.user("Judge ", s["text"]) + af.gen("verdict")
         return await judge["verdict"]
 
-    places = {name: Place(generator_of(name)) for name in NAMES}
-    async with af.session(models=places, record=path) as flow:
+    backends = {name: LosableBackend(generator_of(name)) for name in NAMES}
+    async with af.session(models=backends, record=path) as flow:
         verdict = await flow.run(program)
     async with af.session(backend=af.Replay(path)) as flow:
         assert list(flow.models) == list(NAMES)
@@ -634,7 +637,7 @@ async def outcome(flow: af.Session, steps: list[Step]) -> list[str]:
 
 
 @given(steps=STEPS)
-async def test_places_change_nothing_in_a_program(steps: list[Step]) -> None:
+async def test_backends_change_nothing_in_a_program(steps: list[Step]) -> None:
     async with in_one_interpreter() as flow:
         expected = await outcome(flow, steps)
     async with several() as flow:
