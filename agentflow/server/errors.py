@@ -93,14 +93,14 @@ def unsupported(param: str, why: str) -> ApiError:
 
 
 def param_of_tool(param: str, member: str) -> str:
-    """Converts the path of a place in a tool's schema to the field of a request whose tools have their
+    """Converts a path in a tool's schema to the field of a request whose tools have their
     schemas in the field ``member``.
 
     >>> param_of_tool("tools[1].properties.a", "input_schema")
     'tools[1].input_schema.properties.a'
     """
-    tool, _, place = param.partition("].")
-    return f"{tool}].{member}.{place}" if place else f"{tool.removesuffix(']')}].{member}"
+    tool, _, path = param.partition("].")
+    return f"{tool}].{member}.{path}" if path else f"{tool.removesuffix(']')}].{member}"
 
 
 def not_ready() -> ApiError:

@@ -76,8 +76,8 @@ class RequestRecord:
     error: str | None = None  # the code of the error, or ``client_gone``
     param: str | None = None  # the field that the error is about
     message: str | None = None  # the error's message
-    relaxed: str | None = None  # places in the request's schemas that the grammar does not enforce
-    violated: str | None = None  # the places among them that the answer violates
+    relaxed: str | None = None  # paths in the request's schemas that the grammar does not enforce
+    violated: str | None = None  # the paths among them that the answer violates
     asked: LoggedBody | None = None  # the request's body, if bodies are logged
     answered: LoggedBody | None = None  # the answer's body, if bodies are logged
 

@@ -250,27 +250,27 @@ class _Comparison:
         self._writes = writes
         self._known: dict[tuple[Any, Any], str] = {}  # of pairs of definitions
 
-    def fault(self, reads: JsonSchema, writes: JsonSchema, place: str) -> str:
-        """The reason why the JSON written at this place cannot be read; empty if it can."""
+    def fault(self, reads: JsonSchema, writes: JsonSchema, path: str) -> str:
+        """The reason why the JSON written at this path cannot be read; empty if it can."""
         pair = reads.get("$ref"), writes.get("$ref")
         if pair == (None, None):
-            return self._fault(reads, writes, place)
+            return self._fault(reads, writes, path)
         if pair not in self._known:
             self._known[pair] = ""  # for a definition that refers to itself
             self._known[pair] = self._fault(
-                resolved(reads, self._reads), resolved(writes, self._writes), place
+                resolved(reads, self._reads), resolved(writes, self._writes), path
             )
         return self._known[pair]
 
-    def _fault(self, reads: JsonSchema, writes: JsonSchema, place: str) -> str:
-        where = f"field {place!r}" if place else "it"
+    def _fault(self, reads: JsonSchema, writes: JsonSchema, path: str) -> str:
+        where = f"field {path!r}" if path else "it"
         if _UNKNOWN in writes:
             return f"{where} has the serializer {writes[_UNKNOWN]!r} without a return annotation"
         if (written := _options(writes)) is not None:
-            faults = [self.fault(reads, one, place) for one in written]
+            faults = [self.fault(reads, one, path) for one in written]
             return next(filter(None, faults), "")
         if (read := _options(reads)) is not None:
-            faults = [self.fault(one, writes, place) for one in read]
+            faults = [self.fault(one, writes, path) for one in read]
             return "" if "" in faults else faults[0]
         known, values = _values(reads), _values(writes)
         if known is not None and values is not None:
@@ -279,12 +279,12 @@ class _Comparison:
         is_typed = not types or (_types(writes) and _types(writes) <= types)
         if not is_typed or form not in (None, "password", writes.get("format")):
             return f"{where} is written as {_shown(writes)} and read as {_shown(reads)}"
-        return self._fault_within(reads, writes, place)
+        return self._fault_within(reads, writes, path)
 
-    def _fault_within(self, reads: JsonSchema, writes: JsonSchema, place: str) -> str:
+    def _fault_within(self, reads: JsonSchema, writes: JsonSchema, path: str) -> str:
         members = writes.get("properties", {})
         for name, member in reads.get("properties", {}).items():
-            inner = f"{place}.{name}" if place else name
+            inner = f"{path}.{name}" if path else name
             if name not in members:
                 return f"field {inner!r} is excluded from its JSON, or has another name there"
             if fault := self.fault(member, members[name], inner):
@@ -296,7 +296,7 @@ class _Comparison:
         patterns = (schema.get("patternProperties", {}).values() for schema in (reads, writes))
         parts += zip(*patterns, strict=False)
         both = [pair for pair in parts if all(isinstance(one, dict) for one in pair)]
-        faults = [self.fault(read, written, f"{place}[]") for read, written in both]
+        faults = [self.fault(read, written, f"{path}[]") for read, written in both]
         return next(filter(None, faults), "")
 
 

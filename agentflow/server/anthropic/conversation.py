@@ -79,77 +79,77 @@ class _Turns:
             if control is not None:
                 self.kept.add(len(self.made), SECONDS[control.ttl or CACHE_CONTROL_TTL])
 
-    def add(self, message: InputMessage, place: str) -> None:
+    def add(self, message: InputMessage, param: str) -> None:
         blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
         if message.role == "assistant":
             if self.made and self.made[-1].role != "assistant":
-                self._check_answered(place)
-            self._assistant(blocks, place)
+                self._check_answered(param)
+            self._assistant(blocks, param)
         elif message.role == "user":
-            self._user(blocks, place)
+            self._user(blocks, param)
         else:
-            self._check_answered(place)
-            self._add("system", [_only_text(block, place) for block in blocks])
+            self._check_answered(param)
+            self._add("system", [_only_text(block, param) for block in blocks])
         self.mark([getattr(block, "cache_control", None) for block in blocks if not _is_result(block)])
 
     def finish(self) -> tuple[Message, ...]:
         self._check_answered("messages")
         return tuple([turn.message() for turn in self.made])
 
-    def _assistant(self, blocks: Sequence[object], place: str) -> None:
+    def _assistant(self, blocks: Sequence[object], param: str) -> None:
         text = "".join([block.text for block in blocks if isinstance(block, TextBlock)])
         calls: list[CalledTool] = []
         for number, block in enumerate(blocks):
             if isinstance(block, ToolUseBlock):
                 if block.id in self.open_calls:
                     raise invalid_field(
-                        f"{place}.content[{number}].id", f"two tool_use blocks have the id {block.id[:100]!r}"
+                        f"{param}.content[{number}].id", f"two tool_use blocks have the id {block.id[:100]!r}"
                     )
-                arguments = object_text(block.input, f"{place}.content[{number}].input", self.arguments)
+                arguments = object_text(block.input, f"{param}.content[{number}].input", self.arguments)
                 self.open_calls[block.id] = block.name
                 calls.append(CalledTool(block.id, block.name, arguments))
             elif not isinstance(block, TextBlock | ThinkingBlock | RedactedThinkingBlock):
                 raise invalid_field(
-                    f"{place}.content[{number}]", "tool_result blocks belong in the user's messages"
+                    f"{param}.content[{number}]", "tool_result blocks belong in the user's messages"
                 )
         self._add("assistant", [text], calls)
         self.made[-1].reasoning += [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
 
-    def _user(self, blocks: Sequence[object], place: str) -> None:
+    def _user(self, blocks: Sequence[object], param: str) -> None:
         parts: list[str | Image] = []
         for number, block in enumerate(blocks):
             if isinstance(block, ToolResultBlock):
                 if parts:
                     raise invalid_field(
-                        f"{place}.content[{number}]", "tool_result blocks must precede the text of a message"
+                        f"{param}.content[{number}]", "tool_result blocks must precede the text of a message"
                     )
-                self._result(block, f"{place}.content[{number}]")
+                self._result(block, f"{param}.content[{number}]")
             else:
-                parts.append(self._part(block, f"{place}.content[{number}]"))
+                parts.append(self._part(block, f"{param}.content[{number}]"))
         if parts or not blocks:
-            self._check_answered(place)
+            self._check_answered(param)
             self._add("user", parts)
 
-    def _part(self, block: object, place: str) -> str | Image:
+    def _part(self, block: object, param: str) -> str | Image:
         if not isinstance(block, ImageBlock):
-            return _only_text(block, place)
-        check_images(place, self.model)
+            return _only_text(block, param)
+        check_images(param, self.model)
         match block.source:
             case Base64Source(media_type=media_type, data=data):
-                return image_from_url(f"data:{media_type};base64,{data}", f"{place}.source.data", self.model)
+                return image_from_url(f"data:{media_type};base64,{data}", f"{param}.source.data", self.model)
             case UrlSource(url=url):
-                return image_from_url(url, f"{place}.source.url", self.model)
+                return image_from_url(url, f"{param}.source.url", self.model)
 
-    def _result(self, block: ToolResultBlock, place: str) -> None:
+    def _result(self, block: ToolResultBlock, param: str) -> None:
         name = self.open_calls.pop(block.tool_use_id, None)
         if name is None:
             cause = f"the preceding assistant message has no open tool_use block {block.tool_use_id[:100]!r}"
-            raise invalid_field(f"{place}.tool_use_id", cause)
+            raise invalid_field(f"{param}.tool_use_id", cause)
         if block.content is None or isinstance(block.content, str):
             parts: list[str | Image] = [block.content or ""]
         else:
             parts = [
-                self._part(one, f"{place}.content[{number}]") for number, one in enumerate(block.content)
+                self._part(one, f"{param}.content[{number}]") for number, one in enumerate(block.content)
             ]
         if block.is_error:
             parts = ["Error: ", *parts] if any(parts) else ["Error"]
@@ -165,18 +165,18 @@ class _Turns:
         self.made[-1].parts += parts
         self.made[-1].calls += calls
 
-    def _check_answered(self, place: str) -> None:
+    def _check_answered(self, param: str) -> None:
         if self.open_calls:
             ids = ", ".join([call[:100] for call in self.open_calls])
             raise invalid_field(
-                place, f"the next message must have tool_result blocks for the tool_use blocks {ids}"
+                param, f"the next message must have tool_result blocks for the tool_use blocks {ids}"
             )
 
 
 def read_conversation(
     body: CountRequest, model: Capabilities
 ) -> tuple[tuple[Message, ...], Sequence[tuple[int, float]]]:
-    """The conversation, and its prefixes to keep in the cache. ``ApiError``, with the place, for a block that
+    """The conversation, and its prefixes to keep in the cache. ``ApiError``, with the field, for a block that
     is wrong. ``model``: the features of the model."""
     turns = _Turns(model)
     if body.system:
@@ -200,10 +200,10 @@ def _is_result(block: object) -> bool:
     return isinstance(block, ToolResultBlock)
 
 
-def _only_text(block: object, place: str) -> str:
+def _only_text(block: object, param: str) -> str:
     if not isinstance(block, TextBlock):
         raise invalid_field(
-            place,
+            param,
             "thinking and tool_use blocks belong in the assistant's messages, tool_result blocks in the "
             "user's",
         )
@@ -216,12 +216,12 @@ def read_tools(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
     return tuple([_tool_spec(tool, f"tools[{number}]", scan) for number, tool in enumerate(tools)])
 
 
-def _tool_spec(tool: Tool, place: str, scan: JsonScan) -> ToolSpec:
-    schema = decode_object(tool.input_schema, f"{place}.input_schema", scan)
+def _tool_spec(tool: Tool, param: str, scan: JsonScan) -> ToolSpec:
+    schema = decode_object(tool.input_schema, f"{param}.input_schema", scan)
     if tool.input_examples:
         # Chat templates show a tool's schema, and have no other place for examples.
         schema["examples"] = [
-            decode_object(example, f"{place}.input_examples[{number}]", scan)
+            decode_object(example, f"{param}.input_examples[{number}]", scan)
             for number, example in enumerate(tool.input_examples)
         ]
     return ToolSpec(tool.name, tool.description or "", schema, strict=bool(tool.strict))

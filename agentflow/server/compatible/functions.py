@@ -21,9 +21,9 @@ class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-def function_tool(function: FunctionSpec, place: str, scan: JsonScan) -> ToolSpec:
-    """Makes the tool of a chat template. ``place``: the function's field. ``scan``: bounds all parameters."""
+def function_tool(function: FunctionSpec, param: str, scan: JsonScan) -> ToolSpec:
+    """Makes the tool of a chat template. ``param``: the function's field. ``scan``: bounds all parameters."""
     given, parameters = function.parameters, NO_PARAMETERS
     if given is not None and is_given(given):
-        parameters = decode_object(given, f"{place}.parameters", scan)
+        parameters = decode_object(given, f"{param}.parameters", scan)
     return ToolSpec(function.name, function.description or "", parameters, strict=bool(function.strict))

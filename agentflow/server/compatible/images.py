@@ -13,40 +13,40 @@ from agentflow.server.compatible.field_errors import naming_param
 from agentflow.server.errors import unsupported
 
 
-def image_from_url(url: str, place: str, model: Capabilities) -> Image:
-    """The image at a ``data:`` or ``https:`` URL in a request's field ``place``. ``ApiError`` if the model
+def image_from_url(url: str, param: str, model: Capabilities) -> Image:
+    """The image at a ``data:`` or ``https:`` URL in a request's field ``param``. ``ApiError`` if the model
     accepts no images, or if the URL is invalid."""
-    check_images(place, model)
-    with naming_param(place):
+    check_images(param, model)
+    with naming_param(param):
         return image_at(url)
 
 
-def check_images(place: str, model: Capabilities) -> None:
-    """``ApiError`` for the field ``place`` if the model accepts no images."""
+def check_images(param: str, model: Capabilities) -> None:
+    """``ApiError`` for the field ``param`` if the model accepts no images."""
     if not model.images:
-        raise unsupported(place, f"{model.model} accepts only text, no images")
+        raise unsupported(param, f"{model.model} accepts only text, no images")
 
 
-def video_from_url(url: str, num_frames: int | None, place: str, model: Capabilities) -> Video:
-    """The video at a ``data:`` or ``https:`` URL in a request's field ``place``. ``ApiError`` if the model
+def video_from_url(url: str, num_frames: int | None, param: str, model: Capabilities) -> Video:
+    """The video at a ``data:`` or ``https:`` URL in a request's field ``param``. ``ApiError`` if the model
     accepts no videos, or if the URL is invalid. ``num_frames``: as in ``Video``, from the same object."""
-    check_videos(place, model)
+    check_videos(param, model)
     if num_frames is not None and not model.video_frames:
-        raise unsupported(place, f"{model.model} chooses the frames of videos: leave out num_frames")
-    with naming_param(place):
+        raise unsupported(param, f"{model.model} chooses the frames of videos: leave out num_frames")
+    with naming_param(param):
         check_frames(num_frames)
         return Video(image_at(url, "video"), num_frames)
 
 
-def check_videos(place: str, model: Capabilities) -> None:
-    """``ApiError`` for the field ``place`` if the model accepts no videos."""
+def check_videos(param: str, model: Capabilities) -> None:
+    """``ApiError`` for the field ``param`` if the model accepts no videos."""
     if not model.videos:
-        raise unsupported(place, f"{model.model} accepts no videos")
+        raise unsupported(param, f"{model.model} accepts no videos")
 
 
-def check_media(place: str, model: Capabilities, media: Sequence[PlacedImage]) -> None:
-    """``ApiError`` for the field ``place`` if the model does not accept the images or videos in it."""
+def check_media(param: str, model: Capabilities, media: Sequence[PlacedImage]) -> None:
+    """``ApiError`` for the field ``param`` if the model does not accept the images or videos in it."""
     if any(not placed.video for placed in media):
-        check_images(place, model)
+        check_images(param, model)
     if any(placed.video for placed in media):
-        check_videos(place, model)
+        check_videos(param, model)

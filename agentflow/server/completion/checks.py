@@ -19,7 +19,7 @@ _MOST_HEADER_CHARS: Final = 900
 
 
 def violations(schema: dict[str, Any], text: str) -> list[SchemaPath] | None:
-    """Returns the places in the schema of the keywords that the JSON text violates. None if the text cannot
+    """Returns the paths in the schema of the keywords that the JSON text violates. None if the text cannot
     be checked within the limits.
 
     >>> violations({"type": "object", "properties": {"a": {"uniqueItems": True}}}, '{"a": [1, 1]}')
@@ -61,20 +61,20 @@ async def check_answer(
     return tuple(checks)
 
 
-def write_places(places: Sequence[tuple[str, SchemaPath]]) -> str:
-    """Writes places in schemas as the value of a header: JSON pointers as URI fragments, after the name of
-    the tool. Places in the schema of an answer have no name.
+def write_paths(paths: Sequence[tuple[str, SchemaPath]]) -> str:
+    """Writes paths in schemas as the value of a header: JSON pointers as URI fragments, after the name of
+    the tool. Paths in the schema of an answer have no name.
 
-    >>> write_places([("find", ("properties", "a/b", "uniqueItems"))])
+    >>> write_paths([("find", ("properties", "a/b", "uniqueItems"))])
     'find#/properties/a~1b/uniqueItems'
     """
     texts: list[str] = []
     num_chars = 0
-    for name, path in places:
+    for name, path in paths:
         keys = [key.replace("~", "~0").replace("/", "~1") for key in path]
         texts.append(quote(name, safe="") + "#" + "".join([f"/{quote(key, safe='$~')}" for key in keys]))
         num_chars += len(texts[-1]) + 2
         if num_chars > _MOST_HEADER_CHARS:
-            rest = len(places) - len(texts)
+            rest = len(paths) - len(texts)
             return ", ".join(texts)[:_MOST_HEADER_CHARS] + f", and {rest} more"
     return ", ".join(texts)

@@ -88,14 +88,14 @@ class Completion:
         self._num_answers = 0
         self.runs: list[EngineRun | ApiRun] = []
         for request in requests:
-            place = (request, self._num_answers, caller)
+            given = (request, self._num_answers, caller)
             if isinstance(generator, EngineGenerator):
                 most = MAX_LOGPROB_TOKENS // len(requests)
                 run: EngineRun | ApiRun = EngineRun(
-                    generator, *place, most_logprobs=most, on_delta=self._add, on_sent=self._count_sent
+                    generator, *given, most_logprobs=most, on_delta=self._add, on_sent=self._count_sent
                 )
             else:
-                run = ApiRun(generator, *place, on_delta=self._add, on_sent=self._count_sent)
+                run = ApiRun(generator, *given, on_delta=self._add, on_sent=self._count_sent)
             self.runs.append(run)
             self._num_answers += request.n
         self._num_sent = 0

@@ -157,7 +157,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 @dataclass(frozen=True, slots=True)
 class CheckedOutput:
     """The check of a call of the tool ``name``, or of an answer (an empty name), whose schema was relaxed.
-    ``violated``: the places of violated keywords in the schema; None if it could not be checked."""
+    ``violated``: the paths of violated keywords in the schema; None if it could not be checked."""
 
     name: str
     violated: tuple[tuple[str, ...], ...] | None

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from agentflow.protocol.events import Usage
-from agentflow.server.completion.checks import write_places
+from agentflow.server.completion.checks import write_paths
 from agentflow.server.completion.completion import Completion
 from agentflow.server.completion.request import CompletionDelta
 from agentflow.server.event_stream import comment
@@ -31,14 +31,15 @@ class EventWriter(Protocol):
 
 RELAXED = "x-agentflow-relaxed"
 VIOLATED = "x-agentflow-violated"
-"""Headers with places in the client's schemas: keywords that the grammar does not enforce, and keywords that
-the answer violates. ``checks.write_places`` writes them."""
+"""Headers with paths in the client's schemas: keywords that the grammar does not enforce, and keywords that
+the answer violates. ``checks.write_paths`` writes them."""
 
 
 def announce(call: ApiCall, completion: Completion) -> None:
-    """Lists the relaxed places in a header of the answer and in the log. The requests must be accepted."""
+    """Lists the paths of relaxed keywords in a header of the answer and in the log. The requests must be
+    accepted."""
     if completion.relaxed and call.record.relaxed is None:
-        text = write_places([(one.name, one.path) for one in completion.relaxed])
+        text = write_paths([(one.name, one.path) for one in completion.relaxed])
         call.record.relaxed = call.reply_headers[RELAXED] = text
         call.relaxed["requests"] += 1
 
@@ -53,7 +54,7 @@ def report(call: ApiCall, completion: Completion) -> None:
         call.relaxed[result] += 1
         found += [(check.name, path) for path in check.violated or ()]
     if found:
-        call.record.violated = call.reply_headers[VIOLATED] = write_places([*dict.fromkeys(found)])
+        call.record.violated = call.reply_headers[VIOLATED] = write_paths([*dict.fromkeys(found)])
         if call.is_over:  # it ran in the background, and its line was logged before
             logger.info("request %s violated=%s", call.id, call.record.violated)
 

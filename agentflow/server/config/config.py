@@ -59,8 +59,8 @@ def read_config_file(path: Path) -> FileValues:
         if table == MODELS:
             for name, own in _table(path, MODELS, values).items():
                 known = model_settings()
-                place = f"{MODELS}.{name}"
-                found.models[name] = _values(path, place, _table(path, place, own), known)
+                section = f"{MODELS}.{name}"
+                found.models[name] = _values(path, section, _table(path, section, own), known)
         elif table in TABLES:
             known = {name: one for name, one in all_settings().items() if one.table == table}
             found.values.update(_values(path, table, _table(path, table, values), known))
@@ -80,17 +80,17 @@ def _tables(path: Path) -> dict[str, Any]:
         raise BadArgument(f"{path} is not valid TOML: {error}") from error
 
 
-def _table(path: Path, place: str, value: Any) -> dict[str, Any]:
+def _table(path: Path, section: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise BadArgument(f"{path}: {place} must be a table: write [{place}], and its keys below")
+        raise BadArgument(f"{path}: {section} must be a table: write [{section}], and its keys below")
     return value
 
 
-def _values(path: Path, place: str, table: dict[str, Any], known: dict[str, Setting]) -> dict[str, Any]:
+def _values(path: Path, section: str, table: dict[str, Any], known: dict[str, Setting]) -> dict[str, Any]:
     for name in table:
         if name not in known:
-            raise BadArgument(f"{path}: [{place}] has no key {name!r}{_hint(name, known)}")
-    return {name: known[name].from_value(value, f"{path}: {place}.{name}") for name, value in table.items()}
+            raise BadArgument(f"{path}: [{section}] has no key {name!r}{_hint(name, known)}")
+    return {name: known[name].from_value(value, f"{path}: {section}.{name}") for name, value in table.items()}
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -142,18 +142,18 @@ class HttpProxy:
         while True:
             if refusal is not None and not self._placement.candidates(asked, tried):
                 break
-            place = await self._placement.place(asked, tried)
-            tried.append(place.target)
+            assignment = await self._placement.place(asked, tried)
+            tried.append(assignment.target)
             num_attempts += 1
             has_other = num_attempts < MAX_ATTEMPTS and bool(self._placement.candidates(asked, tried))
             may_refuse = (*REFUSALS, NOT_FOUND) if has_other and body.can_be_sent else ()
-            if owner is not None and owner is not place.target:
+            if owner is not None and owner is not assignment.target:
                 may_refuse = (*may_refuse, NOT_FOUND)
             try:
-                request = self._request(scope, place.target, body)
-                refusal = await self._attempt(request, place, asked, body, answer, may_refuse)
+                request = self._request(scope, assignment.target, body)
+                refusal = await self._attempt(request, assignment, asked, body, answer, may_refuse)
             finally:
-                place.leave()
+                assignment.leave()
             if refusal is None:
                 return
             num_lost += refusal.is_lost
@@ -195,7 +195,7 @@ class HttpProxy:
     async def _attempt(
         self,
         request: httpx2.Request,
-        place: Assignment,
+        assignment: Assignment,
         asked: RequestFacts,
         body: ClientBody,
         answer: _Answer,
@@ -203,8 +203,8 @@ class HttpProxy:
     ) -> Refusal | None:
         """Sends the request to one target and forwards its answer. Returns a refusal if nothing was
         forwarded: there was no answer, or its status is in ``may_refuse``."""
-        target, attempt = place.target, place.target.circuit.attempt()
-        size, num_hit = place.num_bytes
+        target, attempt = assignment.target, assignment.target.circuit.attempt()
+        size, num_hit = assignment.num_bytes
         self.num_prompt_bytes[target.number] += size
         self.num_hit_bytes[target.number] += num_hit
         received: _Received | None = None
@@ -232,7 +232,7 @@ class HttpProxy:
                 refusal.headers.append((TARGET_HEADER, b"%d" % target.number))
                 return refusal
             self.answers[target.number, status] += 1
-            await self._pass_on(received, place, asked, answer)
+            await self._pass_on(received, assignment, asked, answer)
         except httpx2.LocalProtocolError as error:
             raise ApiError(400, "invalid_request", f"the request cannot be forwarded: {error}") from error
         except httpx2.TransportError as error:
@@ -252,10 +252,10 @@ class HttpProxy:
         return None
 
     async def _pass_on(
-        self, received: _Received, place: Assignment, asked: RequestFacts, answer: _Answer
+        self, received: _Received, assignment: Assignment, asked: RequestFacts, answer: _Answer
     ) -> None:
         headers = answer_headers(received.response.headers.raw)
-        headers.append((TARGET_HEADER, b"%d" % place.target.number))
+        headers.append((TARGET_HEADER, b"%d" % assignment.target.number))
         is_good, stores = received.status < 300, asked.stores and received.status < 300
         is_stream = received.is_stream
         head = tail = b""
@@ -265,11 +265,11 @@ class HttpProxy:
             if stores and len(head) < _HEAD_BYTES:
                 head += part[:_HEAD_BYTES]
                 for name in _ID.findall(head)[:MAX_IDS]:
-                    self._placement.own(name.decode("latin-1"), place.target, is_sure=False)
+                    self._placement.own(name.decode("latin-1"), assignment.target, is_sure=False)
             if is_stream:
                 num_events += part.count(b"data:")
                 if num_events:
-                    place.started()
+                    assignment.started()
             else:
                 tail = (tail + part)[-_TAIL_BYTES:]
             if not answer.has_begun:
@@ -283,7 +283,7 @@ class HttpProxy:
                 raise httpx2.ReadTimeout(f"nothing came for {self._limits.stall_s:g} s")
         if is_good:
             found = _OUTPUT.findall(tail)
-            place.completed(num_events if is_stream else int(found[-1]) if found else 0)
+            assignment.completed(num_events if is_stream else int(found[-1]) if found else 0)
 
 
 class _Received:

@@ -82,12 +82,12 @@ class WebSocketProxy:
             try:
                 if refusal is not None and not self._placement.candidates(asked, tried):
                     break
-                place = await self._placement.place(asked, tried)
+                assignment = await self._placement.place(asked, tried)
             except ApiError as error:
                 refusal = Response(error.message, error.status, error.headers, "text/plain")
                 break
-            target = place.target
-            place.leave()  # counted as a websocket below, not as a request
+            target = assignment.target
+            assignment.leave()  # counted as a websocket below, not as a request
             tried.append(target)
             attempt = target.circuit.attempt()
             try:

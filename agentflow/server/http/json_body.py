@@ -1,6 +1,6 @@
 """The JSON body of a request: decoded into a type, with errors that contain the field.
 
-The messages of msgspec contain the place of a fault. They become the errors of the APIs here.
+The messages of msgspec contain the path of a fault. They become the errors of the APIs here.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ALLOWED = "; allowed: "
 """Separates a message from the allowed values."""
 
 
-def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], place: str = "") -> T:
-    """Decodes the body of a request, or the part of it at ``place``. ``ApiError`` if it does not have this
+def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], param: str = "") -> T:
+    """Decodes the body of a request, or its field ``param``. ``ApiError`` if it does not have this
     type."""
     try:
         try:
@@ -47,11 +47,11 @@ def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], place: str = "
                 raise
             return msgspec.json.decode(with_whole_numbers(bytes(data), kind), type=kind)
     except msgspec.ValidationError as error:
-        message, param = shown_fault(error, kind, place)
-        raise ApiError(400, "invalid_request", message, param=param) from None
+        message, field = shown_fault(error, kind, param)
+        raise ApiError(400, "invalid_request", message, param=field) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         fault = json_fault(bytes(data), error)
-        raise not_json(fault, _half_pair_place(data, place) if fault == HALF_PAIR else None) from None
+        raise not_json(fault, _half_pair_param(data, param) if fault == HALF_PAIR else None) from None
 
 
 def not_json(fault: object, param: str | None = None) -> ApiError:
@@ -60,12 +60,12 @@ def not_json(fault: object, param: str | None = None) -> ApiError:
     return ApiError(400, "invalid_json", f"the body is not valid JSON: {fault}{at}", param=param)
 
 
-def _half_pair_place(data: bytes | bytearray | msgspec.Raw, place: str) -> str | None:
+def _half_pair_param(data: bytes | bytearray | msgspec.Raw, param: str) -> str | None:
     """The field of the first string with half a surrogate pair. None for a large body."""
     if len(memoryview(data)) > SMALL_BODY_BYTES:
         return None
     try:
-        left = [(place, json.loads(bytes(data)))]  # accepts halves
+        left = [(param, json.loads(bytes(data)))]  # accepts halves
     except (ValueError, RecursionError):
         return None
     while left:
@@ -103,15 +103,15 @@ def count_values(scan: JsonScan, piece: bytes) -> None:
 
 
 def shown_fault(error: msgspec.ValidationError, kind: Any, within: str) -> tuple[str, str | None]:
-    """The message and the field of an error. msgspec appends the place, such as `$.a[0]`, or `key` in `$.a`
-    for a name within a field. ``within``: the prefix of all places. The client's names and values are
+    """The message and the field of an error. msgspec appends the path, such as `$.a[0]`, or `key` in `$.a`
+    for a name within a field. ``within``: the prefix of all paths. The client's names and values are
     truncated, since they can be as long as the body."""
-    text, has_place, place = str(error).rpartition(" - at `")
-    if not has_place:
-        text, place = str(error), ""
-    place = truncated(place, MAX_PARAM_CHARS)
-    is_key = place.startswith("key` in `")
-    at = place.removeprefix("key` in `").rstrip("`").lstrip("$")
+    text, has_path, path = str(error).rpartition(" - at `")
+    if not has_path:
+        text, path = str(error), ""
+    path = truncated(path, MAX_PARAM_CHARS)
+    is_key = path.startswith("key` in `")
+    at = path.removeprefix("key` in `").rstrip("`").lstrip("$")
     at = f"{within}{at}".lstrip(".")
     if text.startswith(_UNKNOWN):
         field = _field(at, text.removeprefix(_UNKNOWN))
@@ -121,16 +121,16 @@ def shown_fault(error: msgspec.ValidationError, kind: Any, within: str) -> tuple
         return f"the required parameter {field!r} is missing", field
     is_choice = text.startswith(_BAD_CHOICES)
     text = truncated(text, MAX_PARAM_CHARS)
-    if is_choice and (allowed := _allowed(kind, place)):
+    if is_choice and (allowed := _allowed(kind, path)):
         text += ALLOWED + ", ".join(map(repr, allowed))
     of_key = "a key: " if is_key else ""
     return (f"{at}: {of_key}{text}" if at else text), at or None
 
 
-def _allowed(kind: Any, place: str) -> list[str]:
-    """The names that are allowed at this place of a msgspec error."""
+def _allowed(kind: Any, path: str) -> list[str]:
+    """The names that are allowed at this path of a msgspec error."""
     found: list[Any] = [type_info(kind)]
-    for step in _STEPS.findall(place.removeprefix("$")):
+    for step in _STEPS.findall(path.removeprefix("$")):
         found = [inner for one in found for inner in _inside(one, step)]
     values = [value for one in found for type_ in options(one) for value in getattr(type_, "values", ())]
     return sorted({value for value in values if isinstance(value, str)})

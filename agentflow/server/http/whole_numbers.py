@@ -49,29 +49,29 @@ def with_whole_numbers(data: bytes, kind: Any) -> bytes:
     >>> with_whole_numbers(b'{"a": [1.0, 2.5, 3]}', dict[str, list[int]])
     b'{"a":[1, 2.5, 3]}'
     """
-    places = _find_places(kind)
-    return data if places is None else _rewritten(data.strip(), places)
+    integers = _find_integers(kind)
+    return data if integers is None else _rewritten(data.strip(), integers)
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _Integers:
     """Where a value has integers: itself, members of an object by name, any of its members, items of a list.
     ``only_numbers``: the items are numbers, or lists of them."""
 
     is_integer: bool
-    members: dict[str, _Places]
-    values: _Places | None
-    items: _Places | None
+    members: dict[str, _Integers]
+    values: _Integers | None
+    items: _Integers | None
     only_numbers: bool
 
 
 @cache
-def _find_places(kind: Any) -> _Places | None:
-    return _places(options(type_info(kind)))
+def _find_integers(kind: Any) -> _Integers | None:
+    return _integers(options(type_info(kind)))
 
 
-def _places(types: Sequence[Any]) -> _Places | None:
-    """The places of a union; None if it has none."""
+def _integers(types: Sequence[Any]) -> _Integers | None:
+    """Where a union has integers; None if it has none."""
     if not types:
         return None
     fields: dict[str, list[Any]] = {}
@@ -87,11 +87,11 @@ def _places(types: Sequence[Any]) -> _Places | None:
                 items += options(one.item_type)
             case _:
                 pass
-    found = _Places(
+    found = _Integers(
         is_integer=any(map(_is_integer, types)) and not any(isinstance(one, FloatType) for one in types),
-        members={name: inner for name, given in fields.items() if (inner := _places(given))},
-        values=_places(values),
-        items=_places(items),
+        members={name: inner for name, given in fields.items() if (inner := _integers(given))},
+        values=_integers(values),
+        items=_integers(items),
         only_numbers=not any(isinstance(one, StructType | DictType) for one in items),
     )
     return found if found.is_integer or found.members or found.values or found.items else None
@@ -103,32 +103,32 @@ def _is_integer(type_: Any) -> bool:
     )
 
 
-def _rewritten(data: bytes, places: _Places) -> bytes:
+def _rewritten(data: bytes, integers: _Integers) -> bytes:
     match data[:1]:
-        case b"{" if places.members or places.values:
-            return _object(data, places)
-        case b"[" if places.items is not None:
-            return _list(data, places.items, places.only_numbers)
+        case b"{" if integers.members or integers.values:
+            return _object(data, integers)
+        case b"[" if integers.items is not None:
+            return _list(data, integers.items, integers.only_numbers)
         case b"{" | b"[" | b'"':
             return data
         case _:
-            return _NUMBER.sub(_whole, data) if places.is_integer else data
+            return _NUMBER.sub(_whole, data) if integers.is_integer else data
 
 
-def _object(data: bytes, places: _Places) -> bytes:
+def _object(data: bytes, integers: _Integers) -> bytes:
     members = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     for name, value in members.items():
-        inner = places.members.get(name, places.values)
+        inner = integers.members.get(name, integers.values)
         if inner is not None:
             members[name] = msgspec.Raw(_rewritten(bytes(value), inner))
     return msgspec.json.encode(members)
 
 
-def _list(data: bytes, places: _Places, only_numbers: bool) -> bytes:
+def _list(data: bytes, integers: _Integers, only_numbers: bool) -> bytes:
     if only_numbers and b'"' not in data:  # faster, since such a list may be long
         return _NUMBER.sub(_whole, data)
     items = msgspec.json.decode(data, type=list[msgspec.Raw])
-    return msgspec.json.encode([msgspec.Raw(_rewritten(bytes(item), places)) for item in items])
+    return msgspec.json.encode([msgspec.Raw(_rewritten(bytes(item), integers)) for item in items])
 
 
 def _whole(number: re.Match[bytes]) -> bytes:

@@ -134,9 +134,9 @@ async def _open_engines(
         )
         sized = await anyio.to_thread.run_sync(_sized, models, folders, memory_share, free)
     else:
-        places = await stack.enter_async_context(placed_models(ray, models, folders, memory_share))
-        sized = {name: place.replicas for name, place in places.items()}
-        start_child = {name: place.placement.start_child for name, place in places.items()}
+        placed = await stack.enter_async_context(placed_models(ray, models, folders, memory_share))
+        sized = {name: one.replicas for name, one in placed.items()}
+        start_child = {name: one.placement.start_child for name, one in placed.items()}
     sink = None if record_to is None else stack.enter_context(open_sink(record_to))
     # First, so that its process loads in parallel with the models, at a lower priority.
     compiler = await stack.enter_async_context(constraint_compiler(limits=compile_limits))

@@ -168,8 +168,8 @@ def read_conversation(messages: Sequence[OllamaMessage], generator: TextGenerato
     """The conversation. ``ApiError``, with the field, for a message that is wrong."""
     turns = _Turns()
     for number, message in enumerate(messages):
-        place = f"messages[{number}]"
-        turns.add(message, place, _read_images(message.images, f"{place}.images", generator))
+        param = f"messages[{number}]"
+        turns.add(message, param, _read_images(message.images, f"{param}.images", generator))
     return tuple(turns.made)
 
 
@@ -183,19 +183,19 @@ class _Turns:
     num_calls: int = 0
     arguments: JsonScan = field(default_factory=lambda: JsonScan(OBJECT_BOUNDS))
 
-    def add(self, message: OllamaMessage, place: str, images: tuple[PlacedImage, ...]) -> None:
+    def add(self, message: OllamaMessage, param: str, images: tuple[PlacedImage, ...]) -> None:
         text = message.content or ""
         if images and message.role not in IMAGE_ROLES:
-            raise unsupported(f"{place}.images", "only the messages of users and tools may have images")
+            raise unsupported(f"{param}.images", "only the messages of users and tools may have images")
         if message.tool_calls and message.role != "assistant":
-            raise invalid_field(f"{place}.tool_calls", "only the assistant calls tools")
+            raise invalid_field(f"{param}.tool_calls", "only the assistant calls tools")
         if message.role == "tool":
-            call_id = self._answered(message, place)
+            call_id = self._answered(message, param)
             name = self.open_calls.pop(call_id)
             self.made.append(Message("tool", text, tool_call_id=call_id, name=name, images=images))
             return
         calls = [
-            self._called(call, f"{place}.tool_calls[{number}]")
+            self._called(call, f"{param}.tool_calls[{number}]")
             for number, call in enumerate(message.tool_calls or ())
         ]
         reasoning = message.thinking if message.role == "assistant" else None
@@ -203,36 +203,36 @@ class _Turns:
             Message(message.role, text, tool_calls=tuple(calls), reasoning=reasoning or None, images=images)
         )
 
-    def _called(self, call: GivenToolCall, place: str) -> CalledTool:
+    def _called(self, call: GivenToolCall, param: str) -> CalledTool:
         given, arguments = call.function.arguments, "{}"
         if given is not None and is_given(given):
             with naming_param():
-                arguments = object_text(given, f"{place}.function.arguments", self.arguments)
+                arguments = object_text(given, f"{param}.function.arguments", self.arguments)
         call_id = call.id or f"call_{self.num_calls}"
         self.num_calls += 1
         self.open_calls[call_id] = call.function.name
         return CalledTool(call_id, call.function.name, arguments)
 
-    def _answered(self, message: OllamaMessage, place: str) -> str:
+    def _answered(self, message: OllamaMessage, param: str) -> str:
         """The id of the call that a result belongs to."""
         if message.tool_call_id in self.open_calls:
             return message.tool_call_id
         for call_id, name in self.open_calls.items():
             if message.tool_name in (None, "", name):
                 return call_id
-        raise invalid_field(f"{place}.tool_name", "no earlier message has an open call of this tool")
+        raise invalid_field(f"{param}.tool_name", "no earlier message has an open call of this tool")
 
 
-def _read_images(images: Unread, place: str, generator: TextGenerator) -> tuple[PlacedImage, ...]:
+def _read_images(images: Unread, param: str, generator: TextGenerator) -> tuple[PlacedImage, ...]:
     """The images of a message, which precede its text."""
     if images is None or not is_given(images):
         return ()
     # An empty list is not an error for models without images. Large lists are not decoded for that.
     if bytes(memoryview(images)[:64]).translate(None, b" \t\r\n") == b"[]":
         return ()
-    check_images(place, generator.capabilities)
+    check_images(param, generator.capabilities)
     found: list[PlacedImage] = []
-    for number, encoded in enumerate(decoded(images, list[str], place)):
-        with naming_param(f"{place}[{number}]"):
+    for number, encoded in enumerate(decoded(images, list[str], param)):
+        with naming_param(f"{param}[{number}]"):
             found.append(PlacedImage(0, image_in_base64(encoded)))
     return tuple(found)

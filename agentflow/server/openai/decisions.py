@@ -247,9 +247,9 @@ def _question(number: int, asked: AskedQuestion) -> Question:
     instructions = asked.instructions
     if not isinstance(instructions, str):
         instructions = "".join([part.text for part in instructions])
-    place, name = f"questions[{number}]", f"{number}"
+    param, name = f"questions[{number}]", f"{number}"
     if not instructions.strip():
-        raise invalid_field(f"{place}.instructions", "it is empty: give the question or statement")
+        raise invalid_field(f"{param}.instructions", "it is empty: give the question or statement")
     match asked:
         case PredicateQuestion():
             return Question(name, "predicate", instructions)
@@ -260,7 +260,7 @@ def _question(number: int, asked: AskedQuestion) -> Question:
         case ScoreQuestion():
             field, shown = "levels", [(one.label, one.description) for one in asked.levels]
     if len({text for text, _ in shown}) < len(shown):
-        raise invalid_field(f"{place}.{field}", "they must differ")
+        raise invalid_field(f"{param}.{field}", "they must differ")
     options = tuple([Option(text, description or "") for text, description in shown])
     return Question(name, "choice" if field == "choices" else "score", instructions, options)
 

@@ -176,29 +176,29 @@ def read_conversation(messages: Sequence[ChatMessage], model: Capabilities) -> t
     turns: list[Message] = []
     called: dict[str, str] = {}  # the tool of each call
     for number, message in enumerate(messages):
-        place = f"messages[{number}]"
+        param = f"messages[{number}]"
         match message:
             case SystemMessage() | DeveloperMessage():
-                turns.append(Message("system", _read_text(message.content, place, model)))
+                turns.append(Message("system", _read_text(message.content, param, model)))
             case UserMessage():
-                text, images = _shown(message.content, place, model)
+                text, images = _shown(message.content, param, model)
                 turns.append(Message("user", text, images=images))
             case AssistantMessage():
-                turns.append(_assistant_turn(message, place, model))
+                turns.append(_assistant_turn(message, param, model))
                 called.update({call.id: call.name for call in turns[-1].tool_calls})
             case ToolMessage():
                 name = called.get(message.tool_call_id)
                 if name is None:
                     raise invalid_field(
-                        f"{place}.tool_call_id",
+                        f"{param}.tool_call_id",
                         f"no earlier message has the tool call {message.tool_call_id[:100]!r}",
                     )
-                text, images = _shown(message.content, place, model)
+                text, images = _shown(message.content, param, model)
                 turns.append(
                     Message("tool", text, tool_call_id=message.tool_call_id, name=name, images=images)
                 )
             case FunctionMessage():
-                raise unsupported(f"{place}.role", "use the role 'tool'")
+                raise unsupported(f"{param}.role", "use the role 'tool'")
     return tuple(turns)
 
 
@@ -220,10 +220,10 @@ def find_kept(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Sequenc
     return kept.found
 
 
-def _assistant_turn(message: AssistantMessage, place: str, model: Capabilities) -> Message:
+def _assistant_turn(message: AssistantMessage, param: str, model: Capabilities) -> Message:
     for member, why in _UNSUPPORTED_MEMBERS.items():
         if is_given(getattr(message, member)):
-            raise unsupported(f"{place}.{member}", why)
+            raise unsupported(f"{param}.{member}", why)
     # Arguments may be any text: clients send a truncated call back unchanged.
     calls = tuple(
         CalledTool(call.id, call.function.name, call.function.arguments.strip() or "{}")
@@ -231,53 +231,53 @@ def _assistant_turn(message: AssistantMessage, place: str, model: Capabilities) 
     )
     content = message.content if message.content is not None else message.refusal
     given = message.reasoning_content if is_given(message.reasoning_content) else message.reasoning
-    reasoning = _read_reasoning(given, place)
+    reasoning = _read_reasoning(given, param)
     if content is None and not calls and reasoning is None:
-        raise invalid_field(f"{place}.content", "an assistant's message needs 'content' or 'tool_calls'")
-    text = "" if content is None else _read_text(content, place, model)
+        raise invalid_field(f"{param}.content", "an assistant's message needs 'content' or 'tool_calls'")
+    text = "" if content is None else _read_text(content, param, model)
     return Message("assistant", text, tool_calls=calls, reasoning=reasoning)
 
 
-def _read_reasoning(given: Unread, place: str) -> str | None:
+def _read_reasoning(given: Unread, param: str) -> str | None:
     """The reasoning, if it is a text; clients of other servers also send objects, which are ignored."""
     if given is None or bytes(memoryview(given)[:1]) != b'"':
         return None
-    return decoded(given, str, f"{place}.reasoning_content")
+    return decoded(given, str, f"{param}.reasoning_content")
 
 
-def _read_text(content: MessageContent, place: str, model: Capabilities) -> str:
+def _read_text(content: MessageContent, param: str, model: Capabilities) -> str:
     """The text of a message without images."""
-    text, images = _shown(content, place, model)
+    text, images = _shown(content, param, model)
     if images:
-        raise unsupported(f"{place}.content", "only the messages of users and tools may have images")
+        raise unsupported(f"{param}.content", "only the messages of users and tools may have images")
     return text
 
 
-def _shown(content: MessageContent, place: str, model: Capabilities) -> tuple[str, tuple[PlacedImage, ...]]:
+def _shown(content: MessageContent, param: str, model: Capabilities) -> tuple[str, tuple[PlacedImage, ...]]:
     """The parts, joined without a separator, as chat templates write them; and the images and videos."""
     if isinstance(content, str):
         return content, ()
     return placed_in(
-        [_part(part, f"{place}.content[{number}]", model) for number, part in enumerate(content)]
+        [_part(part, f"{param}.content[{number}]", model) for number, part in enumerate(content)]
     )
 
 
-def _part(part: MessagePart, place: str, model: Capabilities) -> str | Medium:
+def _part(part: MessagePart, param: str, model: Capabilities) -> str | Medium:
     match part:
         case TextPart():
             return part.text
         case RefusalPart():
             return part.refusal
         case ImagePart():
-            check_images(place, model)
-            url = decoded(part.image_url, ImageUrl, f"{place}.image_url").url
-            return image_from_url(url, f"{place}.image_url.url", model)
+            check_images(param, model)
+            url = decoded(part.image_url, ImageUrl, f"{param}.image_url").url
+            return image_from_url(url, f"{param}.image_url.url", model)
         case VideoPart():
-            check_videos(place, model)
-            video = decoded(part.video_url, VideoUrl, f"{place}.video_url")
-            return video_from_url(video.url, video.num_frames, f"{place}.video_url.url", model)
+            check_videos(param, model)
+            video = decoded(part.video_url, VideoUrl, f"{param}.video_url")
+            return video_from_url(video.url, video.num_frames, f"{param}.video_url.url", model)
         case AudioPart() | FilePart():
-            raise unsupported(place, f"{model.model} accepts no {_KIND_OF_PART[type(part)]}")
+            raise unsupported(param, f"{model.model} accepts no {_KIND_OF_PART[type(part)]}")
 
 
 def read_tools(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
@@ -286,10 +286,10 @@ def read_tools(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
     return tuple([_tool_spec(tool, f"tools[{number}]", scan) for number, tool in enumerate(tools)])
 
 
-def _tool_spec(tool: Tool, place: str, scan: JsonScan) -> ToolSpec:
+def _tool_spec(tool: Tool, param: str, scan: JsonScan) -> ToolSpec:
     if isinstance(tool, CustomTool):
-        raise unsupported(f"{place}.type", "use tools of the type 'function'")
-    return function_tool(tool.function, f"{place}.function", scan)
+        raise unsupported(f"{param}.type", "use tools of the type 'function'")
+    return function_tool(tool.function, f"{param}.function", scan)
 
 
 def read_tool_choice(choice: ToolChoiceField | None, *, has_tools: bool, parallel: bool | None) -> ToolChoice:

@@ -76,10 +76,10 @@ def _variables(placeholders: Sequence[Placeholder]) -> list[PlacedVariable]:
     return placed
 
 
-def _piece(placeholder: Placeholder, variable_id: str, place: str) -> ProgramInput | ProgramOutput:
+def _piece(placeholder: Placeholder, variable_id: str, param: str) -> ProgramInput | ProgramOutput:
     transforms = tuple(placeholder.transforms or ())
     for number, transform in enumerate(transforms):
-        with naming_param(f"{place}.transforms[{number}]"):
+        with naming_param(f"{param}.transforms[{number}]"):
             check_written((transform,))
     if placeholder.in_out == "in":
         return ProgramInput(variable_id, transforms)
@@ -87,7 +87,7 @@ def _piece(placeholder: Placeholder, variable_id: str, place: str) -> ProgramInp
         with naming_param():
             params = _params(placeholder.sampling_params or ProgramSampling()).check()
     except ApiError as error:
-        error.param = f"{place}.sampling_params.{error.param}"
+        error.param = f"{param}.sampling_params.{error.param}"
         raise
     return ProgramOutput(variable_id, params, transforms)
 

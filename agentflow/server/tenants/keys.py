@@ -78,19 +78,19 @@ def read_keys_file(file: Path) -> dict[str, Tenant]:
     """Returns the tenant of each hashed key, in the order of the file. ``BadArgument`` for an invalid file. A
     tenant with an empty list of keys is disabled."""
     tenant_of: dict[str, Tenant] = {}
-    place_of: dict[str, str] = {}
+    field_of: dict[str, str] = {}
     for name, table in _tables(file).items():
         _check_name(file, name)
-        place = f"tenants.{name}"
-        entry = _entry(f"{file}: {place}", table)
+        section = f"tenants.{name}"
+        entry = _entry(f"{file}: {section}", table)
         limits = msgspec.structs.asdict(entry)
         tenant = Tenant(name, **{field: value for field, value in limits.items() if field != "keys"})
         for number, hashed in enumerate(entry.keys):
-            here = f"{place}.keys[{number}]"
+            here = f"{section}.keys[{number}]"
             _check_hashed(f"{file}: {here}", hashed)
-            if hashed in place_of:
-                raise BadArgument(f"{file}: {here} is the same key as {place_of[hashed]}")
-            place_of[hashed] = here
+            if hashed in field_of:
+                raise BadArgument(f"{file}: {here} is the same key as {field_of[hashed]}")
+            field_of[hashed] = here
             tenant_of[hashed] = tenant
     return tenant_of
 
@@ -119,24 +119,24 @@ def _check_name(file: Path, name: str) -> None:
         )
 
 
-def _entry(place: str, table: object) -> _Entry:
+def _entry(field: str, table: object) -> _Entry:
     fields = _Entry.__struct_fields__
     if not isinstance(table, dict):
-        raise BadArgument(f"{place} must be a table; its fields are: {', '.join(fields)}")
+        raise BadArgument(f"{field} must be a table; its fields are: {', '.join(fields)}")
     for name in table:
         if name not in fields:
-            raise BadArgument(f"{place}.{name}: unknown field (known: {', '.join(fields)})")
+            raise BadArgument(f"{field}.{name}: unknown field (known: {', '.join(fields)})")
     try:
         return msgspec.convert(table, _Entry)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
-        raise BadArgument(f"{place}{where.rstrip('`')}: {what}") from None
+        raise BadArgument(f"{field}{where.rstrip('`')}: {what}") from None
 
 
-def _check_hashed(place: str, hashed: str) -> None:
+def _check_hashed(field: str, hashed: str) -> None:
     if not _HASHED.fullmatch(hashed):
         raise BadArgument(
-            f"{place} is not a hashed key: write 'sha256:' and the 64 hexadecimal digits of its SHA-256, "
+            f"{field} is not a hashed key: write 'sha256:' and the 64 hexadecimal digits of its SHA-256, "
             "never the key itself; `agentflow key` creates a key and prints both, and "
             "`printf %s KEY | sha256sum` hashes an existing one"
         )

@@ -129,7 +129,7 @@ class WsSession(Generic[ContextT]):
         error: AgentflowError | None = None
         has_hung_up = False
         try:
-            with self._sessions.connection_place(self._tenant) as refusal, self._scope:
+            with self._sessions.reserved_connection(self._tenant) as refusal, self._scope:
                 await self._socket.accept(self._subprotocol)
                 if refusal is not None:
                     await self._reject(refusal)

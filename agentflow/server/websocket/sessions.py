@@ -197,8 +197,8 @@ class Sessions(Generic[ContextT]):
         return self._num_connections_of.total()
 
     @contextmanager
-    def connection_place(self, tenant: str) -> Iterator[Overloaded | None]:
-        """Reserves a place for one more websocket of the tenant. Yields the error if there is none."""
+    def reserved_connection(self, tenant: str) -> Iterator[Overloaded | None]:
+        """Counts one more websocket of the tenant. Yields the error if that exceeds a limit."""
         error: Overloaded | None = None
         most = tenant_part(self.limits.max_connections, tenant)
         if self.num_connections >= self.limits.max_connections:

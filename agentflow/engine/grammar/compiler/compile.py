@@ -250,7 +250,7 @@ def _lark_of_pattern(pattern: str) -> str:
 
 
 def _read_schema(source: str) -> Schema:
-    """Returns the explicit schema. Raises ``BadArgument``, with the place, for keywords that cannot be
+    """Returns the explicit schema. Raises ``BadArgument``, with the path, for keywords that cannot be
     enforced."""
     schema = parse_schema(source)
     check_schema(schema)

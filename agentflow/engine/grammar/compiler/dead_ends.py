@@ -69,12 +69,12 @@ def drop_names_without_text(schema: dict[str, Any]) -> None:
         del schema["patternProperties"]
 
 
-def check_writable(schema: dict[str, Any], place: str) -> None:
-    """Raises ``BadArgument``, with the place, for a pattern all of whose texts have characters that a string
+def check_writable(schema: dict[str, Any], path: str) -> None:
+    """Raises ``BadArgument``, with the path, for a pattern all of whose texts have characters that a string
     can only contain as an escape ``\\u``."""
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and not _is_writable(pattern):
-        where = f"{place}: " if place else ""
+        where = f"{path}: " if path else ""
         raise BadArgument(f"schema: {where}no string that can be written matches the pattern {pattern!r}")
 
 

@@ -160,10 +160,10 @@ def parse_schema(source: str) -> Schema:
     return schema
 
 
-def check_schema(schema: Schema, place: SchemaPath = ()) -> None:
-    """Drops keywords without effect. Raises ``BadArgument``, with the place, for an invalid schema.
-    ``place``: the place of ``schema``."""
-    for where, sub in placed_subschemas(schema, place):
+def check_schema(schema: Schema, path: SchemaPath = ()) -> None:
+    """Drops keywords without effect. Raises ``BadArgument``, with the path, for an invalid schema.
+    ``path``: the path of ``schema``."""
+    for where, sub in subschemas_with_paths(schema, path):
         _refuse_what_is_no_schema(sub, ".".join(where))
         _drop_what_says_nothing(sub)
 
@@ -171,10 +171,10 @@ def check_schema(schema: Schema, place: SchemaPath = ()) -> None:
 def explicit(schema: Schema) -> Schema:
     """Returns the explicit form of a schema that has passed ``check_schema`` and has only enforceable
     keywords. Raises ``BadArgument`` if no finite value satisfies it."""
-    for place, sub in list(placed_subschemas(schema)):
+    for path, sub in list(subschemas_with_paths(schema)):
         drop_names_without_text(sub)
-        check_writable(sub, ".".join(place))
-    subschemas = [sub for _, sub in placed_subschemas(schema)]
+        check_writable(sub, ".".join(path))
+    subschemas = [sub for _, sub in subschemas_with_paths(schema)]
     if not has_finite_value(schema):
         raise BadArgument(
             "schema: no finite value satisfies it: each would contain another one like it; let the recursive "
@@ -202,7 +202,7 @@ def for_llguidance(schema: Schema) -> Schema:
     """Returns the schema in the form for llguidance: patterns replace the formats in ``PATTERN_OF_FORMAT``,
     and narrow ranges do not begin at an open limit."""
     narrower: Schema = json.loads(json.dumps(schema))
-    for _, sub in placed_subschemas(narrower):
+    for _, sub in subschemas_with_paths(narrower):
         name = sub.get("format")
         if isinstance(name, str) and name in PATTERN_OF_FORMAT and "pattern" not in sub:
             del sub["format"]
@@ -219,17 +219,17 @@ _UNITS_OF_CONTAINER: Final = 2
 
 def num_alternatives(root: Schema) -> int:
     """Returns the most members and options among which the parser chooses at one place of the explicit
-    schema. Raises ``BadArgument``, with the place, if there are more than a step of the parser can process.
+    schema. Raises ``BadArgument``, with the path, if there are more than a step of the parser can process.
 
     >>> num_alternatives({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "required": ["c"]})
     5
     """
     known: dict[int, int] = {}
     most = 0
-    for place, schema in placed_subschemas(root):
+    for path, schema in subschemas_with_paths(root):
         count = _alternatives(schema, root, known)
         if count > MOST_ALTERNATIVES:
-            where = f"{'.'.join(place)}: " if place else ""
+            where = f"{'.'.join(path)}: " if path else ""
             raise BadArgument(
                 f"schema: {where}allows {count:,} members or options at one place, more than "
                 f"{MOST_ALTERNATIVES:,}: require some of the members, or group them in objects"
@@ -284,27 +284,27 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def placed_subschemas(
-    schema: Any, place: SchemaPath = (), depth: int = 0
+def subschemas_with_paths(
+    schema: Any, path: SchemaPath = (), depth: int = 0
 ) -> Iterator[tuple[SchemaPath, Schema]]:
-    """Yields the schema, which is at ``place``, and all schemas inside it, each with its place. Raises
+    """Yields the schema, which is at ``path``, and all schemas inside it, each with its path. Raises
     ``BadArgument`` if they nest too deep."""
     if not isinstance(schema, dict):
         return
     if depth > MOST_DEPTH:
         raise BadArgument(f"schema: nests deeper than {MOST_DEPTH}")
-    yield place, schema
+    yield path, schema
     for key in HOLD_A_SCHEMA:
         if (one := schema.get(key)) is not None:
-            yield from placed_subschemas(one, (*place, key), depth + 1)
+            yield from subschemas_with_paths(one, (*path, key), depth + 1)
     for key in HOLD_A_LIST:
         if isinstance(listed := schema.get(key), list):
             for number, one in enumerate(listed):
-                yield from placed_subschemas(one, (*place, key, str(number)), depth + 1)
+                yield from subschemas_with_paths(one, (*path, key, str(number)), depth + 1)
     for key in HOLD_NAMED:
         if isinstance(named := schema.get(key), dict):
             for name, one in named.items():
-                yield from placed_subschemas(one, (*place, key, name), depth + 1)
+                yield from subschemas_with_paths(one, (*path, key, name), depth + 1)
 
 
 def _applies_in_place(schema: Schema) -> bool:
@@ -340,9 +340,9 @@ def _drop_what_says_nothing(schema: Schema) -> None:
             schema[key] = int(value)
 
 
-def _refuse_what_is_no_schema(schema: Schema, place: str) -> None:
+def _refuse_what_is_no_schema(schema: Schema, path: str) -> None:
     def fault(key: str, what: str) -> BadArgument:
-        return BadArgument(f"schema: {f'{place}: ' if place else ''}{key} must be {what}")
+        return BadArgument(f"schema: {f'{path}: ' if path else ''}{key} must be {what}")
 
     for key, value in schema.items():
         names = value if isinstance(value, list) else [value] if key == "type" else None

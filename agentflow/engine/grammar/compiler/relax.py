@@ -1,10 +1,10 @@
 """Relaxes keywords that a grammar cannot enforce, in schemas of clients that are not strict.
 
 OpenAI's API accepts any schema for a tool that is not strict. ``relax`` drops the keywords that cannot be
-enforced, or replaces them by the nearest looser form, and returns their places. Each step only allows more
+enforced, or replaces them by the nearest looser form, and returns their paths. Each step only allows more
 values, so that no valid value is lost; the server checks finished calls against the original.
 ``compile_parts`` relaxes the parts of a constraint, in steps that go further only if the schema still does
-not compile. A strict part is rejected instead, with the place of the keyword.
+not compile. A strict part is rejected instead, with the path of the keyword.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentflow.engine.grammar.compiler.explicit_schema import (
     exclude_each_other,
     least_members,
     parse_schema,
-    placed_subschemas,
+    subschemas_with_paths,
     unique_lists,
 )
 from agentflow.engine.grammar.compiler.messages import (
@@ -65,17 +65,17 @@ _WHY: Final = {
 _WHY_NOT: Final = "is not supported: check it in the program"
 
 
-def relax(root: Schema, start: Schema | None = None, place: SchemaPath = ()) -> list[SchemaPath]:
-    """Relaxes the keywords of ``start`` (``root``, by default) that are known to be unenforceable. ``place``:
-    the place of ``start``. Returns the place of each keyword that was dropped or changed.
+def relax(root: Schema, start: Schema | None = None, base: SchemaPath = ()) -> list[SchemaPath]:
+    """Relaxes the keywords of ``start`` (``root``, by default) that are known to be unenforceable. ``base``:
+    the path of ``start``. Returns the path of each keyword that was dropped or changed.
 
     >>> schema = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
     >>> relax(schema), schema
     ([('uniqueItems',)], {'type': 'array', 'items': {'type': 'string'}})
     """
     found: list[SchemaPath] = []
-    has_ids = any("$id" in one or "id" in one for _, one in placed_subschemas(root))
-    for path, schema in list(placed_subschemas(root if start is None else start, place)):
+    has_ids = any("$id" in one or "id" in one for _, one in subschemas_with_paths(root))
+    for path, schema in list(subschemas_with_paths(root if start is None else start, base)):
         for key in [key for key in _NEVER_KEPT if key in schema]:
             del schema[key]
             found.append((*path, key))
@@ -157,7 +157,7 @@ def without_look_arounds(pattern: str) -> str:
 
 
 def check_kept(schema: Schema) -> None:
-    """Raises ``BadArgument``, with the place, for a keyword that cannot be enforced."""
+    """Raises ``BadArgument``, with the path, for a keyword that cannot be enforced."""
     for path in relax(copy.deepcopy(schema)):
         raise BadArgument(f"schema: {'.'.join(path)} {_why(schema, path)}")
 
@@ -184,11 +184,11 @@ class _Part:
         self._start: Schema = start
         self._definitions = _some(root, "$defs", "definitions")
         # ``hoisted`` puts the tool's name before the names of its definitions.
-        self._places: list[tuple[SchemaPath, Any]] = [((), self._start)]
+        self._schemas: list[tuple[SchemaPath, Any]] = [((), self._start)]
         if part.path:
             own = root.get("$defs", {})
             prefix = f"{part.name}."
-            self._places += [
+            self._schemas += [
                 (() if name == part.name else ("$defs", name.removeprefix(prefix)), own[name])
                 for name in own
                 if name == part.name or name.startswith(prefix)
@@ -202,29 +202,29 @@ class _Part:
     def check(self) -> None:
         """Like ``check_schema``, but also raises ``BadArgument`` for a keyword of a strict part that cannot
         be enforced."""
-        for place, one in self._places:
+        for base, one in self._schemas:
             try:
-                check_schema(one, place)
+                check_schema(one, base)
             except BadArgument as error:
                 raise self.error(error) from None
-        for place, one in self._places if self.part.is_strict else ():
-            for path in relax(self._root, copy.deepcopy(one), place):
-                text = f"{'.'.join(path)} {_why(one, path[len(place) :])}"
+        for base, one in self._schemas if self.part.is_strict else ():
+            for path in relax(self._root, copy.deepcopy(one), base):
+                text = f"{'.'.join(path)} {_why(one, path[len(base) :])}"
                 raise self.error(BadArgument(text), path)
 
     def relax(self) -> list[SchemaPath]:
         """Relaxes the keywords that are known to be unenforceable."""
-        return [path for place, one in self._places for path in relax(self._root, one, place)]
+        return [path for base, one in self._schemas for path in relax(self._root, one, base)]
 
     def error(self, error: AgentflowError, path: SchemaPath = ()) -> AgentflowError:
-        """Returns the error with this part's ``param``, at a place in the part."""
+        """Returns the error with this part's ``param``, at a path in the part."""
         part, text = self.part, str(error).removeprefix("schema: ")
         if not part.name:
             return type(error)(str(error))
         return type(error)(f"tool {part.name!r}: {text}", param=".".join((part.param, *path)))
 
     def fault(self, compiles: Compiles, error: AgentflowError) -> AgentflowError:
-        """Returns the error of compiling this part, at the first place that does not compile by itself."""
+        """Returns the error of compiling this part, at the first path that does not compile by itself."""
         for found in self.relax_until(compiles):
             if found and found[0]:
                 where = ".".join(found[0])
@@ -240,7 +240,7 @@ class _Part:
     def _relax_keywords(self, compiles: Compiles) -> list[SchemaPath]:
         """Relaxes the keywords that do not compile by themselves."""
         found: list[SchemaPath] = []
-        every = [pair for place, one in self._places for pair in placed_subschemas(one, place)]
+        every = [pair for base, one in self._schemas for pair in subschemas_with_paths(one, base)]
         for path, schema in every:
             if "pattern" in schema and not compiles({"type": "string", "pattern": schema["pattern"]}):
                 del schema["pattern"]
@@ -273,12 +273,12 @@ class _Part:
     def _relax_members(self, compiles: Compiles) -> list[SchemaPath]:
         """Allows any value for each member whose schema does not compile by itself."""
         found: list[SchemaPath] = []
-        for place, schema in self._places:
+        for base, schema in self._schemas:
             members = schema.get("properties")
             for name, member in members.items() if isinstance(members, dict) else ():
                 if isinstance(member, dict) and not compiles({**member, **self._definitions}):
                     members[name] = {}
-                    found.append((*place, "properties", name))
+                    found.append((*base, "properties", name))
         return found
 
     def _allow_all(self) -> list[SchemaPath]:
@@ -300,7 +300,7 @@ def compile_parts(
 ) -> tuple[PartedConstraint, CompiledConstraint]:
     """Compiles a constraint with parts, and relaxes parts that cannot be enforced and are not strict. Also
     returns the relaxed constraint. Raises ``BadArgument`` for a strict part that cannot be enforced, with the
-    part's ``param`` and the place of the keyword."""
+    part's ``param`` and the path of the keyword."""
     root = parse_schema(constraint.schema_source())
     parts = [_Part(root, part) for part in constraint.parts]
     relaxed: list[Relaxed] = []

@@ -150,10 +150,10 @@ class ResponseWriter:
     def _begin_reasoning(self) -> bytes:
         item = OutputReasoning(id=f"rs_{secrets.token_hex(12)}", status="in_progress", content=[])
         added = self._add(item)
-        place = {"item_id": item.id, "output_index": self._index, "content_index": 0}
-        begun = self._event("response.content_part.added", {**place, "part": ReasoningTextPart(text="")})
+        position = {"item_id": item.id, "output_index": self._index, "content_index": 0}
+        begun = self._event("response.content_part.added", {**position, "part": ReasoningTextPart(text="")})
         item.content.append(ReasoningTextPart(text=""))
-        self._prepare("response.reasoning_text.delta", place)
+        self._prepare("response.reasoning_text.delta", position)
         return added + begun
 
     def _text(self, delta: TextDelta) -> bytes:
@@ -169,10 +169,10 @@ class ResponseWriter:
         closed = self._close("completed")
         item = OutputMessage(id=f"msg_{secrets.token_hex(12)}", status="in_progress", content=[])
         added = self._add(item)
-        place = {"item_id": item.id, "output_index": self._index, "content_index": 0}
-        begun = self._event("response.content_part.added", {**place, "part": OutputText(text="")})
+        position = {"item_id": item.id, "output_index": self._index, "content_index": 0}
+        begun = self._event("response.content_part.added", {**position, "part": OutputText(text="")})
         item.content.append(OutputText(text=""))
-        self._prepare("response.output_text.delta", place)
+        self._prepare("response.output_text.delta", position)
         return closed + added + begun
 
     def _begin_call(self, delta: ToolCallBegun) -> bytes:
@@ -185,8 +185,8 @@ class ResponseWriter:
             status="in_progress",
         )
         added = self._add(item)
-        place = {"item_id": item.id, "output_index": self._index}
-        self._prepare("response.function_call_arguments.delta", place)
+        position = {"item_id": item.id, "output_index": self._index}
+        self._prepare("response.function_call_arguments.delta", position)
         return closed + added
 
     @property
@@ -206,23 +206,23 @@ class ResponseWriter:
         text, index = "".join(self._parts), self._index
         self._parts.clear()
         item.status = status
-        place: dict[str, Any] = {"item_id": item.id, "output_index": index}
+        position: dict[str, Any] = {"item_id": item.id, "output_index": index}
         if isinstance(item, OutputMessage):
             [part] = item.content
             part.text, part.logprobs, self._logprobs = text, self._logprobs, []
-            place["content_index"] = 0
+            position["content_index"] = 0
             done = self._event(
-                "response.output_text.done", {**place, "text": text, "logprobs": part.logprobs}
+                "response.output_text.done", {**position, "text": text, "logprobs": part.logprobs}
             )
-            done += self._event("response.content_part.done", {**place, "part": part})
+            done += self._event("response.content_part.done", {**position, "part": part})
         elif isinstance(item, OutputReasoning):
             [reasoning] = item.content
-            reasoning.text, place["content_index"] = text, 0
-            done = self._event("response.reasoning_text.done", {**place, "text": text})
-            done += self._event("response.content_part.done", {**place, "part": reasoning})
+            reasoning.text, position["content_index"] = text, 0
+            done = self._event("response.reasoning_text.done", {**position, "text": text})
+            done += self._event("response.content_part.done", {**position, "part": reasoning})
         else:
             item.arguments = text
-            fields = {**place, "name": item.name, "arguments": text}
+            fields = {**position, "name": item.name, "arguments": text}
             done = self._event("response.function_call_arguments.done", fields)
         return done + self._event("response.output_item.done", {"output_index": index, "item": item})
 
@@ -239,9 +239,9 @@ class ResponseWriter:
 
     # Events
 
-    def _prepare(self, kind: str, place: dict[str, Any]) -> None:
+    def _prepare(self, kind: str, position: dict[str, Any]) -> None:
         """Encodes the constant part of the deltas of the open item."""
-        fields = {"type": kind, **place}
+        fields = {"type": kind, **position}
         self._head = event_head(kind.encode()) + encode_json(fields)[:-1] + b',"sequence_number":'
 
     def _delta(self, text: str, logprobs: Sequence[ChatTokenLogprob] | None = None) -> bytes:

@@ -106,8 +106,8 @@ async def delete_item(call: ApiCall) -> None:
     """Deletes an item of a conversation, unless a later one needs it."""
 
     def drop(found: StoredConversation) -> StoredConversation:
-        place = _find_index(call, found)
-        items = (*found.items[:place], *found.items[place + 1 :])
+        index = _find_index(call, found)
+        items = (*found.items[:index], *found.items[index + 1 :])
         empty = replace(found, items=(), messages=(), item_bytes=0)
         try:
             return _grown(empty, items, "items")
@@ -244,9 +244,9 @@ def _not_found(conversation_id: str, param: str | None = None) -> ApiError:
 def _find_index(call: ApiCall, found: StoredConversation) -> int:
     """The index of the item in the path in its conversation."""
     item_id = call.path_params["item_id"]
-    for place, item in enumerate(found.items):
+    for index, item in enumerate(found.items):
         if item.id == item_id:
-            return place
+            return index
     raise ApiError(404, "item_not_found", f"the conversation has no item {item_id[:100]!r}")
 
 

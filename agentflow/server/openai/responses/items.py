@@ -123,49 +123,49 @@ class ItemReader:
         self._find = find
         self._takes_json = takes_json
 
-    def read(self, raw: msgspec.Raw, place: str) -> Item:
+    def read(self, raw: msgspec.Raw, param: str) -> Item:
         """Reads an item, or finds the item that a reference refers to. ``ApiError``, with the field below
-        ``place``, if it is wrong or not supported."""
-        kind = decoded(raw, _Head, place).type or "message"
+        ``param``, if it is wrong or not supported."""
+        kind = decoded(raw, _Head, param).type or "message"
         match kind:
             case "message":
-                return self._message(decoded(raw, _Message, place), place)
+                return self._message(decoded(raw, _Message, param), param)
             case "function_call":
-                call = decoded(raw, _Call, place)
+                call = decoded(raw, _Call, param)
                 fields = {"call_id": call.call_id, "name": call.name, "arguments": call.arguments}
                 return _item(
                     kind, call, fields, CalledTool(call.call_id, call.name, call.arguments.strip() or "{}")
                 )
             case "function_call_output":
-                result = decoded(raw, _Result, place)
-                text, images, parts = self._shown(result.output, f"{place}.output")
+                result = decoded(raw, _Result, param)
+                text, images, parts = self._shown(result.output, f"{param}.output")
                 shown = {"call_id": result.call_id, "output": text if parts is None else parts}
                 turn = Message("tool", text, tool_call_id=result.call_id, images=images)
                 return _item(kind, result, shown, turn)
             case "reasoning":
-                reasoning = decoded(raw, _Reasoning, place)
+                reasoning = decoded(raw, _Reasoning, param)
                 given = reasoning.content or reasoning.summary or []
                 shown = {"summary": reasoning.summary or []}
                 if reasoning.content is not None:
                     shown["content"] = reasoning.content
                 return _item(kind, reasoning, shown, Reasoning("".join([part.text or "" for part in given])))
             case "item_reference":
-                reference = decoded(raw, _Reference, place).id
+                reference = decoded(raw, _Reference, param).id
                 found = self._find(reference)
                 if found is None:
                     text = f"no stored response has the item {reference[:100]!r}"
-                    raise ApiError(404, "item_not_found", text, f"{place}.id")
+                    raise ApiError(404, "item_not_found", text, f"{param}.id")
                 if isinstance(found.step, Message):  # it may have been read for another model
-                    check_media(f"{place}.id", self._model, found.step.images)
+                    check_media(f"{param}.id", self._model, found.step.images)
                 return found
             case _:
                 why = "use messages, function calls and their outputs"
-                raise unsupported(f"{place}.type", f"{kind[:100]!r}: {why}")
+                raise unsupported(f"{param}.type", f"{kind[:100]!r}: {why}")
 
-    def _message(self, message: _Message, place: str) -> Item:
-        text, images, parts = self._shown(message.content, f"{place}.content")
+    def _message(self, message: _Message, param: str) -> Item:
+        text, images, parts = self._shown(message.content, f"{param}.content")
         if images and message.role != "user":
-            raise unsupported(f"{place}.content", "only messages of the user may have images")
+            raise unsupported(f"{param}.content", "only messages of the user may have images")
         if parts is None:
             parts = [_Part(type="output_text" if message.role == "assistant" else "input_text", text=text)]
         role = "system" if message.role == "developer" else message.role
@@ -174,46 +174,46 @@ class ItemReader:
         )
 
     def _shown(
-        self, content: msgspec.Raw, place: str
+        self, content: msgspec.Raw, param: str
     ) -> tuple[str, tuple[PlacedImage, ...], list[_Part] | None]:
         """Returns the text (parts are joined without a separator), the images, and the parts, if any."""
         if bytes(memoryview(content)[:1]) == b'"':
-            return decoded(content, str, place), (), None
+            return decoded(content, str, param), (), None
         parts = [
-            self._part(part, f"{place}[{number}]")
-            for number, part in enumerate(decoded(content, list[msgspec.Raw], place))
+            self._part(part, f"{param}[{number}]")
+            for number, part in enumerate(decoded(content, list[msgspec.Raw], param))
         ]
         text, images = placed_in(
             [
-                self._medium(part, f"{place}[{number}]") or part.text or part.refusal or ""
+                self._medium(part, f"{param}[{number}]") or part.text or part.refusal or ""
                 for number, part in enumerate(parts)
             ]
         )
         return text, images, parts
 
-    def _medium(self, part: _Part, place: str) -> Medium | None:
+    def _medium(self, part: _Part, param: str) -> Medium | None:
         if part.image_url is not None:
-            return image_from_url(part.image_url, f"{place}.image_url", self._model)
+            return image_from_url(part.image_url, f"{param}.image_url", self._model)
         if part.video_url is not None:
-            return video_from_url(part.video_url, part.num_frames, f"{place}.video_url", self._model)
+            return video_from_url(part.video_url, part.num_frames, f"{param}.video_url", self._model)
         return None
 
-    def _part(self, raw: msgspec.Raw, place: str) -> _Part:
-        part = decoded(raw, _Part, place)
+    def _part(self, raw: msgspec.Raw, param: str) -> _Part:
+        part = decoded(raw, _Part, param)
         if part.type == "input_json" and self._takes_json:
-            data = decoded(raw, _JsonPart, place).data
+            data = decoded(raw, _JsonPart, param).data
             if bytes(memoryview(data)[:1]) not in (b"{", b"["):
-                raise invalid_field(f"{place}.data", "give an object, or a list of objects")
+                raise invalid_field(f"{param}.data", "give an object, or a list of objects")
             return _Part(type="input_text", text=bytes(memoryview(data)).decode())
         if part.type == "input_image" and self._model.images and part.image_url is not None:
             return _Part(type=part.type, image_url=part.image_url)
         if part.type == "input_video" and self._model.videos and part.video_url is not None:
             return _Part(type=part.type, video_url=part.video_url, num_frames=part.num_frames)
         if part.type not in _TEXT_PARTS:
-            raise unsupported(place, f"{self._model.model} accepts only text, no {part.type[:100]!r}")
+            raise unsupported(param, f"{self._model.model} accepts only text, no {part.type[:100]!r}")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
-            raise invalid_field(place, "its text is missing")
+            raise invalid_field(param, "its text is missing")
         return (
             _Part(type=part.type, refusal=text)
             if part.type == "refusal"
@@ -244,8 +244,8 @@ class Turns:
         self._complete_last()
         return self._messages
 
-    def add(self, item: Item, place: str) -> None:
-        """Appends an item. ``ApiError``, with the field below ``place``, if it cannot follow."""
+    def add(self, item: Item, param: str) -> None:
+        """Appends an item. ``ApiError``, with the field below ``param``, if it cannot follow."""
         match item.step:
             case Reasoning(text):
                 self._reasoning = text or None
@@ -259,7 +259,7 @@ class Turns:
                 name = self._called.get(call_id)
                 if name is None:
                     text = f"no earlier item has the function call {call_id[:100]!r}"
-                    raise invalid_field(f"{place}.call_id", text)
+                    raise invalid_field(f"{param}.call_id", text)
                 self._append(msgspec.structs.replace(result, name=name))
             case message:
                 self._append(message)
@@ -297,12 +297,12 @@ def read_tools(given: Sequence[msgspec.Raw]) -> tuple[ToolSpec, ...]:
     return tuple([_tool(tool, f"tools[{number}]", scan) for number, tool in enumerate(given)])
 
 
-def _tool(raw: msgspec.Raw, place: str, scan: JsonScan) -> ToolSpec:
-    kind = decoded(raw, _Head, place).type
+def _tool(raw: msgspec.Raw, param: str, scan: JsonScan) -> ToolSpec:
+    kind = decoded(raw, _Head, param).type
     if kind != "function":
         why = f"{(kind or '')[:100]!r}: the server runs no tools; define functions"
-        raise unsupported(f"{place}.type", why)
-    return function_tool(decoded(raw, FunctionTool, place), place, scan)
+        raise unsupported(f"{param}.type", why)
+    return function_tool(decoded(raw, FunctionTool, param), param, scan)
 
 
 def read_tool_choice(given: Unread, *, has_tools: bool, parallel: bool | None) -> ToolChoice:

@@ -191,9 +191,9 @@ class _Turn:
             before = self._conversation.messages
         elif self._history is not None:
             before = self._history.messages()
-        place = "conversation" if self._history is None else "previous_response_id"
+        param = "conversation" if self._history is None else "previous_response_id"
         for message in before:  # they may have been read for another model
-            check_media(place, generator.capabilities, message.images)
+            check_media(param, generator.capabilities, message.images)
         given = read_items(body.input)
         if not given and not before:
             raise invalid_field("input", "it is empty: give a text or at least one item")
