@@ -66,7 +66,7 @@ class SlotChanges:
 class PendingTokens:
     """Tokens of a batch that are sampled by the previous batch."""
 
-    places: IntArray  # their indices in ``Batch.token_ids``, whose values there are placeholders
+    inputs: IntArray  # their indices in ``Batch.token_ids``, whose values there are placeholders
     outputs: IntArray  # their rows in the earlier batch's ``BatchOutput``
 
 
@@ -74,10 +74,10 @@ class PendingTokens:
 class BatchMedia:
     """The media of a batch in which a request has any (see ``media_run``)."""
 
-    rope_positions: IntArray  # [A, T] of all scheduled tokens; ``Batch.positions`` are places in sequences
+    rope_positions: IntArray  # [A, T] of all scheduled tokens; ``Batch.positions`` count tokens of sequences
     identities: tuple[str, ...]  # of the media that the batch computes
     of_tokens: IntArray  # [T] the index of each token's medium; -1 for text
-    places: IntArray  # [T] the row of the token in its medium's features; 0 for text
+    feature_rows: IntArray  # [T] the row of the token in its medium's features; 0 for text
     # [K, 2]: for each run whose tokens attend to each other, its first scheduled token and the one after its
     # last
     both_ways: IntArray | None = None

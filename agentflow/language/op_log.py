@@ -205,7 +205,7 @@ class TurnContent(NamedTuple):
     calls: list[ToolCalls]
 
 
-class TurnPlace(NamedTuple):
+class TurnPosition(NamedTuple):
     """The position of a state among its turns."""
 
     open_role: Role | None = None  # the role of the open turn
@@ -213,13 +213,13 @@ class TurnPlace(NamedTuple):
     last_role: str | None = None  # the role of the last turn that has ended
     has_text: bool = False  # something was appended after that turn, outside turns
 
-    def begun(self, role: Role) -> TurnPlace:
+    def begun(self, role: Role) -> TurnPosition:
         """The position after the begin of a turn."""
-        return TurnPlace(role)
+        return TurnPosition(role)
 
-    def ended(self) -> TurnPlace:
+    def ended(self) -> TurnPosition:
         """The position after the end of the open turn."""
-        return TurnPlace(last_role=self.open_role)
+        return TurnPosition(last_role=self.open_role)
 
     def check_own_turn(self, what: str) -> bool:
         """Whether ``what``, a gen or select, begins a new turn: outside turns, in a state with turns.
@@ -242,20 +242,20 @@ class TurnPlace(NamedTuple):
 class Transcript:
     """The texts, variables, images and tool calls of a state, and where its turns begin and end. Append-only.
 
-    A fork's transcript continues its parent's first ``num_inherited`` entries without a copy. ``place``: the
-    position at its end. ``offer``: the tools that replies may call."""
+    A fork's transcript continues its parent's first ``num_inherited`` entries without a copy. ``position``:
+    the position at its end. ``offer``: the tools that replies may call."""
 
     def __init__(self, parent: Transcript | None = None) -> None:
         self._parent = parent
         self.num_inherited = len(parent._entries) if parent is not None else 0
         self._entries: list[TranscriptEntry] = []
-        self.place: TurnPlace = parent.place if parent is not None else TurnPlace()
+        self.position: TurnPosition = parent.position if parent is not None else TurnPosition()
         self.offer: Offer | None = parent.offer if parent is not None else None
 
-    def extend(self, entries: Sequence[TranscriptEntry], place: TurnPlace, offer: Offer | None) -> None:
-        """Appends the entries, after which the state is at ``place``."""
+    def extend(self, entries: Sequence[TranscriptEntry], position: TurnPosition, offer: Offer | None) -> None:
+        """Appends the entries, after which the state is at ``position``."""
         self._entries += entries
-        self.place, self.offer = place, offer
+        self.position, self.offer = position, offer
 
     def forget_files(self) -> None:
         """Keeps references to the images and videos, and not their bytes."""

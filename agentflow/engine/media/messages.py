@@ -53,7 +53,7 @@ class ReadMedium(msgspec.Struct, frozen=True):
     num_frames: int = 0
 
 
-class ArrayPlace(msgspec.Struct, frozen=True, array_like=True):
+class ArrayInFile(msgspec.Struct, frozen=True, array_like=True):
     """An array in the file."""
 
     dtype: str
@@ -61,10 +61,10 @@ class ArrayPlace(msgspec.Struct, frozen=True, array_like=True):
     at: int
 
 
-class PiecePlace(msgspec.Struct, frozen=True, array_like=True):
+class PieceInFile(msgspec.Struct, frozen=True, array_like=True):
     """A ``MediaPiece``."""
 
-    positions: ArrayPlace
+    positions: ArrayInFile
     first: int
     sees_all: bool
 
@@ -85,8 +85,8 @@ class MediumRead(msgspec.Struct, frozen=True):
     """The answer to a medium: a ``PreparedMedium`` whose arrays are in the file, or a failure."""
 
     identity: str = ""
-    arrays: dict[str, ArrayPlace] = {}
-    pieces: tuple[str | PiecePlace, ...] = ()
+    arrays: dict[str, ArrayInFile] = {}
+    pieces: tuple[str | PieceInFile, ...] = ()
     failure: ReadFailure | None = None
     cpu_s: float = 0.0  # the processor time of reading
     is_last: bool = False  # the process has grown too large and exits

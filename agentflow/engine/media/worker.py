@@ -33,9 +33,9 @@ from agentflow.engine.machine.child_process import NICENESS, received_frames, to
 from agentflow.engine.media.decoding import decode_image, decode_video
 from agentflow.engine.media.messages import (
     MAX_SAMPLED_FRAMES,
-    ArrayPlace,
+    ArrayInFile,
     MediumRead,
-    PiecePlace,
+    PieceInFile,
     ReadFailure,
     ReadMedium,
     Ready,
@@ -144,24 +144,24 @@ class MediaWorker:
         os.ftruncate(self._file, 0)
         end = 0
 
-        def place(array: NDArray[Any]) -> ArrayPlace:
+        def write(array: NDArray[Any]) -> ArrayInFile:
             nonlocal end
-            placed = ArrayPlace(array.dtype.str, array.shape, end)
+            stored = ArrayInFile(array.dtype.str, array.shape, end)
             rest = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             while rest:
                 written = os.pwrite(self._file, rest, end)
                 rest, end = rest[written:], end + written
-            return placed
+            return stored
 
         return MediumRead(
             hash_medium(prepared, self._settings),
-            {name: place(array) for name, array in prepared.arrays.items()},
+            {name: write(array) for name, array in prepared.arrays.items()},
             tuple(
                 [
                     piece
                     if isinstance(piece, str)
-                    else PiecePlace(
-                        place(np.asarray(piece.positions, dtype=np.int64)), piece.first, piece.sees_all
+                    else PieceInFile(
+                        write(np.asarray(piece.positions, dtype=np.int64)), piece.first, piece.sees_all
                     )
                     for piece in prepared.pieces
                 ]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from agentflow.engine.machine.child_limits import ONE_THREAD, OWN_FAULTS
 from agentflow.engine.machine.child_process import ChildProcess, to_frame
 from agentflow.engine.media.messages import (
-    ArrayPlace,
+    ArrayInFile,
     MediaLimits,
     MediumRead,
     ReadMedium,
@@ -116,9 +116,9 @@ class MediaWorkerHandle(ChildProcess):
         # A process that a hostile file controls may answer anything.
         left = 2 * self._limits.prepared_bytes
 
-        def array(place: ArrayPlace) -> NDArray[Any]:
+        def array(stored: ArrayInFile) -> NDArray[Any]:
             nonlocal left
-            dtype, shape = np.dtype(place.dtype), place.shape
+            dtype, shape = np.dtype(stored.dtype), stored.shape
             if dtype.hasobject or len(shape) > _MAX_RANK or any(length < 0 for length in shape):
                 raise EngineFailed("the process that reads images returned an invalid array")
             num_bytes = dtype.itemsize * int(np.prod(shape, dtype=object))
@@ -126,14 +126,14 @@ class MediaWorkerHandle(ChildProcess):
             if left < 0:
                 raise EngineFailed("the process that reads images returned arrays that are too large")
             found = np.empty(shape, dtype)
-            _read_into(self._file, found.reshape(-1).view(np.uint8).data, place.at)
+            _read_into(self._file, found.reshape(-1).view(np.uint8).data, stored.at)
             found.setflags(write=False)
             return found
 
         try:
             return PreparedMedium(
                 answer.identity,
-                {name: array(place) for name, place in answer.arrays.items()},
+                {name: array(stored) for name, stored in answer.arrays.items()},
                 tuple(
                     [
                         piece

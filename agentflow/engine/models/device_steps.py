@@ -94,12 +94,12 @@ class DeviceSteps:
     def _launch(self, batch: Batch, given: ForwardInput, before: DeviceStep | None) -> DeviceStep:
         arrays = list_arrays(given) | self.table.changes(batch)
         if batch.pending is not None:
-            arrays |= {"places": batch.pending.places, "outputs": batch.pending.outputs}
+            arrays |= {"inputs": batch.pending.inputs, "outputs": batch.pending.outputs}
         arrived = self._stream.upload(arrays)
         pending: tuple[Tensor, DeviceStep, Tensor] | None = None
         if batch.pending is not None:
             assert before is not None
-            pending = arrived["places"], before, arrived["outputs"]
+            pending = arrived["inputs"], before, arrived["outputs"]
         step = DeviceStep(batch.sampled)
         write, hidden = partial(write_slots, self.table.slots, arrived), list[Tensor]()
         self._stream.run(partial(self._forward, hidden, write, on_device(given, arrived), pending))
@@ -122,15 +122,15 @@ class DeviceSteps:
             hidden: receives one tensor.
             write_table: applies the batch's changes to the table on the device.
             given: the input of the model.
-            pending: the places in the batch of tokens that the previous batch chooses, the previous batch,
+            pending: the indices in the batch of tokens that the previous batch chooses, the previous batch,
                 and its rows that choose them.
         """
         write_table()
         if pending is not None:
-            places, before, outputs = pending
+            inputs, before, outputs = pending
             # A row of the previous batch may have no token. Its request then fails, and its result in this
             # batch is discarded.
-            given.token_ids.index_copy_(0, places, before.tokens.index_select(0, outputs).clamp_(min=0))
+            given.token_ids.index_copy_(0, inputs, before.tokens.index_select(0, outputs).clamp_(min=0))
         hidden.append(self._model.launch(given))
 
     def _choose(self, step: DeviceStep, hidden: list[Tensor], staged: Sequence[StagedRows]) -> None:

@@ -58,10 +58,10 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<kind>[AB
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """The place of one projection: some outputs of one product of a layer."""
+    """One projection: some outputs of one product of a layer."""
 
     layer: int
-    place: ProductName
+    product_name: ProductName
     num_in: int
     first: int  # its first output in the product
     num_out: int
@@ -80,8 +80,8 @@ class AdapterWeights:
     def packed(self, device: torch.device, linear: LinearMethod) -> Adapter:
         """Returns the adapter on the model's device, in the layout of ``linear``."""
 
-        def product(layer: int, place: ProductName) -> LowRank | None:
-            found = sorted(self.parts.get((layer, place), ()), key=lambda part: part[0].first)
+        def product(layer: int, product_name: ProductName) -> LowRank | None:
+            found = sorted(self.parts.get((layer, product_name), ()), key=lambda part: part[0].first)
             if not found:
                 return None
             downs = torch.cat([down for _, down, _ in found]).to(device)
@@ -115,7 +115,7 @@ def read_adapter(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> Ada
         )
         up = up if projection.order is None else up.index_select(0, projection.order)
         changed = (projection, down.to(dtype), (up.float() * scale).to(dtype))
-        parts.setdefault((projection.layer, projection.place), []).append(changed)
+        parts.setdefault((projection.layer, projection.product_name), []).append(changed)
     return AdapterWeights(config.num_layers, parts)
 
 
@@ -162,11 +162,11 @@ def _projections_named(config: DecoderConfig, names: WeightNames) -> Iterator[tu
     order = qkv_order(config, names)
     for layer in range(config.num_layers):
         prefix = names.layers.format(layer)
-        for place, parts, sizes, num_in in attention + ([] if config.layer(layer).is_sparse else dense):
+        for product, parts, sizes, num_in in attention + ([] if config.layer(layer).is_sparse else dense):
             first = 0
             for name, size in zip(parts, sizes, strict=True):
-                rows = order[first : first + size] - first if order is not None and place == "qkv" else None
-                yield f"{prefix}{name}", _Projection(layer, place, num_in, first, size, rows)
+                rows = order[first : first + size] - first if order is not None and product == "qkv" else None
+                yield f"{prefix}{name}", _Projection(layer, product, num_in, first, size, rows)
                 first += size
 
 

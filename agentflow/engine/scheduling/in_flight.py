@@ -243,7 +243,7 @@ class InFlight:
         return [(row.request, row.num_tokens + row.num_nodes) for row in rows]
 
 
-_Place = tuple[CacheKey, int, int]  # cache key, position and id of the next token that is not cached
+_NextToken = tuple[CacheKey, int, int]  # cache key, position and id of the next token that is not cached
 
 
 class InProgressPrefixes:
@@ -262,8 +262,8 @@ class InProgressPrefixes:
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
         self.awaited: set[int] = set()
-        self._places: dict[int, _Place] = {}  # by id, of requests that others may wait for
-        self._at: dict[_Place, list[Request]] = {}
+        self._next_tokens: dict[int, _NextToken] = {}  # by id, of requests that others may wait for
+        self._at: dict[_NextToken, list[Request]] = {}
 
     def will_compute(self, request: Request, match: int) -> bool:
         """Whether a running request is about to compute the first token that ``request``, of which ``match``
@@ -287,11 +287,11 @@ class InProgressPrefixes:
         if request.num_tokens - next_index <= 1 and request.tree is not None:
             self.requests[request.id] = request  # only one token or nodes are left: not worth waiting for
             return
-        place = (request.cache_key, next_index, request.cached_id(next_index))
-        self.requests[request.id], self._places[request.id] = request, place
-        here = self._at.get(place)
+        next_token = (request.cache_key, next_index, request.cached_id(next_index))
+        self.requests[request.id], self._next_tokens[request.id] = request, next_token
+        here = self._at.get(next_token)
         if here is None:
-            self._at[place] = [request]
+            self._at[next_token] = [request]
         else:
             here.append(request)
 
@@ -302,7 +302,7 @@ class InProgressPrefixes:
             return
         self._leave(request)
         if request.num_left_after(num_tokens, num_nodes) > (1 if request.tree is None else 0):
-            self.add(request)  # keeps its place in the order
+            self.add(request)  # keeps its position in the order
         else:
             del self.requests[request.id]
             self.awaited.discard(request.id)
@@ -314,11 +314,11 @@ class InProgressPrefixes:
             self._leave(request)
 
     def _leave(self, request: Request) -> None:
-        place = self._places.pop(request.id, None)
-        if place is None:
+        next_token = self._next_tokens.pop(request.id, None)
+        if next_token is None:
             return
-        here = self._at[place]
+        here = self._at[next_token]
         if len(here) == 1:
-            del self._at[place]
+            del self._at[next_token]
         else:
             here.remove(request)

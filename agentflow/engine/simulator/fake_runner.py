@@ -117,7 +117,7 @@ class FakeRunner:
             self._on_step(handle)
         if handle.pending is not None:
             assert self._last_output is not None
-            handle.token_ids[handle.pending.places] = self._last_output.token_ids[handle.pending.outputs]
+            handle.token_ids[handle.pending.inputs] = self._last_output.token_ids[handle.pending.outputs]
         self._last_output = self._run(handle)
         return self._last_output
 
@@ -172,9 +172,9 @@ class FakeRunner:
             encoding = self.encodings[identity]
             assert not encoding.num_slices, "a batch has an image without features"
             [indices] = np.nonzero(media.of_tokens == number)
-            places = media.places[indices]
-            encoding.check_whole(places)
-            tokens[indices] += encoding.features[places]
+            feature_rows = media.feature_rows[indices]
+            encoding.check_whole(feature_rows)
+            tokens[indices] += encoding.features[feature_rows]
         return tokens
 
     def _token_adapters(self, batch: Batch) -> NDArray[np.int64]:
@@ -270,12 +270,12 @@ class FakeEncoding:
         rows = range(num_feature_rows(self._medium))
         return np.array([2**32 + zlib.crc32(pixels + b"%d" % row) for row in rows], dtype=np.int64)
 
-    def check_whole(self, places: NDArray[np.int64]) -> None:
+    def check_whole(self, feature_rows: NDArray[np.int64]) -> None:
         """Checks that runs that attend both ways are whole."""
         for piece in self._medium.pieces:
             if not isinstance(piece, str) and piece.sees_all:
                 rows = range(piece.first, piece.first + piece.positions.shape[1])
-                counts = {np.count_nonzero(places == row) for row in rows}
+                counts = {np.count_nonzero(feature_rows == row) for row in rows}
                 assert len(counts) == 1, "a run that attends both ways is divided"
 
 

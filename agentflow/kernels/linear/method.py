@@ -118,7 +118,7 @@ class LinearMethod(ABC):
         weight: LinearWeight,
         adapters: GroupedAdapters,
         layer: int,
-        place: str,
+        product_name: str,
         *,
         activation: Activation | None = None,
     ) -> Tensor:
@@ -129,7 +129,7 @@ class LinearMethod(ABC):
             x, weight, activation: As in ``multiply``.
             adapters: The adapters of the rows.
             layer: The number of the layer.
-            place: A field of ``LayerAdapter``.
+            product_name: A field of ``LayerAdapter``.
         """
         raise NotImplementedError
 

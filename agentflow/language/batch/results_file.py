@@ -3,7 +3,7 @@
 The file of results has one line of JSON for each result and nothing else. Lines are appended in the order in
 which the inputs end; when all have ended, they are put into the order of the inputs. The log, ``.resume``
 next to it, has a line that names the program, and then an entry for each input that has ended: its ``key``,
-the place and the CRC-32 of its result or its ``error``, and its ``tokens``.
+the location and the CRC-32 of its result or its ``error``, and its ``tokens``.
 
 A result is written before its entry, and both before the result is used, so a process that is killed loses no
 result. ``sync`` makes them last through a crash of the machine. Opening the files drops an incomplete end: a
@@ -66,7 +66,7 @@ class _Entry(msgspec.Struct, omit_defaults=True):
     tokens: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """Where the last entry of a key is in the log, and where its result is."""
 
     in_log: int
@@ -88,7 +88,7 @@ class ResultsFile:
         self._results = results
         self._log = -1
         self._form = form
-        self._places: dict[InputKey, _Place] = {}
+        self._locations: dict[InputKey, _Location] = {}
         self._num_entries = 0
         self._size = os.fstat(results).st_size
         self._log_size = 0
@@ -201,13 +201,15 @@ class ResultsFile:
 
     def has_result(self, key: InputKey) -> bool:
         """Whether the input need not run again."""
-        place = self._places.get(key)
-        return place is not None and place.size > 0
+        location = self._locations.get(key)
+        return location is not None and location.size > 0
 
     def result(self, key: InputKey) -> Any:
         """The result of an input that has one. ``BadArgument`` if the program returns another type now."""
-        place = self._places[key]
-        return self._as_result(os.pread(self._results, place.size, place.at), f"the result for key {key!r}")
+        location = self._locations[key]
+        return self._as_result(
+            os.pread(self._results, location.size, location.at), f"the result for key {key!r}"
+        )
 
     def _as_result(self, data: bytes, what: str) -> Any:
         try:
@@ -248,7 +250,7 @@ class ResultsFile:
         self._note(entry, len(data))
 
     def _note(self, entry: _Entry, size_in_log: int) -> None:
-        self._places[entry.key] = _Place(self._log_size, size_in_log, entry.at, entry.size)
+        self._locations[entry.key] = _Location(self._log_size, size_in_log, entry.at, entry.size)
         self._log_size += size_in_log
         self._num_entries += 1
 
@@ -263,12 +265,12 @@ class ResultsFile:
         try:
             self.sync()
             if order is not None:
-                places = self._places
-                known = [key for key in order if key in places]
-                keys = dict.fromkeys([*known, *sorted(places, key=lambda key: places[key].at)])
-                starts = [places[key].at for key in keys if places[key].size]
+                locations = self._locations
+                known = [key for key in order if key in locations]
+                keys = dict.fromkeys([*known, *sorted(locations, key=lambda key: locations[key].at)])
+                starts = [locations[key].at for key in keys if locations[key].size]
                 if starts != sorted(starts) or self._num_entries > len(keys):
-                    self._rewrite([places[key] for key in keys])
+                    self._rewrite([locations[key] for key in keys])
         finally:
             self._release()
 
@@ -282,7 +284,7 @@ class ResultsFile:
         """Where a rewrite puts the results and the log."""
         return f"{self._log_path}.new-results", f"{self._log_path}.new"
 
-    def _rewrite(self, places: Iterable[_Place]) -> None:
+    def _rewrite(self, locations: Iterable[_Location]) -> None:
         """Puts the results and their entries into this order."""
         new_results, new_log = self._new_paths
         at = 0
@@ -291,13 +293,13 @@ class ResultsFile:
                 os.fchmod(results.fileno(), os.fstat(self._results).st_mode & 0o7777)
                 os.fchmod(log.fileno(), os.fstat(self._log).st_mode & 0o7777)
                 log.write(self._header)
-                for place in places:
+                for location in locations:
                     entry = msgspec.json.decode(
-                        os.pread(self._log, place.size_in_log, place.in_log), type=_Entry
+                        os.pread(self._log, location.size_in_log, location.in_log), type=_Entry
                     )
-                    if place.size:
-                        results.write(os.pread(self._results, place.size, place.at))
-                        entry.at, at = at, at + place.size
+                    if location.size:
+                        results.write(os.pread(self._results, location.size, location.at))
+                        entry.at, at = at, at + location.size
                     log.write(msgspec.json.encode(entry) + b"\n")
                 for file in (results, log):
                     file.flush()

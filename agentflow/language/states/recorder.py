@@ -34,7 +34,7 @@ from agentflow.language.op_log import (
     TranscriptEntry,
     TurnBegins,
     TurnEnds,
-    TurnPlace,
+    TurnPosition,
 )
 from agentflow.language.states.run import StateNode, VariableNode
 from agentflow.language.states.traced import GenOp, traced
@@ -76,7 +76,7 @@ class Recorder:
         self._ops: list[ops.Op] = []
         self._declared: list[_Declared] = []
         self._entries: list[TranscriptEntry] = []
-        self._place = state.transcript.place
+        self._position = state.transcript.position
         self._offer = state.transcript.offer
         self._num_gens = 0
         self._text: list[str | ops.Ref] = []
@@ -91,7 +91,7 @@ class Recorder:
         line = state.submit(self._ops, self._sent)
         for written in WRITTEN.get():
             written[id(state)] = state
-        state.transcript.extend(self._entries, self._place, self._offer)
+        state.transcript.extend(self._entries, self._position, self._offer)
         for node, is_gen, index in self._declared:
             num_ops = num_done_with(self._ops, index)
             state.num_gens += is_gen
@@ -182,22 +182,22 @@ class Recorder:
 
     def begin(self, role: ops.Role, call: ToolCall | None = None) -> None:
         """Begins a turn. ``call``: the call that a tool's turn answers."""
-        is_open = self._place.open_role
+        is_open = self._position.open_role
         if is_open is not None:
             raise BadArgument(
                 f"a turn of the {role} cannot stand inside another turn: the {is_open} turn is open, and "
                 "s.end() ends it"
             )
-        self._place = self._place.begun(role)
+        self._position = self._position.begun(role)
         answered = (None, None) if call is None else (call.id or None, call.name)
         self._entries.append(TurnBegins(role, *answered))
         self.put(ops.Begin(self._state.id, role, *answered))
 
     def end(self) -> None:
         """Ends the open turn."""
-        if self._place.open_role is None:
+        if self._position.open_role is None:
             raise BadArgument("there is no open turn to end")
-        self._place = self._place.ended()
+        self._position = self._position.ended()
         self._entries.append(TurnEnds())
         self.put(ops.End(self._state.id))
 
@@ -272,7 +272,7 @@ class Recorder:
 
     def _converse(self, conversation: Conversation) -> None:
         """Records the turns of a conversation, and the assistant's, which stays open."""
-        if self._place.open_role is not None or self._entries or not self._state.transcript.is_empty:
+        if self._position.open_role is not None or self._entries or not self._state.transcript.is_empty:
             raise BadArgument("a conversation begins a state: append it first, and nothing before it")
         for message in conversation.messages:
             arguments = [call.arguments for call in message.tool_calls]
@@ -286,7 +286,7 @@ class Recorder:
             self._entries.append(TurnEnds())
         last = conversation.messages[-1].role if conversation.messages else ""
         self._entries[-1:] = [] if last == "assistant" else [TurnEnds(), TurnBegins("assistant")]
-        self._place = TurnPlace("assistant", closes_with_reply=True)
+        self._position = TurnPosition("assistant", closes_with_reply=True)
         self._offer = Offer(conversation.tools, conversation.choice)
         files = [placed.image for message in conversation.messages for placed in message.images]
         if files:
@@ -353,7 +353,7 @@ class Recorder:
         num_entries = len(state.transcript.own) + len(self._entries)
         node = self._append_variable(item.name, item.value_type)  # done when the fork is
         number = len(state.children) + len(self._attempts)
-        attempts = Attempts(item, node, number, num_entries, role=self._place.open_role)
+        attempts = Attempts(item, node, number, num_entries, role=self._position.open_role)
         self._attempts.append((attempts, len(self._ops)))
         self._record(ops.Fork(state.id, (attempts.base.id,)))
         self._sent += attempts.first_ops()
@@ -364,30 +364,30 @@ class Recorder:
         if self._state.span is None:
             return op
         num_entries += len(self._state.transcript.own)
-        return traced(op, node, num_entries=num_entries, in_turn=self._place.open_role is not None)
+        return traced(op, node, num_entries=num_entries, in_turn=self._position.open_role is not None)
 
     def _begin_reply(self, name: str) -> bool:
         """Begins an assistant's turn for a reply unless one is open. Returns whether the reply ends the
         turn."""
-        is_open = self._place.open_role
+        is_open = self._position.open_role
         if is_open is None:
             self.begin("assistant")
         elif is_open != "assistant":
             raise BadArgument(f"reply({name!r}): the {is_open} turn is open: end it first")
-        return is_open is None or self._place.closes_with_reply
+        return is_open is None or self._position.closes_with_reply
 
     def _begin_own(self, what: str) -> bool:
         """Begins a turn for a gen or select outside the turns of a state that has turns. Returns whether it
         did."""
-        if not self._place.check_own_turn(what):
+        if not self._position.check_own_turn(what):
             return False
         self.begin("assistant")
         return True
 
     def _append_entry(self, entry: TranscriptEntry) -> None:
         self._entries.append(entry)
-        if self._place.open_role is None:
-            self._place = self._place._replace(has_text=True)
+        if self._position.open_role is None:
+            self._position = self._position._replace(has_text=True)
 
     def _append_variable(self, name: str, value_type: ValueType, *, is_gen: bool = False) -> VariableNode:
         """Declares a variable whose text is appended to the state."""

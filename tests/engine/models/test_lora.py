@@ -334,8 +334,8 @@ def test_an_adapter_has_the_tensor_names_of_any_release_of_a_model_with_vision(
         up = torch.ones(config.num_heads * config.head_dim, 4)
         tensors = {f"{q}.lora_A": torch.ones(4, config.hidden_size), f"{q}.lora_B": up}
         folder = write_plain_adapter(tmp_path / names.embedding, tensors)
-        ((place, parts),) = lora.read_adapter(folder, config, torch.float32).parts.items()
-        assert place == (1, "qkv")
+        ((product, parts),) = lora.read_adapter(folder, config, torch.float32).parts.items()
+        assert product == (1, "qkv")
         assert torch.equal(parts[0][2], 2 * up)
 
 

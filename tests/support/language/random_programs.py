@@ -80,8 +80,8 @@ async def run_steps(s: af.State, todo: list[Step], argument: Any, known: list[An
 
 def in_turn(s: af.State, generation: Any) -> Any:
     """The generation: in a turn, if text stands after the turns of the state, or an assistant's turn."""
-    place = state_node(s).transcript.place
-    is_outside = place.last_role is not None and (place.has_text or place.last_role == "assistant")
+    position = state_node(s).transcript.position
+    is_outside = position.last_role is not None and (position.has_text or position.last_role == "assistant")
     return af.assistant(generation) if is_outside else generation
 
 

@@ -60,18 +60,18 @@ class Products:
         x: Tensor,
         weight: LinearWeight,
         layer: int,
-        place: ProductName,
+        product_name: ProductName,
         activation: Activation | None = None,
     ) -> Tensor:
         """Like ``LinearMethod.multiply``, with the changes for one product of a layer."""
         if self._grouped is not None:
             return self._linear.multiply_adapted(
-                x, weight, self._grouped, layer, place, activation=activation
+                x, weight, self._grouped, layer, product_name, activation=activation
             )
-        added = self._added(x, weight, layer, place) if self._rows else None
+        added = self._added(x, weight, layer, product_name) if self._rows else None
         return self._linear.multiply(x, weight, added, activation=activation)
 
-    def _added(self, x: Tensor, weight: LinearWeight, layer: int, place: ProductName) -> Tensor | None:
-        found = [(getattr(adapter.layers[layer], place), rows) for adapter, rows in self._rows]
+    def _added(self, x: Tensor, weight: LinearWeight, layer: int, product_name: ProductName) -> Tensor | None:
+        found = [(getattr(adapter.layers[layer], product_name), rows) for adapter, rows in self._rows]
         changes = [(change, rows) for change, rows in found if change is not None]
         return self._linear.low_rank(x, weight.shape[0], changes) if changes else None

@@ -55,12 +55,12 @@ class MediaFeatures:
             return None  # text has the same position on all axes
         is_single = (media.rope_positions == media.rope_positions[0]).all()
         axis_positions = None if is_single else media.rope_positions
-        of_rows, places = media.of_tokens[rows], media.places[rows]
+        of_rows, feature_rows = media.of_tokens[rows], media.feature_rows[rows]
         values = deep = None
         for number, identity in enumerate(media.identities):
             own = (of_rows == number).nonzero()[0]
             features = self._features[identity]
-            at = torch.from_numpy(places[own]).to(features.rows.device)
+            at = torch.from_numpy(feature_rows[own]).to(features.rows.device)
             if len(own) == len(rows):
                 values = features.rows.index_select(0, at)
                 deep = None if features.deep is None else features.deep.index_select(1, at)

@@ -17,12 +17,12 @@ siblings, and the objective that goes last.
 rises by one each time that its tokens grow LEVEL_FACTOR-fold. The program with the least attained service
 goes first (Luo et al., "Autellix", 2025). The levels are coarse, so that programs of one size do not take
 turns and evict each other's tokens. A request *continues* its program if an earlier request of the program
-was admitted. While it is short, it keeps the program's place: of equal objectives and levels it goes before
-siblings, and before the request with the longest match, if its program arrived before theirs did (a request
-without a program arrives alone). So dependent requests run back to back under load (Lin et al., "Parrot",
-OSDI 2024). A long one has lost its tokens in the cache: programs that still have theirs go first. The bound
-on overtaking holds for any order. It counts a request that continues a program from its own arrival, and so
-the work that overtakes by a program's place.
+was admitted. While it is short, it keeps the program's position: of equal objectives and levels it goes
+before siblings, and before the request with the longest match, if its program arrived before theirs did (a
+request without a program arrives alone). So dependent requests run back to back under load (Lin et al.,
+"Parrot", OSDI 2024). A long one has lost its tokens in the cache: programs that still have theirs go first.
+The bound on overtaking holds for any order. It counts a request that continues a program from its own
+arrival, and so the work that overtakes by a program's position.
 
 A chunk goes to the first waiting request rather than to a running prompt if that request was preempted or
 overtaken so far, or if it has a higher priority, or else an earlier deadline, or else the objective
@@ -164,8 +164,8 @@ class TenantQueue:
         # most queues never need it.
         self._num_unpaced: dict[_Rank, int] | None = None
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
-        self._continuing: list[_Place] = []  # requests that continue their programs, in order
-        self._places: dict[int, _Place] = {}  # of requests that have a program, by id
+        self._continuing: list[_QueuePosition] = []  # requests that continue their programs, in order
+        self._positions: dict[int, _QueuePosition] = {}  # of requests that have a program, by id
         self._of_program: dict[int, dict[int, Request]] = {}  # the same, by program and id
         self._deadlines = TimeHeaps(self.arrivals.waiting)
         self._patience_ends = TimeHeaps(self.arrivals.waiting)
@@ -186,7 +186,7 @@ class TenantQueue:
         self._patience_ends.add(patience_end, request)
 
     def put_in(self, request: Request, run: TokenRun, match: int, program: TenantProgram | None) -> None:
-        """Gives an arrived request its place in the order. Its times, which stay, are not part of the place.
+        """Gives an arrived request its position in the order. Its times, which stay, are not part of it.
         The arguments are as for ``add``."""
         self._chosen = self._found = None
         rank = (*_objective_rank(request), 0 if program is None else self._level(program))
@@ -200,10 +200,12 @@ class TenantQueue:
         if self._num_unpaced is not None and not request.is_paced:
             self._num_unpaced[rank] = self._num_unpaced.get(rank, 0) + 1
         if program is not None:
-            place = self._places[request.id] = _Place(rank, program.arrival, request.id, request)
+            position = self._positions[request.id] = _QueuePosition(
+                rank, program.arrival, request.id, request
+            )
             self._of_program.setdefault(request.origin.program, {})[request.id] = request
             if program.has_begun:
-                insort(self._continuing, place)
+                insort(self._continuing, position)
         priority = request.origin.priority
         self._num_at[priority] = self._num_at.get(priority, 0) + 1
         group = _find_group(request)
@@ -235,13 +237,13 @@ class TenantQueue:
             self.few.remove(self._find_few(request))
         else:
             self._find_tree(request).remove(request)
-        place = self._places.pop(request.id, None)
-        if place is not None:
+        position = self._positions.pop(request.id, None)
+        if position is not None:
             siblings = self._of_program[request.origin.program]
             del siblings[request.id]
             if not siblings:
                 del self._of_program[request.origin.program]
-            index = bisect_left(self._continuing, place)
+            index = bisect_left(self._continuing, position)
             if index < len(self._continuing) and self._continuing[index].request is request:
                 del self._continuing[index]
         priority = request.origin.priority
@@ -500,18 +502,18 @@ class TenantQueue:
         return first is not None and _objective_rank(first) < _objective_rank(request)
 
     def _continuing_before(self, other: Request, is_blocked: IsBlocked) -> Request | None:
-        """The first request that continues a program, if its place is before the place of ``other``."""
+        """The first request that continues a program, if its position is before the position of ``other``."""
         if not self._continuing:
             return None
-        end = self._places.get(other.id)
+        end = self._positions.get(other.id)
         if end is None:
-            end = _Place((*_objective_rank(other), 0), other.arrival, other.id, other)
-        for place in itertools.islice(self._continuing, MAX_PASSED_BY):
-            if place[:3] >= end[:3]:
+            end = _QueuePosition((*_objective_rank(other), 0), other.arrival, other.id, other)
+        for position in itertools.islice(self._continuing, MAX_PASSED_BY):
+            if position[:3] >= end[:3]:
                 return None
-            match = self.count_match(place.request)
-            if self._is_short(place.request, match) and not is_blocked(place.request, match):
-                return place.request
+            match = self.count_match(position.request)
+            if self._is_short(position.request, match) and not is_blocked(position.request, match):
+                return position.request
         return None
 
     def _level(self, program: TenantProgram) -> int:
@@ -640,8 +642,8 @@ class _Found(NamedTuple):
     asked: Sequence[tuple[Request, int | None]]
 
 
-class _Place(NamedTuple):
-    """The place of a waiting request that belongs to a program. Lower goes first."""
+class _QueuePosition(NamedTuple):
+    """The position of a waiting request that belongs to a program. Lower goes first."""
 
     rank: _Rank  # with the program's level
     arrival: int  # of the program

@@ -109,38 +109,38 @@ def _are_among(req_rows: set[int], rows: Sequence[Row]) -> bool:
 
 def _pending_tokens(singles: Sequence[Row], before: Sequence[Row]) -> PendingTokens | None:
     """Which of the single tokens the previous batch samples, and in which of its outputs."""
-    awaited = {row.request: place for place, row in enumerate(singles) if row.start == row.request.num_tokens}
+    awaited = {row.request: index for index, row in enumerate(singles) if row.start == row.request.num_tokens}
     if not awaited:
         return None
-    places: list[int] = []
+    inputs: list[int] = []
     outputs: list[int] = []
     num_outputs = 0
     for row in before:
         num_outputs += len(row.targets)
-        place = awaited.get(row.request)
-        if place is not None and row.num_sampled:
-            places.append(place)
+        index = awaited.get(row.request)
+        if index is not None and row.num_sampled:
+            inputs.append(index)
             outputs.append(num_outputs - 1)
-    return PendingTokens(np.array(places, dtype=np.int64), np.array(outputs, dtype=np.int64))
+    return PendingTokens(np.array(inputs, dtype=np.int64), np.array(outputs, dtype=np.int64))
 
 
 def _find_adapters(work: Sequence[Row], trees: Sequence[Row]) -> BatchAdapters:
     """The adapters of the scheduled tokens."""
-    places: dict[str, int] = {}
+    indices: dict[str, int] = {}
     of_requests: list[int] = []
     for row in (*work, *trees):
         adapter = row.request.adapter
-        of_requests.append(places.setdefault(adapter, len(places)) if adapter else -1)
+        of_requests.append(indices.setdefault(adapter, len(indices)) if adapter else -1)
     counts = np.array([*(row.num_tokens for row in work), *(row.num_nodes for row in trees)], dtype=np.int64)
-    return BatchAdapters(tuple(places), np.repeat(np.array(of_requests, dtype=np.int64), counts))
+    return BatchAdapters(tuple(indices), np.repeat(np.array(of_requests, dtype=np.int64), counts))
 
 
 def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) -> BatchMedia:
-    """The media of the scheduled tokens, whose places in their sequences are ``positions``."""
+    """The media of the scheduled tokens, whose indices in their sequences are ``positions``."""
     num_axes = max(row.request.rope.shape[0] for row in (*work, *trees) if row.request.rope is not None)
     rope = np.repeat(positions[np.newaxis], num_axes, axis=0)
     of_tokens: IntArray = np.full(len(positions), -1, dtype=np.int64)
-    places: IntArray = np.zeros(len(positions), dtype=np.int64)
+    feature_rows: IntArray = np.zeros(len(positions), dtype=np.int64)
     identities: dict[str, int] = {}
     both_ways: list[tuple[int, int]] = []
     first = 0
@@ -153,7 +153,7 @@ def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) 
                 if start < end:
                     here = slice(first + start - row.start, first + end - row.start)
                     of_tokens[here] = identities.setdefault(run.identity, len(identities))
-                    places[here] = run.first + np.arange(start - run.start, end - run.start)
+                    feature_rows[here] = run.first + np.arange(start - run.start, end - run.start)
                     if run.sees_all:
                         both_ways.append((here.start, here.stop))
         first += row.num_tokens
@@ -164,7 +164,7 @@ def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) 
             rope[:, first : first + row.num_nodes] = positions[first : first + row.num_nodes] + shift
         first += row.num_nodes
     spans = np.array(both_ways, dtype=np.int64) if both_ways else None
-    return BatchMedia(rope, tuple(identities), of_tokens, places, spans)
+    return BatchMedia(rope, tuple(identities), of_tokens, feature_rows, spans)
 
 
 def _next_tokens(work: Sequence[Row], num_single: int) -> IntArray:
@@ -543,44 +543,44 @@ class TokenCounts:
         self._ids: IntArray = np.zeros(room, dtype=np.int64)
         self._counts: FloatArray = np.zeros(room, dtype=np.float32)
         self._ids[: len(known)] = known
-        self._place_of: dict[int, int] = {token: place for place, token in enumerate(known.tolist())}
+        self._index_of: dict[int, int] = {token: index for index, token in enumerate(known.tolist())}
 
     def now(self) -> tuple[IntArray, FloatArray]:
         """Token ids and counts, up to date. The arrays are valid until the next call."""
         request = self._request
         first_new = request.num_prompt + len(self._counted)
         for token in request.tokens[first_new : request.num_tokens].tolist():
-            place = self._place_of.get(token)
-            if place is None:
-                place = self._add(token)
-            self._counts[place] += 1
+            index = self._index_of.get(token)
+            if index is None:
+                index = self._add(token)
+            self._counts[index] += 1
             self._counted.append(token)
         return self._ids[: self._num_ids], self._counts[: self._num_ids]
 
     def keep(self, num_generated: int) -> None:
         """Only the first ``num_generated`` generated tokens are unchanged."""
         for token in self._counted[num_generated:]:
-            place = self._place_of[token]
-            self._counts[place] -= 1
-            if self._counts[place] == 0 and place >= self._num_fixed:
-                self._remove(token, place)
+            index = self._index_of[token]
+            self._counts[index] -= 1
+            if self._counts[index] == 0 and index >= self._num_fixed:
+                self._remove(token, index)
         del self._counted[num_generated:]
 
     def _add(self, token: int) -> int:
-        place = self._num_ids
-        if place == len(self._ids):
+        index = self._num_ids
+        if index == len(self._ids):
             self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-        self._ids[place] = token
-        self._counts[place] = 0
-        self._place_of[token] = place
-        self._num_ids = place + 1
-        return place
+        self._ids[index] = token
+        self._counts[index] = 0
+        self._index_of[token] = index
+        self._num_ids = index + 1
+        return index
 
-    def _remove(self, token: int, place: int) -> None:
-        """Moves the last token to its place."""
+    def _remove(self, token: int, index: int) -> None:
+        """Moves the last token to its index."""
         self._num_ids -= 1
         last = int(self._ids[self._num_ids])
-        self._ids[place], self._counts[place] = last, self._counts[self._num_ids]
-        self._place_of[last] = place
-        del self._place_of[token]
+        self._ids[index], self._counts[index] = last, self._counts[self._num_ids]
+        self._index_of[last] = index
+        del self._index_of[token]

@@ -31,7 +31,7 @@ NUM_SLOTS = 64
 """The most adapters in the table. A batch with more adapters computes them one after the other."""
 MAX_PARTS = 3
 """The most parts of a change: queries, keys and values."""
-PLACES = tuple(field.name for field in fields(LayerAdapter))
+PRODUCT_NAMES = tuple(field.name for field in fields(LayerAdapter))
 _COLUMNS = 2 + 5 * MAX_PARTS
 """The columns of a change in the table: the distance of its first matrix and the sum of its ranks; then for
 each part the distance of its second matrix, its first output, its number of outputs, its rank, and its first
@@ -43,7 +43,7 @@ _LEAST_INPUTS = 256  # in a part of the inputs
 _MAX_RANKS = 64  # in a tile
 
 
-class PlaceForm(NamedTuple):
+class ProductForm(NamedTuple):
     """Bounds of the changes of one product, over all layers and adapters in the table."""
 
     num_ranks: int = 0  # the ranks of all parts, as a power of two; 0: no adapter changes this product
@@ -54,7 +54,7 @@ class PlaceForm(NamedTuple):
 class AdaptersForm(NamedTuple):
     """The parameters of a step's launches, in addition to its number of rows."""
 
-    places: tuple[PlaceForm, ...]
+    products: tuple[ProductForm, ...]
     num_adapters: int  # the most different adapters, as a power of two
 
 
@@ -73,10 +73,10 @@ class AdapterTable:
         # Matrices are addressed by their distance from this one, in values.
         self._base = torch.zeros(16, dtype=dtype, device=device)
         self._table = torch.zeros(
-            (num_layers, len(PLACES), NUM_SLOTS, _COLUMNS), dtype=torch.int64, device=device
+            (num_layers, len(PRODUCT_NAMES), NUM_SLOTS, _COLUMNS), dtype=torch.int64, device=device
         )
-        self._places: tuple[PlaceForm, ...] = (PlaceForm(),) * len(PLACES)
-        self._forms: WeakKeyDictionary[Adapter, tuple[PlaceForm, ...]] = WeakKeyDictionary()
+        self._products: tuple[ProductForm, ...] = (ProductForm(),) * len(PRODUCT_NAMES)
+        self._forms: WeakKeyDictionary[Adapter, tuple[ProductForm, ...]] = WeakKeyDictionary()
 
     @property
     def base(self) -> Tensor:
@@ -90,12 +90,12 @@ class AdapterTable:
         for one in adapters:
             slots[one.rows] = self._slots[one.adapter]
         [on_device] = upload([slots], self._device)
-        form = AdaptersForm(self._places, triton.next_power_of_2(len(adapters)))
+        form = AdaptersForm(self._products, triton.next_power_of_2(len(adapters)))
         return GroupedAdapters(self, on_device, form)
 
-    def of_place(self, layer: int, place: int) -> Tensor:
+    def of_product(self, layer: int, product: int) -> Tensor:
         """Returns the changes of one product: [slots, columns]."""
-        return self._table[layer, place]
+        return self._table[layer, product]
 
     def _enter(self, adapters: Sequence[Adapter]) -> bool:
         """Writes adapters that are not in the table yet. Returns whether all are in the table."""
@@ -111,24 +111,24 @@ class AdapterTable:
                 free.append(self._slots.pop(adapter))
         for adapter in missing:
             slot = free.pop(0)
-            rows = np.zeros((self._table.shape[0], len(PLACES), _COLUMNS), dtype=np.int64)
+            rows = np.zeros((self._table.shape[0], len(PRODUCT_NAMES), _COLUMNS), dtype=np.int64)
             for layer, changes in enumerate(adapter.layers):
-                for place, name in enumerate(PLACES):
+                for number, name in enumerate(PRODUCT_NAMES):
                     change: LowRank | None = getattr(changes, name)
                     if change is not None:
-                        rows[layer, place] = self._columns_for(change)
+                        rows[layer, number] = self._columns_for(change)
             self._table[:, :, slot].copy_(torch.from_numpy(rows))
             self._slots[adapter] = slot
             self._forms[adapter] = _forms(adapter)
         present = [self._forms[adapter] for adapter in self._slots]
-        self._places = tuple(
-            PlaceForm(*map(max, zip(*(forms[place] for forms in present), strict=True)))
-            for place in range(len(PLACES))
+        self._products = tuple(
+            ProductForm(*map(max, zip(*(forms[number] for forms in present), strict=True)))
+            for number in range(len(PRODUCT_NAMES))
         )
         return True
 
     def _fits(self, adapter: Adapter) -> bool:
-        changes = [getattr(layer, name) for layer in adapter.layers for name in PLACES]
+        changes = [getattr(layer, name) for layer in adapter.layers for name in PRODUCT_NAMES]
         found = [change for change in changes if change is not None]
         return all(_is_plain(change, self._base.dtype) for change in found) and (
             # Allocations of a GPU are aligned. On other devices only the interpreter runs, which needs no
@@ -160,16 +160,16 @@ def _is_plain(change: LowRank, dtype: torch.dtype) -> bool:
     )
 
 
-def _forms(adapter: Adapter) -> tuple[PlaceForm, ...]:
+def _forms(adapter: Adapter) -> tuple[ProductForm, ...]:
     forms = []
-    for name in PLACES:
-        form = PlaceForm()
+    for name in PRODUCT_NAMES:
+        form = ProductForm()
         for layer in adapter.layers:
             change: LowRank | None = getattr(layer, name)
             if change is not None:
                 num_ranks = max(16, triton.next_power_of_2(change.down.shape[0]))
                 widest = max(part.up.shape[0] for part in change.parts)
-                form = PlaceForm(*map(max, form, (num_ranks, len(change.parts), widest)))
+                form = ProductForm(*map(max, form, (num_ranks, len(change.parts), widest)))
         forms.append(form)
     return tuple(forms)
 
@@ -187,20 +187,20 @@ class GroupedAdapters:
         """Like ``linear.grouped.GroupedAdapters.at``."""
         return GroupedAdapters(self.table, slots, self.form)
 
-    def add(self, out: Tensor, x: Tensor, layer: int, place: str) -> None:
+    def add(self, out: Tensor, x: Tensor, layer: int, product_name: str) -> None:
         """Adds the rounded changes to a product of x, ``out`` [T, out]."""
-        number = PLACES.index(place)
-        form = self.form.places[number]
+        number = PRODUCT_NAMES.index(product_name)
+        form = self.form.products[number]
         if not form.num_ranks or not len(x):
             return
         if self._blocks is None:
             size = 16 if len(x) <= 16 * self.form.num_adapters else 64
             self._blocks = sorted_rows(self.slots, NUM_SLOTS, size, self.form.num_adapters)
-        add_low_rank(out, x, self.table.base, self.table.of_place(layer, number), self._blocks, form)
+        add_low_rank(out, x, self.table.base, self.table.of_product(layer, number), self._blocks, form)
 
 
 def add_low_rank(
-    out: Tensor, x: Tensor, base: Tensor, table: Tensor, blocks: RowBlocks, form: PlaceForm
+    out: Tensor, x: Tensor, base: Tensor, table: Tensor, blocks: RowBlocks, form: ProductForm
 ) -> None:
     """Adds the changes of each row's adapter to a product, in place.
 

@@ -80,13 +80,13 @@ class TritonLinear(TorchLinear):
         weight: LinearWeight,
         adapters: GroupedAdapters,
         layer: int,
-        place: str,
+        product_name: str,
         *,
         activation: Activation | None = None,
     ) -> Tensor:
         assert isinstance(adapters, low_rank.GroupedAdapters)
         product = self._product(x, weight, None)
-        adapters.add(product, x, layer, place)
+        adapters.add(product, x, layer, product_name)
         return _activated(product, weight, activation)
 
     def group_experts(self, experts: Experts, activation: Activation) -> Mixture | None:
