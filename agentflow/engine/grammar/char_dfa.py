@@ -4,10 +4,11 @@
 characters that all sets of the expression treat alike, so that a set is an integer with one bit for each
 class. ``determinised`` makes the DFA by the subset construction.
 
-``PromisedPlaces`` handles look-arounds. Each look-ahead is a separate DFA over the rest of the text; a
-negative one is its complement. A place is then a node of the graph together with the pending look-aheads,
-each with the state of its DFA. A look-behind reads one character and is decided when it is reached: the place
-stores the properties of the last character that look-behinds can distinguish (its *context*).
+``LookAheadStates`` handles look-arounds. Each look-ahead is a separate DFA over the rest of the text; a
+negative one is its complement. An NFA state is then a node of the graph together with the pending
+look-aheads, each with the state of its DFA. A look-behind reads one character and is decided when it is
+reached: the NFA state stores the properties of the last character that look-behinds can distinguish (its
+*context*).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MAX_NODES = 50_000
 MAX_DEPTH = 250
 
 Arcs: TypeAlias = "tuple[tuple[int, frozenset[int]], ...]"
-"""Character classes that may be read, as bits, and the places to which they lead."""
+"""Character classes that may be read, as bits, and the NFA states to which they lead."""
 
 
 class WorkLimit:
@@ -82,7 +83,7 @@ class CharGraph:
         self._index_of_char: dict[int, int] = {}
         self._node_of: dict[tuple[int, ...], int] = {}
         self._loop_of: dict[tuple[int, int], int] = {}
-        self._places: dict[int, frozenset[int]] = {END: frozenset([END])}
+        self._closures: dict[int, frozenset[int]] = {END: frozenset([END])}
 
     def add(self, regex: Regex, after: int) -> int:
         """Returns the node where the texts of the expression begin if they continue at ``after``. The caller
@@ -103,9 +104,10 @@ class CharGraph:
             return self._look_ahead(regex, after)
         return self._look_behind(regex, after)
 
-    def places(self, node: int) -> frozenset[int]:
-        """Returns the nodes reachable from a node without reading that read a character, and the end."""
-        known = self._places.get(node)
+    def closure(self, node: int) -> frozenset[int]:
+        """Returns the nodes that read a character, and the end, among the nodes reachable from a node without
+        reading (its epsilon closure)."""
+        known = self._closures.get(node)
         if known is not None:
             return known
         if self.set_of[node] >= 0:
@@ -113,21 +115,21 @@ class CharGraph:
         else:
             seen = {node}
             waiting = [node]
-            places: set[int] = set()
+            found_nodes: set[int] = set()
             while waiting:
                 for branch in self.branches[waiting.pop()]:
-                    below = self._places.get(branch)
+                    below = self._closures.get(branch)
                     if below is not None:
-                        places |= below
+                        found_nodes |= below
                         self._limit.spend(len(below))
                     elif self.set_of[branch] >= 0:
-                        places.add(branch)
+                        found_nodes.add(branch)
                     elif branch not in seen:
                         seen.add(branch)
                         waiting.append(branch)
                 self._limit.spend(1)
-            found = frozenset(places)
-        self._places[node] = found
+            found = frozenset(found_nodes)
+        self._closures[node] = found
         return found
 
     def _char(self, chars: CharSet, after: int) -> int:
@@ -210,7 +212,7 @@ class CharGraph:
 
 def check_graph_size(regex: Regex) -> None:
     """Raises ``TooLargeForDfa`` if the graph would have more than ``MAX_NODES`` nodes or the tree is too
-    deep. Checked before any node is made. A subtree that occurs in several places counts each time."""
+    deep. Checked before any node is made. A subtree that occurs several times counts each time."""
     if _size(regex, {}, 0)[0] > MAX_NODES:
         raise TooLargeForDfa(f"its repeats and choices come to more than {MAX_NODES} characters")
 
@@ -301,29 +303,29 @@ def char_classes(sets: list[Ranges], limit: WorkLimit) -> CharClasses:
 def determinised(
     start: frozenset[int], arcs: Callable[[int], Arcs], limit: WorkLimit, known: dict[int, Arcs]
 ) -> CharDfa:
-    """Returns the DFA whose states are sets of places (subset construction).
+    """Returns the DFA whose states are sets of NFA states (subset construction).
 
     Args:
-        start: the places where the text begins.
-        arcs: returns the arcs that leave a place.
+        start: the NFA states where the text begins.
+        arcs: returns the arcs that leave an NFA state.
         limit: of steps.
         known: a cache of ``arcs``.
     """
     dfa = CharDfa([(), ()], [(), ()], [False, END in start])
     numbers: dict[frozenset[int], int] = {start: 1}
     waiting = [start]
-    for places in waiting:  # grows as it is read
+    for members in waiting:  # grows as it is read
         pairs: list[tuple[int, frozenset[int]]] = []
-        for place in places:
-            if place == END:
+        for member in members:
+            if member == END:
                 continue
-            leads = known.get(place)
+            leads = known.get(member)
             if leads is None:
-                leads = known[place] = arcs(place)
+                leads = known[member] = arcs(member)
             pairs.extend(leads)
         if len(pairs) > 1:
             pairs = _disjoint(pairs, limit)
-        limit.spend(_STEPS_PER_STATE + len(places) + len(pairs))
+        limit.spend(_STEPS_PER_STATE + len(members) + len(pairs))
         row = []
         for _, reached in pairs:
             number = numbers.get(reached)
@@ -334,7 +336,7 @@ def determinised(
                 dfa.masks.append(())
                 dfa.targets.append(())
             row.append(number)
-        state = numbers[places]
+        state = numbers[members]
         dfa.masks[state] = tuple([mask for mask, _ in pairs])
         dfa.targets[state] = tuple(row)
     return dfa
@@ -366,7 +368,8 @@ def trimmed(dfa: CharDfa) -> CharDfa | None:
 
 
 def _disjoint(pairs: list[tuple[int, frozenset[int]]], limit: WorkLimit) -> list[tuple[int, frozenset[int]]]:
-    """Returns equivalent arcs, sorted: no character is in two of them, and each set of places has one arc."""
+    """Returns equivalent arcs, sorted: no character is in two of them, and each set of NFA states has one
+    arc."""
     by_mask: dict[int, list[frozenset[int]]] = {}
     for mask, reached in pairs:
         by_mask.setdefault(mask, []).append(reached)
@@ -416,8 +419,8 @@ _KEPT = -1
 _NOTHING_READ = CharDfa([(), ()], [(), ()], [False, False])
 
 
-class PromisedPlaces:
-    """Numbers places that have pending look-aheads, and finds their arcs."""
+class LookAheadStates:
+    """Numbers NFA states that have pending look-aheads, and finds their arcs."""
 
     def __init__(self, graph: CharGraph, classes: CharClasses, limit: WorkLimit) -> None:
         self._graph = graph
@@ -428,7 +431,7 @@ class PromisedPlaces:
         self._dfas: list[CharDfa] = []
         self._dfa_numbers: dict[tuple[int, bool, int], int] = {}
         self._known: dict[int, Arcs] = {}
-        self._places: list[tuple[int, Promises]] = [(END, frozenset())]
+        self._states: list[tuple[int, Promises]] = [(END, frozenset())]
         self._numbers: dict[tuple[int, Promises], int] = {}
 
     def dfa(self, start: int, context: int) -> CharDfa:
@@ -438,9 +441,9 @@ class PromisedPlaces:
         return trimmed(found) or _NOTHING_READ
 
     def _enter(self, node: int, promises: Promises, context: int) -> frozenset[int]:
-        """Returns the places reachable from a node without reading; each path may add look-aheads."""
+        """Returns the NFA states reachable from a node without reading; each path may add look-aheads."""
         graph = self._graph
-        places: set[int] = set()
+        found: set[int] = set()
         seen = {(node, promises)}
         waiting = [(node, promises)]
         while waiting:
@@ -448,10 +451,10 @@ class PromisedPlaces:
             self._limit.spend(4 + len(made))
             if at == END:
                 if all(self._dfas[number].accepting[state] for number, state in made):
-                    places.add(END)
+                    found.add(END)
                 continue
             if graph.set_of[at] >= 0:
-                places.add(self._number(at, made))
+                found.add(self._number(at, made))
                 continue
             if at in graph.look_behinds and not self._is_after(*graph.look_behinds[at], context):
                 continue
@@ -461,16 +464,16 @@ class PromisedPlaces:
                 if (branch, made) not in seen:
                     seen.add((branch, made))
                     waiting.append((branch, made))
-        return frozenset(places)
+        return frozenset(found)
 
     def _number(self, node: int, promises: Promises) -> int:
-        number = self._numbers.setdefault((node, promises), len(self._places))
-        if number == len(self._places):
-            self._places.append((node, promises))
+        number = self._numbers.setdefault((node, promises), len(self._states))
+        if number == len(self._states):
+            self._states.append((node, promises))
         return number
 
-    def _arcs(self, place: int) -> Arcs:
-        node, promises = self._places[place]
+    def _arcs(self, nfa_state: int) -> Arcs:
+        node, promises = self._states[nfa_state]
         ways: list[tuple[int, Promises]] = [(self._classes.sets[self._graph.set_of[node]], frozenset())]
         for number, state in promises:
             dfa = self._dfas[number]

@@ -27,7 +27,7 @@ from agentflow.engine.grammar.char_dfa import (
     CharClasses,
     CharDfa,
     CharGraph,
-    PromisedPlaces,
+    LookAheadStates,
     WorkLimit,
     char_classes,
     check_graph_size,
@@ -214,7 +214,7 @@ def build_dfa(
         raise BadArgument(_UNSATISFIABLE)
     classes = char_classes(graph.sets, limit)
     if graph.look_aheads or graph.look_behinds:
-        dfa = PromisedPlaces(graph, classes, limit).dfa(start, TEXT_START)
+        dfa = LookAheadStates(graph, classes, limit).dfa(start, TEXT_START)
         if not any(dfa.accepting):
             raise BadArgument(_UNSATISFIABLE)
     else:
@@ -227,9 +227,9 @@ _UNSATISFIABLE = "constraint: no text matches it"
 
 def _plain_dfa(graph: CharGraph, classes: CharClasses, start: int, limit: WorkLimit) -> CharDfa:
     def arcs(node: int) -> Arcs:
-        return ((classes.sets[graph.set_of[node]], graph.places(graph.after[node])),)
+        return ((classes.sets[graph.set_of[node]], graph.closure(graph.after[node])),)
 
-    return determinised(graph.places(start), arcs, limit, {})
+    return determinised(graph.closure(start), arcs, limit, {})
 
 
 def _over_bytes(

@@ -384,7 +384,7 @@ class _Reader:
             options = [self.sequence(list(option), flags, at_start, at_end, depth + 1) for option in value[1]]
             return Alternation(tuple(options))
         if name == "AT":
-            return self._place(str(value), flags, at_start, at_end)
+            return self._anchor(str(value), flags, at_start, at_end)
         if name in ("ASSERT", "ASSERT_NOT"):
             direction, part = value
             inner = self.sequence(list(part), flags, False, False, depth + 1)
@@ -393,7 +393,7 @@ class _Reader:
             return LookAhead(Concatenation((inner, _ANY_TEXT)), name == "ASSERT")
         raise BadArgument(f"regex: {_REFUSED.get(name, f'{name} is not supported')}")
 
-    def _place(self, name: str, flags: int, at_start: bool, at_end: bool) -> Regex:
+    def _anchor(self, name: str, flags: int, at_start: bool, at_end: bool) -> Regex:
         """Converts an anchor or a word boundary. A full match begins at the start and ends at the end, so an
         anchor there has no effect."""
         if (name in _STARTS and at_start) or (name in _ENDS and at_end):

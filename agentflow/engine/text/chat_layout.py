@@ -162,12 +162,12 @@ def _written_at(text: str, at: int, content: str, after: str) -> int | None:
 TextRange: TypeAlias = "tuple[int, int]"
 """Start and end of a stretch of text."""
 
-Places: TypeAlias = Callable[[str], "Sequence[TextRange]"]
-"""Finds the places of tokens that no content may have, such as ``Tokenizer.closed_places``."""
+FindSpans: TypeAlias = Callable[[str], "Sequence[TextRange]"]
+"""Finds the spans of tokens that no content may have, such as ``Tokenizer.closed_spans``."""
 
 
 def find_untrusted_spans(
-    render: Callable[[MarkText], str], text: str, closed_places: Places
+    render: Callable[[MarkText], str], text: str, closed_spans: FindSpans
 ) -> tuple[TextRange, ...]:
     """Returns the untrusted spans of ``text``, in order. ``render`` applies a mark to each untrusted string;
     with ``unmarked`` it returns ``text``.
@@ -176,7 +176,7 @@ def find_untrusted_spans(
     marked ones; then only strings that contain a special token are marked. Raises ``NotSupported`` if the
     template does not show these unchanged.
     """
-    for around in (_whole_text, closed_places):
+    for around in (_whole_text, closed_spans):
         nonce = new_nonce()
         try:
             marked = render(partial(_marked, nonce, around))
@@ -193,9 +193,9 @@ def find_untrusted_spans(
 
 
 def closed_untrusted_spans(
-    text: str, start: int, end: int, untrusted: Sequence[TextRange], closed_places: Places
+    text: str, start: int, end: int, untrusted: Sequence[TextRange], closed_spans: FindSpans
 ) -> list[TextRange]:
-    """Returns the places of closed tokens that are at least partly in an untrusted span, in order and
+    """Returns the spans of closed tokens that are at least partly in an untrusted span, in order and
     disjoint.
 
     Args:
@@ -203,9 +203,9 @@ def closed_untrusted_spans(
         start: the first character to search.
         end: the end of the search, exclusive.
         untrusted: the untrusted spans.
-        closed_places: finds closed tokens.
+        closed_spans: finds closed tokens.
     """
-    firsts, ends = [place[0] for place in untrusted], [place[1] for place in untrusted]
+    firsts, ends = [span[0] for span in untrusted], [span[1] for span in untrusted]
     found: list[TextRange] = []
     unread = [(start, end)]
     while unread:
@@ -213,7 +213,7 @@ def closed_untrusted_spans(
         if bisect_right(ends, low) >= bisect_left(firsts, high):
             continue  # it has no untrusted span
         at = low
-        for a, b in closed_places(text[low:high]):
+        for a, b in closed_spans(text[low:high]):
             a, b = a + low, b + low
             if a < b and bisect_right(ends, a) < bisect_left(firsts, b):
                 found.append((a, b))
@@ -236,7 +236,7 @@ def _whole_text(string: str) -> list[TextRange]:
     return [(len(string) - len(string.lstrip()), len(string.rstrip()))]
 
 
-def _marked(nonce: str, around: Places, string: str) -> str:
+def _marked(nonce: str, around: FindSpans, string: str) -> str:
     parts: list[str] = []
     at = 0
     for start, end in around(string):
@@ -318,7 +318,7 @@ def lay_out(
     tools: Sequence[ToolSpec] = (),
     now: datetime | None = None,
     previous: Layout | None = None,
-    closed_places: Places | None = None,
+    closed_spans: FindSpans | None = None,
     placeholders: Mapping[MediumKind, str] = _NO_MEDIA,
 ) -> Layout:
     """Renders ``messages`` and finds each content. Costs two renderings (three with tools), and two or more
@@ -333,7 +333,7 @@ def lay_out(
         now: the time for the template; None: the current time.
         previous: a layout of an earlier state of the same conversation; places in the common prefix are
             reused.
-        closed_places: finds tokens that no content may have; without it, ``untrusted_spans`` stays empty.
+        closed_spans: finds tokens that no content may have; without it, ``untrusted_spans`` stays empty.
         placeholders: the template's text for an image, and for a video.
 
     Raises:
@@ -355,8 +355,8 @@ def lay_out(
     found = [(part, asked.owners[part.turn]) for part in _whole_generations(text, asked.units, shown)]
     shown = [Shown(turn, part.start, part.end, number) for part, (turn, number) in found]
     untrusted: tuple[TextRange, ...] = ()
-    if closed_places is not None and asked.says_more_than_contents:
-        untrusted = find_untrusted_spans(lambda mark: asked.render(asked.units, mark), text, closed_places)
+    if closed_spans is not None and asked.says_more_than_contents:
+        untrusted = find_untrusted_spans(lambda mark: asked.render(asked.units, mark), text, closed_spans)
     media = [placed.medium for message in asked.messages for placed in message.images]
     by_place = _places_of_media(media, placeholders, text, shown, untrusted)
     return Layout(asked.messages, open_role, text, tuple(shown), asked.tools, untrusted, by_place)
@@ -391,7 +391,7 @@ def _placeholders(
 ) -> list[TextRange]:
     """Returns the places of the placeholders that the template wrote, in order."""
     found: list[TextRange] = []
-    firsts, ends = [place[0] for place in untrusted], [place[1] for place in untrusted]
+    firsts, ends = [span[0] for span in untrusted], [span[1] for span in untrusted]
     edges = [0, *[edge for part in shown for edge in (part.start, part.end)], len(text)]
     for low, high in zip(edges[::2], edges[1::2], strict=True):
         at = text.find(placeholder, low, high) if placeholder else -1

@@ -315,14 +315,14 @@ class ChatTemplate:
         return self.has_template and not shows(text) and shows([{"type": "text", "text": text}])
 
     def medium_markup(
-        self, kind: MediumKind, special_places: Callable[[str], Sequence[tuple[int, int]]], token: str = ""
+        self, kind: MediumKind, special_spans: Callable[[str], Sequence[tuple[int, int]]], token: str = ""
     ) -> MediumMarkup | None:
         """Returns how the template writes an image or a video; None if it writes nothing, or no special
         token.
 
         Args:
             kind: image or video.
-            special_places: finds the special tokens in a text.
+            special_spans: finds the special tokens in a text.
             token: the text that stands for the medium; empty: the special token in the middle, as between a
                 begin and an end.
         """
@@ -336,7 +336,7 @@ class ChatTemplate:
         start = common_prefix(alone, shown)
         end = common_prefix(alone[start:][::-1], shown[start:][::-1])
         written = shown[start : len(shown) - end]
-        places = special_places(written)
+        places = special_spans(written)
         if token in written:
             places = [(written.index(token), written.index(token) + len(token))] if token else places
         if not places:

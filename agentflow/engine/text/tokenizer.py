@@ -333,13 +333,13 @@ class Tokenizer:
         """Returns the ids of trusted template text, in which special tokens are recognised."""
         return self._encode(self._markup, self._inner_markup, text, continues)
 
-    def closed_places(self, text: str) -> list[tuple[int, int]]:
+    def closed_spans(self, text: str) -> list[tuple[int, int]]:
         """Returns the start and end of each token of ``closed_ids`` in ``text``, read as markup."""
         if not self._closed_ids:
             return []
         encoded = self._encoding(self._markup, text)
         pairs = zip(encoded.ids, encoded.offsets, strict=True)
-        return [place for token, place in pairs if token in self._closed_ids]
+        return [span for token, span in pairs if token in self._closed_ids]
 
     @cached_property
     def finds_spelled(self) -> bool:
@@ -360,7 +360,7 @@ class Tokenizer:
 
     def spelled(self, text: str) -> list[tuple[int, int]]:
         """Returns the start and end of each token of ``closed_ids`` in ``text``, by search. Far faster than
-        ``closed_places``; see ``finds_spelled``."""
+        ``closed_spans``; see ``finds_spelled``."""
         if len(self._spellings) == 1:
             return [match.span() for match in self._spellings[0].finditer(text)]
         places = sorted(match.span() for one in self._spellings for match in one.finditer(text))

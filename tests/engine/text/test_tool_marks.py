@@ -55,9 +55,9 @@ def test_a_mark_is_open_to_models_alone(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 @given(text=texts)
-def test_places_of_closed_tokens(name: str, text: str) -> None:
+def test_spans_of_closed_tokens(name: str, text: str) -> None:
     tokenizer = ALL[name]
-    closed = [text[start:end] for start, end in tokenizer.closed_places(text)]
+    closed = [text[start:end] for start, end in tokenizer.closed_spans(text)]
     ids = [token for token in tokenizer.encode_markup(text) if token in tokenizer.closed_ids]
     assert [tokenizer.find_id(one) for one in closed] == ids
 

@@ -127,22 +127,22 @@ def with_edges(spans: Sequence[Span], edges: Mapping[str, tuple[str, str]]) -> l
 
 def with_known(spans: Sequence[Span], attached: Attached) -> list[Span]:
     """Returns the spans with their known beginning as one span."""
-    place = attached.place
-    cut = spans[place.span]
-    before = "".join([span.text for span in spans[: place.span]])
-    known = Span(before + cut.text[: place.offset], is_markup=False, ids=attached.token_ids)
-    rest = spans[place.span + 1 :]
-    if place.edge is None:
+    point = attached.cut_point
+    cut = spans[point.span]
+    before = "".join([span.text for span in spans[: point.span]])
+    known = Span(before + cut.text[: point.offset], is_markup=False, ids=attached.token_ids)
+    rest = spans[point.span + 1 :]
+    if point.edge is None:
         return [known, *rest]
-    ids = None if cut.ids is None else cut.ids[place.num_ids :]
-    return [known, Span(cut.text[place.offset :], cut.is_markup, ids), *rest]
+    ids = None if cut.ids is None else cut.ids[point.num_ids :]
+    return [known, Span(cut.text[point.offset :], cut.is_markup, ids), *rest]
 
 
 def known_spans(spans: Sequence[Span], attached: Attached) -> list[Span]:
     """Returns the spans of the known beginning."""
-    place = attached.place
-    cut = spans[place.span]
-    if place.edge is None:
-        return [*spans[: place.span + 1]]
-    ids = None if cut.ids is None else cut.ids[: place.num_ids]
-    return [*spans[: place.span], Span(cut.text[: place.offset], cut.is_markup, ids)]
+    point = attached.cut_point
+    cut = spans[point.span]
+    if point.edge is None:
+        return [*spans[: point.span + 1]]
+    ids = None if cut.ids is None else cut.ids[: point.num_ids]
+    return [*spans[: point.span], Span(cut.text[: point.offset], cut.is_markup, ids)]

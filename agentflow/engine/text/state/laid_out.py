@@ -66,7 +66,7 @@ def _written(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Iter
     """Yields the spans of markup without media. Special tokens in its untrusted spans become content."""
     at = start
     cuts = (
-        closed_untrusted_spans(layout.text, start, end, layout.untrusted_spans, tokenizer.closed_places)
+        closed_untrusted_spans(layout.text, start, end, layout.untrusted_spans, tokenizer.closed_spans)
         if layout.untrusted_spans
         else ()
     )

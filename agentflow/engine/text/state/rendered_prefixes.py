@@ -2,12 +2,12 @@
 
 An HTTP client sends its whole conversation with each request. Encoded again, an earlier answer may become
 other tokens than the generated ones, and the cache would match nothing after it. ``RenderedPrefixes`` maps
-the hash of a rendered text, at places where its encoding may be cut, to the ids of that text: the prompt as
-it was computed, and the answer as it was generated. Equal texts get these ids.
+the hash of a rendered text, up to a *cut point* of its encoding, to the ids of that text: the prompt as it
+was computed, and the answer as it was generated. Equal texts get these ids.
 
 Texts are compared byte for byte, and special tokens count as such: a user's ``<|im_end|>`` is not equal to
-the markup ``<|im_end|>``. An image or a video counts by its identity. The places are the ends of spans, and
-both sides of each special token in markup and in generated text.
+the markup ``<|im_end|>``. An image or a video counts by its identity. The cut points are the ends of spans,
+and both sides of each special token in markup and in generated text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CutPoint:
 class Attached:
     """The known beginning of a text."""
 
-    place: CutPoint
+    cut_point: CutPoint
     key: bytes
     token_ids: tuple[int, ...]
 
@@ -88,19 +88,20 @@ class RenderedPrefixes:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def places(self, spans: Sequence[Span], start: bytes) -> list[tuple[CutPoint, bytes]]:
-        """Returns the places in the text of ``spans``, with the key of the text before each. ``start``:
+    def cut_points(self, spans: Sequence[Span], start: bytes) -> list[tuple[CutPoint, bytes]]:
+        """Returns the cut points in the text of ``spans``, with the key of the text before each. ``start``:
         separates texts that must not share tokens."""
         if not self._tokenizer.finds_spelled:
             return []
-        return [(place, place.hasher.digest()) for place in _places(spans, self._tokenizer, _hasher(start))]
+        found = _find_cut_points(spans, self._tokenizer, _hasher(start))
+        return [(point, point.hasher.digest()) for point in found]
 
-    def attached(self, places: Sequence[tuple[CutPoint, bytes]]) -> Attached | None:
-        """Returns the longest known beginning of a text, given its ``places``."""
+    def attached(self, cut_points: Sequence[tuple[CutPoint, bytes]]) -> Attached | None:
+        """Returns the longest known beginning of a text, given its ``cut_points``."""
         with self._lock:
-            for place, key in reversed(places):
+            for point, key in reversed(cut_points):
                 if key in self._entries and (token_ids := self._find_ids(key)) is not None:
-                    return Attached(place, key, token_ids)
+                    return Attached(point, key, token_ids)
         return None
 
     def put(
@@ -112,7 +113,7 @@ class RenderedPrefixes:
         Args:
             segments: the prompt. If ``attached`` is given, the first one is that beginning.
             answer: the generated text and its ids.
-            start: as in ``places``.
+            start: as in ``cut_points``.
             attached: the known beginning of the prompt.
         """
         assert answer.ids is not None
@@ -122,7 +123,7 @@ class RenderedPrefixes:
             return
         hasher, parent = _hasher(start), b""
         if attached is not None:
-            hasher, parent, segments = attached.place.hasher.copy(), attached.key, segments[1:]
+            hasher, parent, segments = attached.cut_point.hasher.copy(), attached.key, segments[1:]
         spans = [*[segment.span for segment in segments], answer]
         runs = [*[segment.ids for segment in segments], answer.ids]
         starts = [0, *itertools.accumulate(map(len, runs))]
@@ -132,19 +133,19 @@ class RenderedPrefixes:
         with self._lock:
             if attached is not None and attached.key not in self._entries:
                 return  # dropped in the meantime
-            for place in _places(spans, self._tokenizer, hasher):
-                end = starts[place.span + 1]
-                if place.edge is not None:
-                    if place.span not in edges_of:
-                        edges_of[place.span] = _edges(runs[place.span], self._tokenizer)
-                    edges = edges_of[place.span]
-                    if len(edges) != place.num_edges:
+            for point in _find_cut_points(spans, self._tokenizer, hasher):
+                end = starts[point.span + 1]
+                if point.edge is not None:
+                    if point.span not in edges_of:
+                        edges_of[point.span] = _edges(runs[point.span], self._tokenizer)
+                    edges = edges_of[point.span]
+                    if len(edges) != point.num_edges:
                         continue
-                    end = starts[place.span] + edges[place.edge]
-                is_needed = place.span == last or (place.span == last - 1 and place.edge is None)
+                    end = starts[point.span] + edges[point.edge]
+                is_needed = point.span == last or (point.span == last - 1 and point.edge is None)
                 if end - at < (1 if is_needed else MIN_APART):
                     continue
-                key = place.hasher.digest()
+                key = point.hasher.digest()
                 if key not in self._entries:
                     self._put(key, _Entry(parent, token_ids[at:end]))
                 parent, at = key, end
@@ -186,9 +187,9 @@ def _hasher(start: bytes) -> Hasher:
     return hashlib.blake2b(start, digest_size=DIGEST_BYTES)
 
 
-def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iterator[CutPoint]:
-    """Yields the places in the text of ``spans``, in order. Ends early at generated text whose special tokens
-    cannot be distinguished from spelled ones, and at a special token that two spans spell together.
+def _find_cut_points(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iterator[CutPoint]:
+    """Yields the cut points in the text of ``spans``, in order. Ends early at generated text whose special
+    tokens cannot be distinguished from spelled ones, and at a special token that two spans spell together.
     ``hasher``: of the text before ``spans``; it is updated."""
     reach = max(0, tokenizer.longest_spelled - 1)
     before = ""
@@ -215,7 +216,7 @@ def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iter
                 hasher.update(_bytes(text[at:low]) + _SPELLED)
                 at = low
         elif tokenizer.cuts_at_closed:
-            edges = [edge for place in spelled for edge in place]
+            edges = [edge for span in spelled for edge in span]
             for edge, offset in enumerate(edges):
                 hasher.update(_bytes(text[at:offset]))
                 at = offset
@@ -226,7 +227,7 @@ def _places(spans: Sequence[Span], tokenizer: Tokenizer, hasher: Hasher) -> Iter
 
 
 def _edges(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Returns the places in ``token_ids`` before and after each special token."""
+    """Returns the indices in ``token_ids`` before and after each special token."""
     closed = tokenizer.closed_ids
     if closed.isdisjoint(token_ids):
         return []

@@ -55,8 +55,8 @@ class TokenState:
 
     ``num_rerendered_tokens``: the settled ids that were discarded later because the template rewrote earlier
     turns; all ids from the first discarded one on are computed again. ``text_keys``: after ``attach_to``, the
-    keys of the encoded text at its places (``RenderedPrefixes.places``). ``placeholder_tokens``: the text
-    that the template writes for an image, or a video; if missing or empty, it is searched for.
+    keys of the encoded text at its cut points (``RenderedPrefixes.cut_points``). ``placeholder_tokens``: the
+    text that the template writes for an image, or a video; if missing or empty, it is searched for.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -105,7 +105,7 @@ class TokenState:
 
     def attach_to(self, known: RenderedPrefixes, start: bytes) -> None:
         """Gives the beginning of the text the ids that ``known`` has for it. Call it on an empty state that
-        is encoded once, when it is complete. ``start``: as in ``RenderedPrefixes.places``."""
+        is encoded once, when it is complete. ``start``: as in ``RenderedPrefixes.cut_points``."""
         self._known, self._known_start = known, start
 
     def keep_answer(self, ids: Sequence[int], text: str) -> None:
@@ -214,11 +214,11 @@ class TokenState:
         pieces, lead, tail = list(medium.pieces), "", ""
         first = pieces[0] if pieces else None
         if isinstance(first, str):
-            start = next(iter(self._tokenizer.closed_places(first)), (len(first), 0))[0]
+            start = next(iter(self._tokenizer.closed_spans(first)), (len(first), 0))[0]
             lead, pieces[0] = first[:start], first[start:]
         last = pieces[-1] if len(pieces) > 1 else None
         if isinstance(last, str):
-            end = max([end for _, end in self._tokenizer.closed_places(last)], default=0)
+            end = max([end for _, end in self._tokenizer.closed_spans(last)], default=0)
             tail, pieces[-1] = last[end:], last[:end]
         return [piece for piece in pieces if piece != ""], lead, tail
 
@@ -484,7 +484,7 @@ class TokenState:
             tools=self._tools,
             now=self._now,
             previous=self._layout,
-            closed_places=self._tokenizer.closed_places,
+            closed_spans=self._tokenizer.closed_spans,
             placeholders={kind: markup.placeholder for kind, markup in self._markup_now().items()},
         )
 
@@ -494,7 +494,7 @@ class TokenState:
         if kinds and self.template.has_template:
             for kind in kinds:
                 token = self.placeholder_tokens.get(kind, "")
-                self._markup[kind] = self.template.medium_markup(kind, self._tokenizer.closed_places, token)
+                self._markup[kind] = self.template.medium_markup(kind, self._tokenizer.closed_spans, token)
         return {kind: markup for kind, markup in self._markup.items() if markup is not None}
 
     def _make_span(self, medium: Medium) -> Span:
@@ -524,9 +524,9 @@ class TokenState:
             self._check(texts)
         spans = self._spans(layout)
         if self._known is not None:
-            places = self._known.places(spans, self._known_start)
-            self.text_keys = [key for _, key in places]
-            self._attached = self._known.attached(places)
+            cut_points = self._known.cut_points(spans, self._known_start)
+            self.text_keys = [key for _, key in cut_points]
+            self._attached = self._known.attached(cut_points)
             if self._attached is not None:
                 self._attached_spans = known_spans(spans, self._attached)
                 spans = with_known(spans, self._attached)

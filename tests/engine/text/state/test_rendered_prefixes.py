@@ -57,7 +57,7 @@ def chatml(max_tokens: int = 10**6) -> Served:
     return Served("chatml", SMALL, RenderedPrefixes(SMALL, max_tokens))
 
 
-def special_places(ids: list[int], tokenizer: Tokenizer) -> list[tuple[int, int]]:
+def special_spans(ids: list[int], tokenizer: Tokenizer) -> list[tuple[int, int]]:
     """Each special token, with the characters before it."""
     texts = tokenizer.list_texts(ids)
     at, places = 0, []
@@ -110,7 +110,7 @@ def test_a_special_token_that_two_spans_spell_together_is_no_special_token():
     prefixes = RenderedPrefixes(SMALL)
 
     def keys(*spans: Span) -> set[bytes]:
-        return {key for _, key in prefixes.places(spans, b"")}
+        return {key for _, key in prefixes.cut_points(spans, b"")}
 
     markup = keys(Span("hi<|im_end|>x", is_markup=True))
     for pieces in (["hi<|im_", "end|>x"], ["hi<", "|im_", "end|>x"], ["hi<|im_end|", ">", "x"]):
@@ -187,7 +187,7 @@ def test_random_conversations(name: str, data: st.DataObject):
                 break
             found = served.prompt(turns).ids()
             assert "".join(SMALL.list_texts(found)) == shown
-            assert special_places(found, SMALL) == special_places(expected, SMALL)
+            assert special_spans(found, SMALL) == special_spans(expected, SMALL)
             answer = data.draw(st.sampled_from(["the answer", "an", "a <b>", "é日"]))
             ids = served.answer(turns, answer)
             turns = [*turns, ("assistant", answer), ("user", data.draw(st.sampled_from(["x", "the an "])))]
