@@ -108,8 +108,8 @@ class StateIndex:
 
 
 class RequestJournal:
-    """Tracks unfinished requests; does no I/O. A request is *queued* until ``release`` returns it, and then
-    *sent* until it ends or the process dies. ``clock``: returns seconds."""
+    """Tracks unfinished requests; does no I/O. A request is *queued* until ``take_ready`` returns it, and
+    then *sent* until it ends or the process dies. ``clock``: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -175,7 +175,7 @@ class RequestJournal:
             self._remove(self._queued, entry.submit.request_id)
         return [_without_adapter(entry) for entry in waiting]
 
-    def release(self) -> list[Submit]:
+    def take_ready(self) -> list[Submit]:
         """Returns the requests to send to the process now. Their adapters and images must be in the
         process."""
         if not self._queued:

@@ -561,7 +561,7 @@ class EngineSupervisor:
             for identity in self._journal.missing_media():
                 connection.send_medium(self._media[identity])
             failed: list[Failed] = []
-            for submit in self._journal.release():
+            for submit in self._journal.take_ready():
                 try:
                     connection.submit(submit)
                 except Exception as error:

@@ -174,14 +174,14 @@ def test_a_resubmitted_request_continues_as_the_first_engine_would_have(
             await ask(first, asked)
         journal = RequestJournal()
         journal.add(submit[0])
-        journal.release()
+        journal.take_ready()
         for message in messages[:num_received]:
             if not isinstance(message, Finished):
                 journal.receive(message)
             if isinstance(message, Progress):
                 received.append(message.text)
         journal.process_died()
-        (again,) = journal.release()
+        (again,) = journal.take_ready()
         async with plain_model_engine() as second:
             end = await second._call(
                 msgspec.structs.replace(again, request_id=999), lambda sent: received.append(sent.text)
@@ -239,12 +239,12 @@ async def test_f3a_no_text_is_sent_again_after_a_restart() -> None:
     compiled = CompiledConstraint(pattern, "dfa", build_dfa(parse_regex(pattern)).to_bytes())
     journal = RequestJournal()
     journal.add(msgspec.structs.replace(submit, constraint=compiled))
-    journal.release()
+    journal.take_ready()
     the, a = TO_HOLD.encode("the", continues=True), TO_HOLD.encode(" a", continues=True)
     journal.receive(Progress(7, "the a", [*the, *a], ()))
     journal.receive(Progress(7, "", (), (), num_dropped=len(a)))
     journal.process_died()
-    (again,) = journal.release()
+    (again,) = journal.take_ready()
     texts = ["the a"]
     engine = FakeEngine(runner=EqualRunner(vocab_size=TO_HOLD.vocab_size), tokenizer=TO_HOLD)
     async with engine.open_client() as client:
@@ -305,10 +305,10 @@ async def test_f10a_a_request_that_was_stopped_in_forced_text_resumes_at_its_sto
         end = await client.generate([5, 6], params, on_progress=sent.append, **asked)
         journal = RequestJournal()
         journal.add(Submit(100, [5, 6], params, **asked))
-        journal.release()
+        journal.take_ready()
         journal.receive(msgspec.structs.replace(sent[0], request_id=100))
         journal.process_died()
-        [again] = journal.release()
+        [again] = journal.take_ready()
         resumed = await client._call(again, None)
     assert (resumed.text, resumed.token_ids) == (end.text, end.token_ids)
     assert resumed.output_tokens == end.output_tokens

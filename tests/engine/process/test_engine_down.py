@@ -146,7 +146,7 @@ async def test_a_hint_is_kept_also_between_two_processes():
     origin = Origin(state=5, program=1)
     supervisor.send(Submit(1, [1], None, origin=origin))
     supervisor.send(UpdateHint(5, 7, 8, "throughput"))
-    [submit] = supervisor._journal.release()
+    [submit] = supervisor._journal.take_ready()
     assert submit.origin == origin.at(7, 8, "throughput")
 
 

@@ -35,22 +35,22 @@ def ids(submits: list[Submit]) -> list[int]:
 
 def test_requests_are_released_once_and_in_order():
     journal = journal_of(1, 2)
-    assert ids(journal.release()) == [1, 2]
+    assert ids(journal.take_ready()) == [1, 2]
     journal.add(submit(3))
-    assert ids(journal.release()) == [3]
-    assert journal.release() == []
+    assert ids(journal.take_ready()) == [3]
+    assert journal.take_ready() == []
 
 
 def test_after_a_death_unfinished_requests_are_released_with_their_output():
     journal = journal_of(1, 2, 3)
-    journal.release()
+    journal.take_ready()
     journal.receive(Started([1, 2]))
     journal.receive(Progress(2, "a", [7], [-0.5], [[(7, -0.5), (3, -1.0)]]))
     journal.receive(finished(1))
     journal.receive(Progress(2, "", [8], [-0.25], [[(8, -0.25)]]))
     journal.add(submit(4))
     assert journal.process_died() == ([], False)
-    again = journal.release()
+    again = journal.take_ready()
     assert ids(again) == [2, 3, 4]
     assert (again[0].generated_ids, again[0].generated_logprobs) == ([7, 8], [-0.5, -0.25])
     assert again[0].generated_top_logprobs == [[(7, -0.5), (3, -1.0)], [(8, -0.25)]]
@@ -64,7 +64,7 @@ def test_f10d_a_request_that_is_sent_again_has_the_time_that_is_left():
     journal.add(Submit(1, [1], None, origin=origin))
     journal.add(submit(2))
     now_s = 101.0
-    [timed, plain] = journal.release()
+    [timed, plain] = journal.take_ready()
     assert (timed.origin, plain) == (
         msgspec.structs.replace(origin, deadline_s=9.0, patience_s=2.0),
         submit(2),
@@ -72,7 +72,7 @@ def test_f10d_a_request_that_is_sent_again_has_the_time_that_is_left():
     journal.receive(Progress(1, "a", [7], ()))
     for now_s, left_s in ((104.0, (6.0, -1.0)), (112.0, (-2.0, -9.0))):  # noqa: B007  the clock reads it
         journal.process_died()
-        again = journal.release()[0]
+        again = journal.take_ready()[0]
         assert (again.origin.deadline_s, again.origin.patience_s) == left_s
         assert again.generated_ids == [7]
         assert journal.resubmit(1) == again
@@ -84,15 +84,15 @@ def test_the_time_to_the_first_token_goes_on_when_a_request_is_sent_again():
     journal = RequestJournal(lambda: now_s)
     journal.add(Submit(1, [1], None, origin=Origin(state=5, ttft_s=4.0)))
     now_s = 101.0
-    assert journal.release()[0].origin.ttft_s == 3.0
+    assert journal.take_ready()[0].origin.ttft_s == 3.0
     journal.update_hint(UpdateHint(5, 1, 3, "latency", ttft_s=4.0))  # as before
     now_s = 102.0
     journal.process_died()
-    assert journal.release()[0].origin.ttft_s == 2.0
+    assert journal.take_ready()[0].origin.ttft_s == 2.0
     journal.update_hint(UpdateHint(5, 1, 3, "latency", ttft_s=6.0))
     now_s = 105.0
     journal.process_died()
-    assert journal.release()[0].origin.ttft_s == 3.0
+    assert journal.take_ready()[0].origin.ttft_s == 3.0
 
 
 def test_a_request_that_is_sent_again_has_its_last_hint():
@@ -100,14 +100,14 @@ def test_a_request_that_is_sent_again_has_its_last_hint():
     origins = [Origin(state=state, program=1, task_group=2, label="kept") for state in (5, 5, 6)]
     for number, origin in enumerate(origins[:2], 1):
         journal.add(Submit(number, [number], None, origin=origin))
-    journal.release()
+    journal.take_ready()
     journal.update_hint(UpdateHint(5, 1, 3, "latency"))
     journal.process_died()
     journal.add(Submit(3, [3], None, origin=origins[2]))
     journal.update_hint(UpdateHint(5, 7, 8, "throughput", tpot_s=0.5))
     hint = {"program": 7, "task_group": 8, "objective": "throughput", "tpot_s": 0.5}
     updated = msgspec.structs.replace(origins[0], **hint)
-    assert [one.origin for one in journal.release()] == [updated, updated, origins[2]]
+    assert [one.origin for one in journal.take_ready()] == [updated, updated, origins[2]]
 
 
 def test_f4d_requests_wait_for_their_adapters_and_fail_without_them():
@@ -115,13 +115,13 @@ def test_f4d_requests_wait_for_their_adapters_and_fail_without_them():
     for number, adapter in enumerate(["", "here", "gone"], 1):
         journal.add(Submit(number, [number], None, adapter=adapter))
     journal.wait_for(["here", "gone"])
-    assert ids(journal.release()) == [1]
+    assert ids(journal.take_ready()) == [1]
     journal.adapter_loaded("here")
-    assert ids(journal.release()) == [2]
+    assert ids(journal.take_ready()) == [2]
     ended = journal.adapter_gone("gone")
     assert [(end.request_id, end.code) for end in ended] == [(3, "engine_failed")]
     journal.add(Submit(4, [4], None, adapter="gone"))
-    assert ids(journal.release()) == [4]  # for the engine to refuse
+    assert ids(journal.take_ready()) == [4]  # for the engine to refuse
     assert [journal.needs(adapter) for adapter in ("gone", "here", "other")] == [True, True, False]
     journal.receive(finished(2))
     assert not journal.needs("here")
@@ -131,23 +131,23 @@ def test_f4d_a_suspect_is_tried_when_its_adapter_is_loaded():
     journal = RequestJournal()
     journal.add(Submit(1, [1], None, adapter="late"))
     journal.add(submit(2))
-    journal.release()
+    journal.take_ready()
     journal.receive(Started([1, 2]))
     journal.process_died()
-    journal.release()
+    journal.take_ready()
     journal.receive(Started([1, 2]))
     journal.process_died()
     journal.wait_for(["late"])
-    assert ids(journal.release()) == []
+    assert ids(journal.take_ready()) == []
     journal.adapter_loaded("late")
-    assert ids(journal.release()) == [1]
+    assert ids(journal.take_ready()) == [1]
     journal.receive(finished(1))
-    assert ids(journal.release()) == [2]
+    assert ids(journal.take_ready()) == [2]
 
 
 def test_an_aborted_request_ends_with_the_process_that_received_the_abort():
     journal = journal_of(1, 2)
-    journal.release()
+    journal.take_ready()
     assert journal.abort(1)
     ended, _ = journal.process_died()
     assert [(end.request_id, end.code) for end in ended] == [(1, "cancelled")]
@@ -158,17 +158,17 @@ def test_an_aborted_request_ends_with_the_process_that_received_the_abort():
 def test_alone_at_two_deaths_without_progress_a_request_is_blamed():
     journal = journal_of(1, 2)
     for _ in range(2):
-        journal.release()
+        journal.take_ready()
         journal.receive(Started([1]))
         ended, is_blamed = journal.process_died()
     assert ([end.request_id for end in ended], is_blamed) == ([1], True)
-    assert ids(journal.release()) == [2]
+    assert ids(journal.take_ready()) == [2]
 
 
 def test_progress_clears_blame_up_to_a_number_of_deaths():
     journal = journal_of(1)
     for number in range(MAX_DEATHS):
-        assert ids(journal.release()) == [1]
+        assert ids(journal.take_ready()) == [1]
         journal.receive(Started([1]))
         journal.receive(Progress(1, "", [number], ()))
         ended, is_blamed = journal.process_died()
@@ -179,40 +179,40 @@ def test_progress_clears_blame_up_to_a_number_of_deaths():
 def test_suspects_are_tried_one_by_one_and_alone():
     journal = journal_of(1, 2, 3)
     for _ in range(2):
-        journal.release()
+        journal.take_ready()
         journal.receive(Started([1, 2, 3]))
         assert journal.process_died() == ([], False)
     journal.add(submit(4))
-    assert ids(journal.release()) == [1]
-    assert journal.release() == []
+    assert ids(journal.take_ready()) == [1]
+    assert journal.take_ready() == []
     journal.receive(Started([1]))
     journal.receive(Progress(1, "", [5], ()))
-    assert ids(journal.release()) == [2]
+    assert ids(journal.take_ready()) == [2]
     journal.receive(Started([2]))
     ended, is_blamed = journal.process_died()  # 1 was there too, but it is 2 that stood trial
     assert ([end.request_id for end in ended], is_blamed) == ([2], True)
-    assert ids(journal.release()) == [3]
+    assert ids(journal.take_ready()) == [3]
     journal.receive(Started([3]))
     journal.receive(finished(3))
-    assert ids(journal.release()) == [1, 4]
+    assert ids(journal.take_ready()) == [1, 4]
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
 def test_an_aborted_suspect_delays_no_other_request(is_sent):
     journal = journal_of(1, 2, 3)
     for _ in range(2):
-        journal.release()
+        journal.take_ready()
         journal.receive(Started([1, 2]))
         journal.process_died()
-    assert ids(journal.release()) == [1]
+    assert ids(journal.take_ready()) == [1]
     if is_sent:
         assert journal.abort(1)
         journal.receive(Failed(1, "cancelled", ""))
-        assert ids(journal.release()) == [2]
+        assert ids(journal.take_ready()) == [2]
     else:
         assert not journal.abort(2)
         journal.receive(finished(1))
-        assert ids(journal.release()) == [3]
+        assert ids(journal.take_ready()) == [3]
 
 
 @given(
@@ -233,7 +233,7 @@ def test_deadly_requests_fail_and_all_others_finish(seed, deadly, width):
         waiting: list[Submit] = []
         is_alive = True
         while is_alive and len(journal):
-            waiting += journal.release()
+            waiting += journal.take_ready()
             while waiting and len(running) < width:
                 one = waiting.pop(0)
                 running[one.request_id] = len(one.generated_ids)

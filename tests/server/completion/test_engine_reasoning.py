@@ -255,7 +255,7 @@ class Journal:
         journal = RequestJournal()
         assert self.submit is not None
         journal.add(self.submit)
-        journal.release()
+        journal.take_ready()
         for message in self.messages[:num_messages]:
             journal.receive(message)
         return journal.resubmit(self.submit.request_id) if len(journal) else None
