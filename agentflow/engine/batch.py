@@ -127,7 +127,7 @@ class SampledRows:
         if self.masks is not None:
             self.masks.fill()
 
-    def part(self, first: int, end: int) -> SampledRows:
+    def slice(self, first: int, end: int) -> SampledRows:
         """Rows ``first`` to ``end`` (exclusive)."""
         chosen = slice(first, end)
         return replace(
@@ -140,10 +140,10 @@ class SampledRows:
             min_ps=self.min_ps[chosen],
             seeds=self.seeds[chosen],
             positions=self.positions[chosen],
-            edits=None if self.edits is None else self.edits.part(first, end),
-            masks=None if self.masks is None else self.masks.part(first, end),
+            edits=None if self.edits is None else self.edits.slice(first, end),
+            masks=None if self.masks is None else self.masks.slice(first, end),
             top_counts=None if self.top_counts is None else self.top_counts[chosen],
-            scored=None if self.scored is None else self.scored.part(first, end),
+            scored=None if self.scored is None else self.scored.slice(first, end),
         )
 
 
@@ -169,7 +169,7 @@ class LogitEdits:
     forbidden_rows: IntArray
     forbidden_ids: IntArray
 
-    def part(self, first: int, end: int) -> LogitEdits:
+    def slice(self, first: int, end: int) -> LogitEdits:
         """Rows ``first`` to ``end`` (exclusive), renumbered from 0."""
         penalized = (self.penalized_rows >= first) & (self.penalized_rows < end)
         biased = (self.biased_rows >= first) & (self.biased_rows < end)
@@ -220,7 +220,7 @@ class TokenMasks:
         self._words = words
         return words
 
-    def part(self, first: int, end: int) -> TokenMasks | None:
+    def slice(self, first: int, end: int) -> TokenMasks | None:
         """Rows ``first`` to ``end`` (exclusive), renumbered from 0. Computes nothing."""
         chosen = (self.rows >= first) & (self.rows < end)
         return TokenMasks(self.rows[chosen] - first, lambda: self.words[chosen]) if chosen.any() else None
@@ -234,7 +234,7 @@ class ScoredTokens:
     rows: IntArray
     token_ids: IntArray
 
-    def part(self, first: int, end: int) -> ScoredTokens:
+    def slice(self, first: int, end: int) -> ScoredTokens:
         """Rows ``first`` to ``end`` (exclusive), renumbered from 0."""
         low, high = np.searchsorted(self.rows, (first, end)).tolist()
         return ScoredTokens(self.rows[low:high] - first, self.token_ids[low:high])

@@ -298,7 +298,7 @@ def _greedy_ids(runner: Any, num_tokens: int) -> list[list[int]]:
             req_rows=np.array(requests),
             query_lens=np.array(counts),
             kv_lens=np.array([len(tokens[r]) for r in requests]),
-            sampled=replace(form.sampled.part(0, len(requests)), rows=ends),
+            sampled=replace(form.sampled.slice(0, len(requests)), rows=ends),
         )
         for request, token in zip(requests, runner.run(batch).tolist(), strict=True):
             cached[request] = len(tokens[request])

@@ -123,7 +123,7 @@ def test_the_pipeline_equals_the_loop_over_rows_and_tokens(sampler, batch, place
     # Neither the cut into parts nor the company changes a row.
     cut = data.draw(st.integers(0, len(batch)))
     parts = [(0, cut), (cut, len(batch))]
-    apart = [choose_tokens(logits[a:b], steps.part(a, b), sampler).token_ids for a, b in parts if a < b]
+    apart = [choose_tokens(logits[a:b], steps.slice(a, b), sampler).token_ids for a, b in parts if a < b]
     assert np.concatenate(apart).tolist() == output.token_ids.tolist()
 
 

@@ -31,7 +31,7 @@ def divide_rows(sampled: SampledRows) -> list[SampledRows]:
     if 0 < len(sampled.rows) <= MAX_LOGIT_ROWS:
         return [sampled]
     firsts = range(0, len(sampled.rows), MAX_LOGIT_ROWS)
-    return [sampled.part(first, first + MAX_LOGIT_ROWS) for first in firsts]
+    return [sampled.slice(first, first + MAX_LOGIT_ROWS) for first in firsts]
 
 
 @dataclass(slots=True)

@@ -374,7 +374,7 @@ def test_any_number_of_tokens_after_a_row_is_scored(
         value == 0.0 for value, pair in zip(output.scored_logprobs, pairs, strict=True) if pair == (0, 7)
     )
     parts = [
-        choose_tokens(logits[first:end], sampled.part(first, end), sampler).scored_logprobs
+        choose_tokens(logits[first:end], sampled.slice(first, end), sampler).scored_logprobs
         for first, end in ((0, cut), (cut, 5))
         if first < end
     ]
