@@ -353,7 +353,7 @@ class Request:
 
     @property
     def is_paced(self) -> bool:
-        """Whether it is held back together with others of its tenant (``Pace.is_closed``)."""
+        """Whether it is held back together with others of its tenant (``Pace.holds_back``)."""
         return not self.is_urgent and self.will_decode and not self.was_admitted
 
     @property

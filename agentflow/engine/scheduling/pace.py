@@ -87,7 +87,7 @@ class Pace:
         self._urgent_waiting: set[int] = set()  # the ids of waiting requests of the objective ``latency``
         # Of the step that is being planned:
         self._num_tried = 0
-        self._closed: set[str] = set()  # tenants of which a request was held back
+        self._held_back_tenants: set[str] = set()  # tenants of which a request was held back
         self._is_bound = False  # an urgent request runs
         self._uncounted: list[Request] | None = None  # the running requests, while none of them has a bound
         self._reader_s = math.inf  # the lowest of the readers' bounds
@@ -185,7 +185,7 @@ class Pace:
     def start_step(self, running: Iterable[Request]) -> None:
         """A step is being planned, which may admit requests next to the ``running`` ones."""
         self._num_tried = 0
-        self._closed.clear()
+        self._held_back_tenants.clear()
         self._is_bound, self._reader_s = False, math.inf
         self._urgent_s = self._all_s = self._cost.decode_s(0, 0, 0)
         self._uncounted = [*running]
@@ -235,16 +235,16 @@ class Pace:
         if request.held_back_from is None:
             request.held_back_from = num_computed
         self._num_tried += 1
-        self._closed.add(request.tenant)
+        self._held_back_tenants.add(request.tenant)
         is_due = num_computed - request.held_back_from >= self._passed_tokens
         return bool(self._urgent_waiting) and not (
             is_due or request.is_urgent or self._num_tried >= MAX_TRIED
         )
 
-    def is_closed(self, request: Request) -> bool:
+    def holds_back(self, request: Request) -> bool:
         """Whether the request need not be tried in this step, because another request of its tenant was held
         back."""
-        return request.tenant in self._closed and request.is_paced
+        return request.tenant in self._held_back_tenants and request.is_paced
 
     def _bound_s(self, reader_s: float, urgent_s: float, balance_s: float = -math.inf) -> float:
         """The longest step for urgent requests whose decoding alone takes ``urgent_s``, and whose lowest

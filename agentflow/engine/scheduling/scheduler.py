@@ -406,7 +406,7 @@ class Scheduler:
                 if self._pace is not None and not self._pace.may_start(request):
                     self._hold_back(request)
                     may_admit = self._pace.hold_back(request, self.memory.num_computed)
-                    self.waiting.close(request.tenant)
+                    self.waiting.hold_back_paced(request.tenant)
                     continue
                 if (run := self._missing_run(request, draft)) is not None:
                     if not self._encode(request, run.identity, draft):
@@ -735,7 +735,7 @@ class Scheduler:
         instead of computing them a second time."""
         if request.is_held_back:
             return True
-        if self._pace is not None and self._pace.is_closed(request):
+        if self._pace is not None and self._pace.holds_back(request):
             self._hold_back(request)
             return True
         if not self.config.use_cache or not self._prefills.requests:

@@ -147,8 +147,8 @@ class FairLongestPrefix(Policy):
         self._in_step.clear()
         self._restore_passed()
 
-    def close(self, tenant: str) -> None:
-        self._tenants[tenant].is_closed = True
+    def hold_back_paced(self, tenant: str) -> None:
+        self._tenants[tenant].holds_back_paced = True
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         """A request of the tenant with the lowest charge that can use a chunk. Within a step charges only

@@ -101,7 +101,7 @@ class Policy(ABC):
         """A step is being planned."""
         return
 
-    def close(self, tenant: str) -> None:
+    def hold_back_paced(self, tenant: str) -> None:
         """Until the next step, all requests of the tenant are blocked that ``pace`` holds back together
         (``Request.is_paced``), so that the policy need not ask about them."""
         return

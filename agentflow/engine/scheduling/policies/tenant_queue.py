@@ -126,7 +126,7 @@ class TenantQueue:
     - ``oldest``: its first admitted prompt in this step, which got ``oldest_tokens``; its other prompts got
       ``other_tokens``.
     - ``may_admit``: whether a waiting request may be admitted; False once all are found to be blocked.
-      ``is_closed``: in this step, requests that ``pace`` holds back together are blocked.
+      ``holds_back_paced``: in this step, requests that ``pace`` holds back together are blocked.
     - ``open_groups``: task groups of admitted requests, of which some may still wait, the last one last.
     - ``aside``: requests of paused programs, by id.
     - ``trees``: of the requests that were short when they arrived, and of the others. While only a few wait,
@@ -146,7 +146,7 @@ class TenantQueue:
         self.oldest: Request | None = None
         self.oldest_tokens = self.other_tokens = 0
         self.may_admit = True
-        self.is_closed = False
+        self.holds_back_paced = False
         self._chosen: Request | None = None  # the first that waits, if it was found in this step
         self._has_searched = False  # in this step
         self._found: _Found | None = None  # since the requests that wait, or their matches, changed
@@ -428,7 +428,7 @@ class TenantQueue:
         """Forgets the tokens that prompts got in the last step."""
         self.oldest, self.oldest_tokens, self.other_tokens = None, 0, 0
         self.may_admit, self._chosen, self._has_searched = True, None, False
-        self.is_closed = False
+        self.holds_back_paced = False
         if self._first_prompt is not None and self._first_prompt.num_generated:
             self._first_prompt = None  # the tokens that it has to compute count now
         for tree in self.trees:
@@ -482,7 +482,9 @@ class TenantQueue:
                 return urgent
         for group in reversed(self.open_groups):
             siblings = self._groups.get((priority, group))
-            if siblings is None or (self.is_closed and not siblings.num_unpaced and not self._has_complete):
+            if siblings is None:
+                continue
+            if self.holds_back_paced and not siblings.num_unpaced and not self._has_complete:
                 continue
             sibling = siblings.first(self.count_match, is_blocked)
             if sibling is not None:
@@ -532,7 +534,7 @@ class TenantQueue:
         if not self.trees:
             return None
         short_tree, long_tree = self.trees
-        ranks = self._count_unpaced() if self.is_closed else None
+        ranks = self._count_unpaced() if self.holds_back_paced else None
         short = short_tree.first(is_blocked, ranks) if short_tree.nodes else None
         long = long_tree.first(is_blocked, ranks) if long_tree.nodes else None
         if short is None or long is None:
