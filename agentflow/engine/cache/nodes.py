@@ -172,7 +172,7 @@ class Holdings:
         self.used(holding)
         self.update(holding)
 
-    def left(self, holding: Holding, num_tokens: int) -> None:
+    def evicted(self, holding: Holding, num_tokens: int) -> None:
         """Tokens of the owner, whose holding was popped, leave the cache."""
         holding.num_cached -= num_tokens
         if not holding.num_cached:

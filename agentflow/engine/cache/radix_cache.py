@@ -415,7 +415,7 @@ class RadixCache:
         return leaf
 
     def _left(self, account: Account, num_tokens: int) -> None:
-        self._holdings.left(account, num_tokens)
+        self._holdings.evicted(account, num_tokens)
         self.num_cached -= num_tokens
         if not account.num_cached:
             del self._accounts[account.owner]

@@ -153,7 +153,7 @@ class Liveness:
             self._arrivals[state] = now
             self._move(state, end._replace(returns=0.0, due=math.inf))
 
-    def left(self, state: Hashable) -> None:
+    def departed(self, state: Hashable) -> None:
         """The request of the state left the queue and did not run."""
         end = self._ends.get(state)
         if self._arrivals.pop(state, None) is not None and end is not None:

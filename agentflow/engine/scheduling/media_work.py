@@ -97,7 +97,7 @@ class MediaWork:
         """A request with media waits for the first time."""
         self.wanted.update({run.identity for run in request.media})
 
-    def left(self, request: Request) -> None:
+    def departed(self, request: Request) -> None:
         """A request of ``arrived`` has ended."""
         for identity in {run.identity for run in request.media}:
             self.wanted[identity] -= 1

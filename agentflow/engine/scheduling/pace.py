@@ -104,7 +104,7 @@ class Pace:
         """The request has another bound, which is for its further tokens: its balance starts again."""
         self._since.pop(request.id, None)
 
-    def left(self, request: Request) -> None:
+    def departed(self, request: Request) -> None:
         """The request no longer waits."""
         self._urgent_waiting.discard(request.id)
 

@@ -517,7 +517,7 @@ class Scheduler:
             return False
         self.waiting.admit(request)
         if self._pace is not None:
-            self._pace.left(request)
+            self._pace.departed(request)
             self._pace.started(request)
         if self._admission is not None:
             self._admission.admitted(request)
@@ -595,16 +595,16 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
             if self._pace is not None:
-                self._pace.left(request)
+                self._pace.departed(request)
             if not request.origin.is_ahead:
-                self.memory.liveness.left(request.origin.state)
+                self.memory.liveness.departed(request.origin.state)
         if (
             self.media is not None
             and request.media
             and request.status is not Status.FINISHED
             and request.arrival >= 0
         ):
-            self.media.left(request)
+            self.media.departed(request)
         request.status = Status.FINISHED
         state = request.origin.state
         if request in self._of_state.get(state, ()):

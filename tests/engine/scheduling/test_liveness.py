@@ -214,8 +214,8 @@ def test_a_request_that_leaves_the_queue_no_longer_protects_its_state():
     ends.turn("a", 50.0)
     ends.turn("b", 1.0)
     ends.live.arrived("a")
-    ends.live.left("a")
-    ends.live.left("b")
+    ends.live.departed("a")
+    ends.live.departed("b")
     assert ends.evicted() == "ab"
 
 
