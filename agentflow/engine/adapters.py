@@ -66,16 +66,16 @@ class Adapters:
     def unload(self, identity: str) -> None:
         """Reverses one load. Unknown identities are ignored."""
         if identity in self._num_uses:
-            self.leave(identity)
+            self.release(identity)
 
     def use(self, identity: str, name: str) -> None:
-        """Counts a use by a request, which must ``leave`` the adapter. ``UnknownModel``. ``name``: for the
+        """Counts a use by a request, which must ``release`` the adapter. ``UnknownModel``. ``name``: for the
         message."""
         if identity not in self._num_uses:
             raise UnknownModel(f"the adapter {name!r} is not loaded")
         self._num_uses[identity] += 1
 
-    def leave(self, identity: str) -> None:
+    def release(self, identity: str) -> None:
         """Ends one use. Drops the adapter if no load and no request uses it any more."""
         self._num_uses[identity] -= 1
         if not self._num_uses[identity]:

@@ -609,7 +609,7 @@ class Engine:
             del self._requests[request_id]
             request.next_mask = None  # it refers to the request
             if request.adapter:
-                self._adapters.leave(request.adapter)
+                self._adapters.release(request.adapter)
 
     def _forward_failed(self, error: Exception) -> None:
         """Called in the handler of ``error``. A batch that ran out of memory runs again in halves; a request

@@ -153,7 +153,7 @@ class HttpProxy:
                 request = self._request(scope, assignment.target, body)
                 refusal = await self._attempt(request, assignment, asked, body, answer, may_refuse)
             finally:
-                assignment.leave()
+                assignment.ended()
             if refusal is None:
                 return
             num_lost += refusal.is_lost

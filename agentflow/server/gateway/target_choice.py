@@ -63,7 +63,7 @@ class Assignment:
         """Records that the answer is complete. ``num_output``: its approximate number of tokens."""
         self._num_output = num_output
 
-    def leave(self) -> None:
+    def ended(self) -> None:
         """Records that the request has ended."""
         self.target.num_running -= 1
         if self._router is not None and self._call is not None:

@@ -87,7 +87,7 @@ class WebSocketProxy:
                 refusal = Response(error.message, error.status, error.headers, "text/plain")
                 break
             target = assignment.target
-            assignment.leave()  # counted as a websocket below, not as a request
+            assignment.ended()  # counted as a websocket below, not as a request
             tried.append(target)
             attempt = target.circuit.attempt()
             try:

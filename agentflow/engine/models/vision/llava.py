@@ -153,7 +153,7 @@ def load_llava(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> 
         *(f"{before}vision_tower.{after}" for before in ("", "model.") for after in ("vision_model.", ""))
     )
     for unused in range(max(layers), shape.encoder.num_layers):
-        below.leave(f"encoder.layers.{unused}.")
+        below.skip(f"encoder.layers.{unused}.")
     shape = shape.with_layers(max(layers))
     projector = weights.below("multi_modal_projector.", "model.multi_modal_projector.")
     return LlavaTower(

@@ -134,7 +134,7 @@ def load_tiles(
         order: the row in the table of positions for each patch; None: patch i has row i.
     """
     encoder, eps = shape.encoder, shape.eps
-    weights.leave("embeddings.position_ids", "head.", "post_layernorm.")
+    weights.skip("embeddings.position_ids", "head.", "post_layernorm.")
     hidden, num_rows, patch = encoder.hidden_size, shape.num_rows, shape.patch
     positions = weights.tensor("embeddings.position_embedding.weight", num_rows, hidden)
     if order is not None:

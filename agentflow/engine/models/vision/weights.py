@@ -64,10 +64,10 @@ class TowerWeights:
             param=self.prefix + prefixes[0],
         )
 
-    def leave(self, *beginnings: str) -> None:
+    def skip(self, *beginnings: str) -> None:
         """Marks the tensors whose names start with one of ``beginnings`` as unused."""
         for beginning in beginnings:
-            self._checkpoint.leave(self.prefix + beginning)
+            self._checkpoint.skip(self.prefix + beginning)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._checkpoint.take(self.prefix + name, *shape)

@@ -108,7 +108,7 @@ class TensorSource(ABC):
         """Releases the memory of matrices that ``take_blocks`` returned."""
         return
 
-    def leave(self, beginning: str) -> None:
+    def skip(self, beginning: str) -> None:
         """Marks the tensors whose names start with ``beginning`` as taken: the model does not use them."""
         self._taken.update([name for name in self.names if name.startswith(beginning)])
 
