@@ -414,7 +414,7 @@ class Engine:
                 self._adapters.unload(message.identity)
             case KeepMedium():
                 if self._media is not None:
-                    self._media.keep(message.medium)
+                    self._media.add(message.medium)
             case DropMedium():
                 if self._media is not None:
                     self._media.drop(message.identity)
@@ -515,7 +515,7 @@ class Engine:
     def _grammar_built(self, built: BuiltGrammar) -> None:
         messages = self._unready.pop(built.key, {})
         if built.grammar is not None:
-            self._grammars.keep(built.key, built.grammar)
+            self._grammars.put(built.key, built.grammar)
         if built.error is None:
             self._ready += messages.items()
             return

@@ -77,10 +77,10 @@ class GrammarCache:
     def grammar(self, constraint: CompiledConstraint) -> Grammar:
         """Returns the constraint's grammar, and builds it if it is not cached."""
         found = self._grammars.pop(constraint.key, None) or self.make(constraint)
-        self.keep(constraint.key, found)
+        self.put(constraint.key, found)
         return found
 
-    def keep(self, key: str, grammar: Grammar) -> None:
+    def put(self, key: str, grammar: Grammar) -> None:
         """Adds a grammar under the key of its constraint, as the most recently used one."""
         self._grammars[key] = grammar
         self._bound()

@@ -78,7 +78,7 @@ class MediaWork:
         """Whether the engine has the content of the medium."""
         return identity in self._media
 
-    def keep(self, medium: PreparedMedium) -> None:
+    def add(self, medium: PreparedMedium) -> None:
         """The engine has the content of a medium."""
         self.drop(medium.identity)
         self._media[medium.identity] = medium

@@ -48,7 +48,7 @@ class ClientBody:
         """Whether an attempt can send the body from its beginning."""
         return not self._is_passed_on
 
-    async def keep(self) -> None:
+    async def buffer(self) -> None:
         """Reads the body into ``data``, as far as the limits allow. ``ClientGone``; ``ApiError`` if nothing
         arrives in time."""
         while not self.is_read:

@@ -107,7 +107,7 @@ class HttpProxy:
         body = ClientBody(receive, self._bodies, self._limits)
         answer = _Answer(scope, send, body)
         try:
-            await body.keep()
+            await body.buffer()
             asked = await self._read(scope, body)
             body.charge(len(asked.run or b""))
             async with open_task_group() as group:

@@ -66,7 +66,7 @@ prompts = parts.map(Prompt)
 def harness_with(**options) -> Harness:
     harness = Harness(**options)
     for medium in MEDIA.values():
-        harness.media.keep(medium)
+        harness.media.add(medium)
     return harness
 
 
@@ -213,7 +213,7 @@ def test_pictures_of_one_tenant_do_not_stretch_the_steps_of_others() -> None:
     media = harness.scheduler.media = harness.media = MediaWork(harness.runner, 1e6, clock=lambda: now)
     floods = [prepared(b"flood %d" % number, num_bytes=100_000, num_rows=2) for number in range(6)]
     for medium in floods:
-        media.keep(medium)
+        media.add(medium)
     decoding = harness.add(0, [1] * 8, 100, tenant="reader")
     durations: list[float] = []
     answered: list[int] = []
@@ -257,7 +257,7 @@ def test_an_encoding_whose_slices_take_longer_than_planned_goes_on_in_later_step
     runner._on_slices = on_slices
     media = MediaWork(runner, 1e6, clock=lambda: now)
     medium = prepared(b"slow", num_bytes=9_500)
-    media.keep(medium)
+    media.add(medium)
     identity = medium.identity
     assert media.begin(identity, [])
     assert media.num_left(identity) == 10

@@ -34,7 +34,7 @@ def test_counts_follow_pushed_and_replaced_tokens(prompt, changes):
         request.num_tokens = len(prompt) + len(generated)
         request.tokens[len(prompt) : request.num_tokens] = generated
         for wide, counter in counters.items():
-            counter.keep(kept)
+            counter.truncate(kept)
             if is_read:
                 assert counted(counter) == expected(generated, prompt if wide else [])
     for wide, counter in counters.items():

@@ -484,7 +484,7 @@ class _Special:
 
     def keep_output(self, num_kept: int) -> None:
         if self._counts is not None:
-            self._counts.keep(num_kept)
+            self._counts.truncate(num_kept)
 
     def forbidden_ids(self) -> IntArray:
         """Tokens that are forbidden now."""
@@ -530,7 +530,7 @@ class TokenCounts:
     tokens that occur only in the prompt are included, with count 0.
 
     The counts follow from the request's tokens, so nothing is stored when it is preempted. A step costs time
-    proportional to its new tokens. Code that replaces generated tokens must call ``keep``.
+    proportional to its new tokens. Code that replaces generated tokens must call ``truncate``.
     """
 
     def __init__(self, request: Request, *, with_prompt: bool) -> None:
@@ -557,7 +557,7 @@ class TokenCounts:
             self._counted.append(token)
         return self._ids[: self._num_ids], self._counts[: self._num_ids]
 
-    def keep(self, num_generated: int) -> None:
+    def truncate(self, num_generated: int) -> None:
         """Only the first ``num_generated`` generated tokens are unchanged."""
         for token in self._counted[num_generated:]:
             index = self._index_of[token]
