@@ -55,7 +55,7 @@ class Spaces:
             parts += [self.comma, member] if parts else [member]
         return Concatenation(tuple(parts))
 
-    def named(self, name: str, value: Regex) -> Regex:
+    def member(self, name: str, value: Regex) -> Regex:
         """Returns a member of an object."""
         return Concatenation((literal(json.dumps(name, ensure_ascii=False)), self.colon, value))
 
@@ -80,7 +80,7 @@ def exactly(value: object, spaces: Spaces) -> Regex | None:
         members = {str(name): exactly(member, spaces) for name, member in value.items()}
         if not members:
             return spaces.empty("{", "}")
-        named = [spaces.named(name, part) for name, part in members.items() if part is not None]
+        named = [spaces.member(name, part) for name, part in members.items() if part is not None]
         return spaces.enclosed("{", spaces.listed(named), "}") if len(named) == len(members) else None
     if isinstance(value, list):
         if not value:
@@ -226,7 +226,7 @@ class _SchemaReader:
         if not properties:
             return self._layout.empty("{", "}")
         members = [
-            (self._layout.named(name, self.regex(value)), name in required)
+            (self._layout.member(name, self.regex(value)), name in required)
             for name, value in properties.items()
         ]
         all_there = self._layout.enclosed("{", _members(members, self._layout.comma), "}")

@@ -466,7 +466,7 @@ class ApiEndpoint:
         call.tenant = (
             service.tenants.of_request(call.headers, call.address)
             if call.forwarded_for is None
-            else service.tenants.named(call.forwarded_for)
+            else service.tenants.find(call.forwarded_for)
         )
         call.record.tenant = call.tenant.name
         service.check_open()

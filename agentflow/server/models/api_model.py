@@ -125,7 +125,7 @@ class ApiModel:
         """The number of running calls."""
         return len(self._running)
 
-    def named(self) -> Sequence[ApiAlias]:
+    def aliases(self) -> Sequence[ApiAlias]:
         return self._aliases
 
     def adapted(self) -> Sequence[ApiAlias]:
@@ -186,7 +186,7 @@ class ApiAlias:
     def makes_embeddings(self) -> bool:
         return self._base.makes_embeddings
 
-    def named(self) -> Sequence[ApiAlias]:
+    def aliases(self) -> Sequence[ApiAlias]:
         return ()
 
     def adapted(self) -> Sequence[ApiAlias]:

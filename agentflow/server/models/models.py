@@ -42,7 +42,7 @@ class Model(Protocol):
     def generator(self, tenant: Tenant) -> Generator[Any]:
         """The tenant's generator, the same for each call."""
 
-    def named(self) -> Sequence[Model]:
+    def aliases(self) -> Sequence[Model]:
         """The model under each of its other names."""
 
     def adapted(self) -> Sequence[Model]:
@@ -108,7 +108,7 @@ class EngineModel:
     def makes_embeddings(self) -> bool:
         return self.client.info.embedding_size > 0
 
-    def named(self) -> Sequence[AliasModel]:
+    def aliases(self) -> Sequence[AliasModel]:
         return self._aliases
 
     def adapted(self) -> Sequence[AdaptedModel]:
@@ -169,7 +169,7 @@ class _SharedModel:
         self.created_s = int(time.time())
         self._base = base
 
-    def named(self) -> Sequence[Model]:
+    def aliases(self) -> Sequence[Model]:
         return ()
 
     def adapted(self) -> Sequence[Model]:
@@ -224,7 +224,7 @@ class OneGenerator:
     def makes_embeddings(self) -> bool:
         return False
 
-    def named(self) -> Sequence[Model]:
+    def aliases(self) -> Sequence[Model]:
         return ()
 
     def adapted(self) -> Sequence[Model]:
@@ -295,7 +295,7 @@ class Models:
         For a tenant that sees the metrics, one generator has the counters of its whole engine."""
         found: list[Generator[Any]] = []
         for model in self:
-            names = [model, *model.named(), *model.adapted()]
+            names = [model, *model.aliases(), *model.adapted()]
             seen = [one for one in names if one is default or tenant.may_use(one.name)]
             if tenant.sees_metrics and isinstance(model, EngineModel):
                 seen = [default] if default in seen else seen[:1]
@@ -306,7 +306,7 @@ class Models:
     def seen_by(self, tenant: Tenant) -> list[Model]:
         """The models that the tenant may use, under all of their names. Models with adapters
         (``MODEL:ADAPTER``) are the last."""
-        named = (one for model in self for one in (model, *model.named()))
+        named = (one for model in self for one in (model, *model.aliases()))
         adapted = (one for model in self for one in model.adapted())
         return [model for model in (*named, *adapted) if tenant.may_use(model.name)]
 

@@ -353,7 +353,7 @@ class Tenants:
                 return now
         raise NotAuthorized(f"the tenant {tenant.name!r} no longer has an API key")
 
-    def named(self, name: str) -> Tenant:
+    def find(self, name: str) -> Tenant:
         """The tenant with this name, for a request that another server has authenticated. ``NotAuthorized``
         if it does not exist here."""
         return self.current(Tenant(name))
