@@ -246,7 +246,7 @@ class ConstrainedRequest:
             if not words.any():
                 raise RequestRefused(
                     "the constraint requires text that the model's tokens cannot write; "
-                    f"the text so far is {text.shown()!r}",
+                    f"the text so far is {text.end_of_text()!r}",
                     param="constraint",
                 )
             return words

@@ -88,7 +88,7 @@ class ConstrainedText:
         """Whether the text is complete and nothing may follow."""
         return not self.held and self._matcher.must_end()
 
-    def shown(self) -> str:
+    def end_of_text(self) -> str:
         """Returns the end of the text, for messages."""
         return bytes(self._data[-80:]).decode(errors="replace")
 

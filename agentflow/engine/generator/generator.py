@@ -521,7 +521,7 @@ class EngineGenerator:
     async def stats(self) -> Stats:
         """Returns the figures of the engine, for all sessions. A tenant that may not see them gets the tokens
         of its finished requests on this generator, and None for the rest."""
-        return self._stats.shown(await self.engine_stats() if self.tenant.sees_metrics else None)
+        return self._stats.visible(await self.engine_stats() if self.tenant.sees_metrics else None)
 
     def find_replica(self, context: EngineContext) -> int | None:
         """Returns the number of the replica on which the context's request runs, if there are several."""
@@ -532,7 +532,7 @@ class EngineGenerator:
         """The scope of a watch of the tenant's data. Raises ``Overloaded``."""
         hub = self._client.watches
         with hub.watching(self.tenant.name):
-            yield EngineView(hub, self.tenant, self.tokenizer, self._stats.shown)
+            yield EngineView(hub, self.tenant, self.tokenizer, self._stats.visible)
 
     async def engine_stats(self) -> EngineStats:
         """Returns the engine's stats, including figures that only the server's metrics show."""
@@ -558,7 +558,7 @@ def _generated(
     first = end.reasoning_tokens
     logprobs = tuple(end.logprobs[first:]) if params.wants_logprobs else None
     top_logprobs = _with_texts(tokenizer, end.top_logprobs[first:]) if params.top_logprobs else None
-    tokens = tuple(tokenizer.shown(token)[0] for token in end.token_ids[first:]) if logprobs else None
+    tokens = tuple(tokenizer.token_text(token)[0] for token in end.token_ids[first:]) if logprobs else None
     return Generated(
         text,
         end.finish_reason,
@@ -587,6 +587,6 @@ def _with_texts(tokenizer: Tokenizer, places: Sequence[TopTokens | None]) -> Top
     return tuple(
         None
         if place is None
-        else tuple(TokenLogprob(token, tokenizer.shown(token)[0], p) for token, p in place)
+        else tuple(TokenLogprob(token, tokenizer.token_text(token)[0], p) for token, p in place)
         for place in places
     )

@@ -466,7 +466,7 @@ class Tokenizer:
         """Returns the bytes of a token; empty for special tokens and unknown ids."""
         return self.byte_table[token_id] if 0 <= token_id < self.vocab_size else b""
 
-    def shown(self, token_id: int) -> tuple[str, bytes]:
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
         """Returns a token's text after other text, and its bytes. Cached, because the same tokens recur in
         log-probabilities."""
         found = self._shown.get(token_id)

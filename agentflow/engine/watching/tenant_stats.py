@@ -36,7 +36,7 @@ class TenantStats:
         """Counts a finished request."""
         self._finished += usage
 
-    def shown(self, stats: EngineStats | None) -> Stats:
+    def visible(self, stats: EngineStats | None) -> Stats:
         """Returns the engine's figures. A tenant that may not see them gets only the tokens of its finished
         requests, and None for the rest. ``stats``: the engine's; None only for such a tenant."""
         if stats is None or not self._tenant.sees_metrics:

@@ -65,7 +65,7 @@ def _token_logprob(
     top: Sequence[tuple[int, float]] = (),
     rank: int | None = None,
 ) -> AnswerToken:
-    shown = tokenizer.shown
+    shown = tokenizer.token_text
     tops = tuple([AnswerToken(other, *shown(other), value) for other, value in top])
     return AnswerToken(token_id, *shown(token_id), logprob, tops, rank)
 

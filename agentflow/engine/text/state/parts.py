@@ -74,7 +74,7 @@ class PlainTools:
     description: str
     has_system: bool
 
-    def shown(self, parts: Sequence[Part]) -> list[Part]:
+    def rewritten(self, parts: Sequence[Part]) -> list[Part]:
         """Returns the parts with the description, and with results as turns of the user. Consecutive results,
         and the user's text directly after them, share a turn."""
         shown: list[Part] = []

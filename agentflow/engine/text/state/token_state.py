@@ -456,7 +456,7 @@ class TokenState:
 
     def _shown(self, parts: list[Part]) -> list[Part]:
         """Returns the parts for the template."""
-        return parts if self._plain is None else self._plain.shown(parts)
+        return parts if self._plain is None else self._plain.rewritten(parts)
 
     def _lay_out(self) -> Layout | None:
         turns = [part for part in self._shown(self._parts) if part.role is not None]
