@@ -284,7 +284,7 @@ async def test_a_request_that_could_not_be_released_is_released_again() -> None:
     assert stats.free_slots + stats.cached_slots == stats.total_slots
 
 
-@pytest.mark.parametrize(("owner", "name"), [(GrammarBuilder, "build"), (GrammarCache, "keep")])
+@pytest.mark.parametrize(("owner", "name"), [(GrammarBuilder, "build"), (GrammarCache, "put")])
 async def test_a_grammar_that_cannot_be_built_or_kept_fails_the_requests_that_wait_for_it(
     owner: type, name: str
 ) -> None:
