@@ -30,6 +30,10 @@ from agentflow.engine.messages import UpdateHint
 from agentflow.engine.request import Origin, Request, Submit
 from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
+from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
+from agentflow.engine.scheduling.policies.policy import Preempted
+from agentflow.engine.scheduling.policies.tenant_queue import Siblings, TenantQueue
+from agentflow.engine.scheduling.policies.waiting_tree import WaitingTree
 from agentflow.engine.scheduling.rows import batch_builder
 from agentflow.engine.scheduling.rows.batch_builder import SamplingTable
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -226,6 +230,115 @@ async def test_f37_a_place_that_cannot_be_given_ends_its_request_only(name: str)
                     group.start_soon(run, number, first)
         stats = await client.stats()
         assert stats.free_slots + stats.cached_slots == stats.total_slots
+
+
+def failing_once(owner: object, name: str, nth: int) -> Any:
+    """A patch of a place that fails in its ``nth`` call."""
+    real, count = getattr(owner, name), 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == nth:
+            raise Fault(name)
+        return real(*args, **kwargs)
+
+    return patch.object(owner, name, call)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "num_requests"),
+    [
+        (TenantQueue, "take_out", 3),  # so few that the queue makes no trees
+        (TenantQueue, "take_out", 9),
+        (TenantQueue, "put_in", 3),
+        (TenantQueue, "put_in", 9),
+        (WaitingTree, "add", 9),
+        (Siblings, "add", 9),
+    ],
+)
+async def test_f37_a_fault_while_a_waiting_request_moves_ends_its_state_only(
+    owner: object, name: str, num_requests: int
+) -> None:
+    """It left one place in the queue and did not get the other."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    ends: list[str] = []
+    num_texts = 0
+    stack = ExitStack()
+    async with plain_model_engine(SchedulerConfig(max_running=1), num_slots=900) as client:
+
+        def on_text(text: str) -> None:
+            nonlocal num_texts
+            num_texts += 1
+            if num_texts == 20:  # one runs, and the others wait
+                stack.enter_context(failing_once(owner, name, 1))
+                for number in range(num_requests):
+                    client.place(Placed(number + 1, 1, 2, "throughput"))
+
+        async def run(number: int) -> None:
+            prompt, origin = [5, 6, number + 10], Origin(state=number + 1, task_group=1)
+            try:
+                end = await client.generate(prompt, params, seed=0, origin=origin, on_text=on_text)
+            except EngineFailed:
+                ends.append("failed")
+            else:
+                assert end.text == alone(prompt, params).text
+                ends.append("done")
+
+        with stack, anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                for number in range(num_requests):
+                    group.start_soon(run, number)
+        stats = await client.stats()
+        assert (stats.waiting, stats.running) == (0, 0)
+        assert stats.free_slots + stats.cached_slots == stats.total_slots
+    assert sorted(ends) == ["done"] * (num_requests - 1) + ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Scheduler, "_stop_running"),
+        (FairLongestPrefix, "restore"),
+        (Preempted, "add"),
+        (Scheduler, "_note_pace"),
+    ],
+)
+async def test_f37_a_fault_in_a_preemption_ends_its_request(owner: object, name: str) -> None:
+    """Otherwise it would be neither among the running requests nor in the queue, and never end."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    ends: list[str] = []
+    async with plain_model_engine(SchedulerConfig(max_running=4), num_slots=130) as client:
+
+        async def run(number: int) -> None:
+            prompt = [number + 10, 6]
+            try:
+                end = await client.generate(prompt, params, seed=0)
+            except EngineFailed:
+                ends.append("failed")
+            else:
+                assert end.text == alone(prompt, params).text
+                ends.append("done")
+
+        real = Scheduler.preempt
+        stack = ExitStack()
+        preempted: list[Request] = []
+
+        def preempt(self: Scheduler, request: Request) -> None:
+            preempted.append(request)
+            if len(preempted) == 1:
+                stack.enter_context(failing_once(owner, name, 1))
+            real(self, request)
+
+        with stack, patch.object(Scheduler, "preempt", preempt), anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                for number in range(4):
+                    group.start_soon(run, number)
+        stats = await client.stats()
+        assert (stats.waiting, stats.running) == (0, 0)
+        assert stats.free_slots + stats.cached_slots == stats.total_slots
+    assert preempted
+    assert sorted(ends) == ["done"] * 3 + ["failed"]
 
 
 @pytest.mark.parametrize("error", [Fault("close"), EngineFailed("close")])

@@ -181,11 +181,12 @@ class ProgramPauses:
         self._without.clear()
         for tenant, pauses in [*self._tenants.items()]:
             while pauses.by_pause and (paused := self._next(tenant, pauses)) is not None:
+                # After a fault here the program is still paused, and is resumed by a later step.
+                self._memory.liveness.resume(paused.key)
+                self._policy.resume(*paused.key)
                 del pauses.by_pause[paused.key]
                 pauses.by_rank.remove(paused)
                 self._resumed.add(paused.key)
-                self._memory.liveness.resume(paused.key)
-                self._policy.resume(*paused.key)
             if not pauses.by_pause:
                 del self._tenants[tenant]
         if len(self._resumed) > self._memory.slots.total:

@@ -516,15 +516,15 @@ class Scheduler:
         if not fits:
             return False
         self.waiting.admit(request)
+        self.running[request.id] = request
+        request.status = Status.RUNNING
+        self.memory.attach(request, match)
+        self._sampling.attach(request)
         if self._pace is not None:
             self._pace.departed(request)
             self._pace.started(request)
         if self._admission is not None:
             self._admission.admitted(request)
-        self.running[request.id] = request
-        request.status = Status.RUNNING
-        self.memory.attach(request, match)
-        self._sampling.attach(request)
         if num_left > 1 or request.tree is not None:
             self._prefills.add(request)
         if not request.was_admitted:
@@ -618,10 +618,10 @@ class Scheduler:
         self._stop_running(request)
         if self.pauses.is_used:
             self.pauses.stopped(request, has_ended=False)
-        request.status = Status.WAITING
         request.num_preemptions += 1
         request.passed_until = self.memory.num_steps
         self.waiting.restore(request)
+        request.status = Status.WAITING  # not before: after a fault it is released as one that ran
         self._note_pace(request)
         self._counters.preemptions += 1
         self._reserve.preempted()
@@ -754,9 +754,13 @@ class Scheduler:
             weighed = redo * (1 + request.num_preemptions)
             return redo < missing, -redo if redo < missing else weighed, -request.arrival
 
-        self.preempt(min(self.running.values(), key=cost))
+        self._planned = min(self.running.values(), key=cost)
+        self.preempt(self._planned)
+        self._planned = None
 
     def _stop_running(self, request: Request) -> None:
+        if request.id not in self.running:
+            return  # a fault ended its preemption
         if self._in_flight.launched:
             self._in_flight.withdraw(request)
         self._sampling.detach(request)

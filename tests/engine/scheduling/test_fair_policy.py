@@ -4,6 +4,7 @@ within a tenant."""
 import math
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,9 @@ from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT, Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling.policies import tenant_queue
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
+from agentflow.engine.scheduling.policies.policy import Preempted
+from agentflow.engine.scheduling.policies.tenant_queue import Siblings, TenantQueue
+from agentflow.engine.scheduling.policies.waiting_tree import WaitingTree
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.fake_runner import FakeRunner
@@ -902,3 +906,65 @@ def test_a_search_that_is_not_repeated_has_the_same_result(plan, num_slots, max_
         assert ours.req_rows.tolist() == theirs.req_rows.tolist()
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.positions.tolist() == theirs.positions.tolist()
+
+
+class Fault(Exception):
+    """Raised in place of a part of a move."""
+
+
+def fault(*args, **kwargs):
+    raise Fault
+
+
+@pytest.mark.parametrize("num_requests", [2, 8])
+@pytest.mark.parametrize(
+    ("move", "owner", "name"),
+    [
+        ("add", Cache, "peek"),
+        ("add", WaitingTree, "add"),
+        ("add", Siblings, "add"),
+        ("pause", TenantQueue, "take_out"),
+        ("pause", TenantQueue, "wait_aside"),
+        ("resume", Preempted, "add"),
+        ("resume", TenantQueue, "_leave_aside"),
+        ("place", TenantQueue, "put_in"),
+        ("place", WaitingTree, "add"),
+        ("admit", WaitingTree, "remove"),
+        ("admit", TenantQueue, "take_out"),
+        ("restore", Preempted, "add"),
+    ],
+)
+def test_f37_a_fault_in_a_move_loses_no_request(monkeypatch, move, owner, name, num_requests):
+    """Each request is in the policy or is not, and can be removed; nothing is counted that is not there."""
+    policy = FairLongestPrefix(Cache().peek, 64, clock=lambda: 0.0)
+    requests = [request(number, 10, task_group=1, program=1) for number in range(num_requests)]
+    last = requests[-1]
+    if move == "add":
+        requests.pop()
+    for one in requests:
+        policy.add(one)
+    if move == "restore":
+        policy.admit(last)
+    if move == "resume":
+        policy.pause("", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fault)
+        with suppress(Fault):
+            match move:
+                case "add":
+                    policy.add(last)
+                case "pause" | "resume":
+                    getattr(policy, move)("", 1)
+                case "place":
+                    policy.place(last, replace(last.origin, objective="throughput"))
+                case _:
+                    getattr(policy, move)(last)
+    for one in requests:
+        assert one in policy or (one is last and move in ("admit", "restore"))
+    for one in [*{other.id: other for other in [*requests, last]}.values()]:
+        if one in policy:
+            policy.remove(one)
+        elif move != "add":
+            policy.finish(one)  # it runs: it was admitted, or could not be preempted
+    assert [*policy] == []
+    assert (policy.num_waiting, policy.num_tenants) == (0, 0)

@@ -83,19 +83,17 @@ class FairLongestPrefix(Policy):
         return tenant is not None and request in tenant
 
     def add(self, request: Request) -> None:
-        run = request.reusable_run()
-        tenant = self._arrived(request)
         if self._is_paused(request):
-            tenant.wait_aside(request)
+            self._arrived(request).wait_aside(request)
             return
-        tenant.add(request, run, self._peek(request.cache_key, run), self._find_program(request))
+        run = request.reusable_run()
+        match, program = self._peek(request.cache_key, run), self._find_program(request)
+        self._arrived(request).add(request, run, match, program)  # nothing is counted before a fault
 
     def update_origin(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
         tenant = self._tenants.get(request.tenant)
         if tenant is not None and request.id in tenant.aside:
-            tenant.remove(request)
-            request.origin = origin
-            tenant.wait_aside(request)
+            tenant.move_aside(request, origin)
             if not self._is_paused(request):
                 self._bring_back(tenant, [request])
             return
@@ -104,19 +102,20 @@ class FairLongestPrefix(Policy):
             if tenant is not None:
                 tenant.origin_changed()
             return
-        match = tenant.count_match(request)
+        match, run = tenant.count_match(request), request.reusable_run()
         tenant.take_out(request)
         request.origin = origin
-        tenant.put_in(request, request.reusable_run(), match, self._find_program(request))
+        tenant.put_in(request, run, match, self._find_program(request))
         if patience_end < request.patience_end:
             tenant.lose_patience(request, patience_end)
 
     def restore(self, request: Request) -> None:
-        tenant = self._arrived(request)
+        tenant = self._tenants[request.tenant]
         if self._is_paused(request):
             tenant.wait_aside(request)
         else:
             tenant.preempted.add(request)
+        self._arrived(request)
         tenant.num_admitted -= 1
 
     def pause(self, tenant: str, program: int) -> None:
@@ -208,13 +207,15 @@ class FairLongestPrefix(Policy):
 
     def admit(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
+        tenant.remove(request)
+        tenant.num_waiting -= 1
+        self.num_waiting -= 1
         tenant.num_admitted += 1
         tenant.open_group(request)
         number = request.origin.program
         program = self._programs.get((request.tenant, number)) if number else None
         if program is not None:
             program.has_begun = True
-        self.remove(request)
 
     def finish(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]

@@ -83,7 +83,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
-from agentflow.engine.request import PATIENT_GROUPS, CacheKey, Request, Status
+from agentflow.engine.request import PATIENT_GROUPS, CacheKey, Origin, Request, Status
 from agentflow.engine.scheduling.policies.policy import Clock, Preempted
 from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
 
@@ -193,10 +193,13 @@ class TenantQueue:
         if len(self.few) < MAX_FEW and (self.few or not self._num_at):
             self.few.append(_Few(request, run, match, rank, self._is_short(request, match)))
         else:
-            for one in self.few:
-                self._plant(one)
-            self.few.clear()
-            self._plant(_Few(request, run, match, rank, self._is_short(request, match)))
+            if self.few:
+                self._plant_few()
+            if not self.trees:
+                self.trees = WaitingTree(), WaitingTree()
+            self._plant(self.trees, _Few(request, run, match, rank, self._is_short(request, match)))
+        priority = request.origin.priority
+        self._num_at[priority] = self._num_at.get(priority, 0) + 1
         if self._num_unpaced is not None and not request.is_paced:
             self._num_unpaced[rank] = self._num_unpaced.get(rank, 0) + 1
         if program is not None:
@@ -206,37 +209,35 @@ class TenantQueue:
             self._of_program.setdefault(request.origin.program, {})[request.id] = request
             if program.has_begun:
                 insort(self._continuing, position)
-        priority = request.origin.priority
-        self._num_at[priority] = self._num_at.get(priority, 0) + 1
         group = _find_group(request)
         if group is not None:
             self._groups.setdefault((priority, group), Siblings()).add(request)
 
     def remove(self, request: Request) -> None:
-        """The request no longer waits."""
+        """The request no longer waits. After a fault in a move, it may be in two places, or not in all parts
+        of one."""
         self._chosen = self._found = None
-        if self.preempted.pop(request.id, None) is not None:
-            return
+        self.preempted.pop(request.id, None)
         if request.id in self.aside:
             self._leave_aside(request)
-            return
+        if request.id in self.arrivals.waiting:
+            self._leave_line(request)
+
+    def _leave_line(self, request: Request) -> None:
+        self.take_out(request)
         self.arrivals.remove(request)
         for times in (self._deadlines, self._patience_ends):
             if times.heaps:
                 times.gone(request)
-        self.take_out(request)
 
     def take_out(self, request: Request) -> None:
-        """Reverses ``put_in``. The caller removes the request, or puts it in again."""
-        if self._num_unpaced is not None and not request.is_paced:
-            rank = self._find_rank(request)
-            self._num_unpaced[rank] -= 1
-            if not self._num_unpaced[rank]:
-                del self._num_unpaced[rank]
-        if self.few:
-            self.few.remove(self._find_few(request))
-        else:
-            self._find_tree(request).remove(request)
+        """Reverses ``put_in``, or the part of it that was done before a fault. The caller removes the
+        request, or puts it in again."""
+        if self._uproot(request):
+            priority = request.origin.priority
+            self._num_at[priority] -= 1
+            if not self._num_at[priority]:
+                del self._num_at[priority]
         position = self._positions.pop(request.id, None)
         if position is not None:
             siblings = self._of_program[request.origin.program]
@@ -246,16 +247,39 @@ class TenantQueue:
             index = bisect_left(self._continuing, position)
             if index < len(self._continuing) and self._continuing[index].request is request:
                 del self._continuing[index]
-        priority = request.origin.priority
-        self._num_at[priority] -= 1
-        if not self._num_at[priority]:
-            del self._num_at[priority]
         group = _find_group(request)
         if group is not None:
-            key = priority, group
-            self._groups[key].remove(request)
-            if not len(self._groups[key]):
-                del self._groups[key]
+            key = request.origin.priority, group
+            in_group = self._groups.get(key)
+            if in_group is not None:
+                in_group.remove(request)
+                if not len(in_group):
+                    del self._groups[key]
+
+    def _uproot(self, request: Request) -> bool:
+        """Removes the request from the trees or from the few. Returns whether it was there."""
+        if self.few:
+            for one in self.few:
+                if one.request is request:
+                    rank = one.rank
+                    self.few.remove(one)
+                    break
+            else:
+                return False
+        else:
+            for tree in self.trees:
+                node = tree.nodes.get(request.id)
+                if node is not None:
+                    rank = node.rank
+                    tree.remove(request)
+                    break
+            else:
+                return False
+        if self._num_unpaced is not None and not request.is_paced:
+            self._num_unpaced[rank] -= 1
+            if not self._num_unpaced[rank]:
+                del self._num_unpaced[rank]
+        return True
 
     def open_group(self, request: Request) -> None:
         """A request is admitted: the others of its task group come next."""
@@ -278,15 +302,23 @@ class TenantQueue:
 
     def put_aside(self, program: int) -> None:
         """The requests of a program wait aside."""
+        self._chosen = self._found = None
         preempted = [one for one in self.preempted.values() if one.origin.program == program]
         for request in [*preempted, *self._of_program.get(program, {}).values()]:
-            self.remove(request)
-            self.wait_aside(request)
+            self.wait_aside(request)  # first, so that a fault does not lose it
+            if self.preempted.pop(request.id, None) is None:
+                self._leave_line(request)
 
     def wait_aside(self, request: Request) -> None:
         """The request, which is not in line, waits aside."""
         self.aside[request.id] = request
         self._aside_of.setdefault(request.origin.program, {})[request.id] = request
+
+    def move_aside(self, request: Request, origin: Origin) -> None:
+        """A request that waits aside has another place."""
+        self._leave_aside(request)
+        request.origin = origin
+        self.wait_aside(request)
 
     def _leave_aside(self, request: Request) -> None:
         del self.aside[request.id]
@@ -302,9 +334,9 @@ class TenantQueue:
     def bring_back(self, requests: Sequence[Request]) -> None:
         """Requests that wait aside go before requests that have not run."""
         self._chosen = self._found = None
+        self.preempted.add(*requests)  # first, so that a fault does not lose them
         for request in requests:
             self._leave_aside(request)
-        self.preempted.add(*requests)
 
     def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
         """As in ``WaitingTree``."""
@@ -326,10 +358,17 @@ class TenantQueue:
             if tree.tokens_evicted(cache_key, run, kept):
                 self._chosen = self._found = None
 
-    def _plant(self, one: _Few) -> None:
-        if not self.trees:
-            self.trees = WaitingTree(), WaitingTree()
-        short, long = self.trees
+    def _plant_few(self) -> None:
+        """All of the few go into trees, or none if there is a fault. The trees were empty."""
+        trees = WaitingTree(), WaitingTree()
+        for one in self.few:
+            self._plant(trees, one)
+        self.trees = trees
+        self.few.clear()
+
+    @staticmethod
+    def _plant(trees: tuple[WaitingTree, WaitingTree], one: _Few) -> None:
+        short, long = trees
         (short if one.is_short else long).add(one.request, one.run, one.match, one.rank)
 
     def count_match(self, request: Request) -> int:
@@ -719,13 +758,14 @@ class Siblings:
 
     def add(self, request: Request) -> None:
         """A sibling arrived."""
+        insort(self._by_tokens, request, key=_tokens_and_id)
         self._by_arrival[request.id] = request
         self.num_unpaced += not request.is_paced
-        insort(self._by_tokens, request, key=_tokens_and_id)
 
     def remove(self, request: Request) -> None:
-        """The request no longer waits."""
-        del self._by_arrival[request.id]
+        """The request, if it is one of them, no longer waits."""
+        if self._by_arrival.pop(request.id, None) is None:
+            return
         self.num_unpaced -= not request.is_paced
         del self._by_tokens[bisect_left(self._by_tokens, _tokens_and_id(request), key=_tokens_and_id)]
 
