@@ -32,7 +32,7 @@ _ENFORCED = (
     "maxItems",
 )
 """The bounds of values that the subset has."""
-_KEPT = {
+STRUCTURE = {
     "type",
     "properties",
     "required",
@@ -46,8 +46,8 @@ _KEPT = {
     "definitions",
     "title",
     "description",
-    *_ENFORCED,
 }
+"""The keywords of any subset that a provider enforces."""
 _ANNOTATIONS = {
     "default",
     "examples",
@@ -158,7 +158,7 @@ def _narrowed(schema: Any, root: dict[str, Any]) -> Any:
             raise _unsupported("oneOf, unless its options differ in the constant of one member")
         found["anyOf"] = found.pop("oneOf")
     for key in found:
-        if key not in _KEPT:
+        if key not in STRUCTURE and key not in _ENFORCED:
             raise _unsupported(repr(key))
     if "$ref" in found:
         found = {key: found[key] for key in ("$ref", "$defs", "definitions") if key in found}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from agentflow.backends.apis.strict_schema import StrictSchema, strict_schema
+from agentflow.backends.apis.strict_schema import STRUCTURE, StrictSchema, strict_schema
 from agentflow.errors import NotSupported
 from agentflow.protocol.schema_walk import subschemas
 
@@ -21,23 +21,7 @@ MAX_UNIONS: Final = 16
 Both limits: platform.claude.com/docs/en/build-with-claude/structured-outputs#schema-complexity-limits."""
 MAX_TOOL_UNIONS: Final = 8
 """The most of them in the schemas of tools, so that a schema for the answer does not change the tools."""
-_KEPT: Final = {
-    "type",
-    "properties",
-    "required",
-    "additionalProperties",
-    "items",
-    "minItems",
-    "enum",
-    "const",
-    "anyOf",
-    "$ref",
-    "$defs",
-    "definitions",
-    "title",
-    "description",
-    "format",
-}
+_KEPT: Final = STRUCTURE | {"minItems", "format"}
 _FORMATS: Final = {
     "date-time",
     "time",
