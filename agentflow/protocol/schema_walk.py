@@ -1,4 +1,4 @@
-"""JSON schemas: keywords, nested schemas, references, formats of strings, and equality of values."""
+"""JSON schemas: keywords, nested schemas, references, formats, and the types and equality of values."""
 
 from __future__ import annotations
 
@@ -172,6 +172,17 @@ def resolved(schema: Any, root: Any) -> dict[str, Any]:
         holder, _, name = reference.removeprefix("#/").rpartition("/")
         schema = root.get(holder, {}).get(name) if holder in ("$defs", "definitions") else None
     return {}
+
+
+def has_type(value: object, types: object) -> bool:
+    """Whether a literal value is of one of the types."""
+    names = types if isinstance(types, list) else [types]
+    if value is None or isinstance(value, bool):
+        return ("null" if value is None else "boolean") in names
+    if isinstance(value, int):
+        return "integer" in names or "number" in names
+    of_type = {"string": str, "number": float, "object": dict, "array": list}
+    return any(isinstance(value, of_type[name]) for name in names if name in of_type)
 
 
 def canonical_text(value: Any) -> str:

@@ -26,7 +26,7 @@ from agentflow.engine.grammar.json_scalars import (
 )
 from agentflow.engine.grammar.regex import EMPTY, Alternation, CharSet, Concatenation, Regex, Repeat, literal
 from agentflow.protocol.constraint import Whitespace
-from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS, KEYWORDS_OF_TYPE
+from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS, KEYWORDS_OF_TYPE, has_type
 
 FREE_WHITESPACE_CHARS: Final = 16
 """The limit at one place, so that a model cannot generate whitespace forever."""
@@ -352,17 +352,6 @@ def _limit(said: JsonObject, key: str) -> int | None:
     if not 0 <= count <= MOST_POSITIONS:
         raise _NotRegular
     return count
-
-
-def has_type(value: object, types: object) -> bool:
-    """Whether a literal value is of one of the types."""
-    names = types if isinstance(types, list) else [types]
-    if value is None or isinstance(value, bool):
-        return ("null" if value is None else "boolean") in names
-    if isinstance(value, int):
-        return "integer" in names or "number" in names
-    of_type = {"string": str, "number": float, "object": dict, "array": list}
-    return any(isinstance(value, of_type[name]) for name in names if name in of_type)
 
 
 def _positions(regex: Regex, known: dict[int, int]) -> int:

@@ -18,7 +18,7 @@ from agentflow.errors import BadArgument
 from agentflow.protocol.bounds.client_pattern import parsed
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.ops import MAX_CHOICES
-from agentflow.protocol.schema_walk import ANNOTATIONS
+from agentflow.protocol.schema_walk import ANNOTATIONS, has_type
 
 MAX_TEXT_CHARS: Final = 100_000
 """The characters of all texts together."""
@@ -221,7 +221,7 @@ class _SchemaTexts:
             if key in said:
                 values = said[key] if key == "enum" else [said[key]]
                 self._refuse_others(said, {key, "type"})
-                if "type" in said and not all(_has_type(value, said["type"]) for value in values):
+                if "type" in said and not all(has_type(value, said["type"]) for value in values):
                     raise _refused(f"{key} has values of another type than {said['type']!r}")
                 return self._of_values(values)
         kind = said.pop("type", None)
@@ -298,19 +298,3 @@ _IN_PLACE: Final[dict[str, Callable[[_SchemaTexts, Any], _Texts]]] = {
     "$ref": _SchemaTexts._of_reference,
     "anyOf": _SchemaTexts._of_options,
 }
-_PYTHON_TYPES: Final[dict[str, tuple[type, ...]]] = {
-    "null": (type(None),),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "string": (str,),
-    "array": (list,),
-    "object": (dict,),
-}
-
-
-def _has_type(value: Any, types: Any) -> bool:
-    """Whether a literal value is of one of the types."""
-    names = types if isinstance(types, list) else [types]
-    allowed = tuple(kind for name in names for kind in _PYTHON_TYPES.get(name, ()))
-    return isinstance(value, allowed) and (not isinstance(value, bool) or "boolean" in names)

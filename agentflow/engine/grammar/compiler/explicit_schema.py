@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from agentflow.engine.grammar.compiler.dead_ends import check_writable, drop_names_without_text
 from agentflow.engine.grammar.json_scalars import MOST_INTEGER, MOST_NUMBER
-from agentflow.engine.grammar.json_schema import IN_PLACE, has_type
+from agentflow.engine.grammar.json_schema import IN_PLACE
 from agentflow.errors import BadArgument
 from agentflow.protocol.schema_walk import (
     ANNOTATIONS,
@@ -27,6 +27,7 @@ from agentflow.protocol.schema_walk import (
     PATTERN_OF_FORMAT,
     TYPES,
     canonical_text,
+    has_type,
     resolved,
 )
 
