@@ -11,7 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 from agentflow.engine.media.settings import MediaSettings
-from agentflow.errors import AgentflowError, from_code
+from agentflow.protocol.events import ErrorInfo
 from agentflow.runtime.declared import Count, Declared, Seconds
 
 MAX_SAMPLED_FRAMES: Final = 256
@@ -69,25 +69,13 @@ class PieceInFile(msgspec.Struct, frozen=True, array_like=True):
     sees_all: bool
 
 
-class ReadFailure(msgspec.Struct, frozen=True):
-    """An error of ``errors.py`` as a message."""
-
-    code: str
-    message: str
-    param: str | None = None
-
-    def to_error(self) -> AgentflowError:
-        """Returns a new exception at each call."""
-        return from_code(self.code, self.message, self.param)
-
-
 class MediumRead(msgspec.Struct, frozen=True):
     """The answer to a medium: a ``PreparedMedium`` whose arrays are in the file, or a failure."""
 
     identity: str = ""
     arrays: dict[str, ArrayInFile] = {}
     pieces: tuple[str | PieceInFile, ...] = ()
-    failure: ReadFailure | None = None
+    failure: ErrorInfo | None = None
     cpu_s: float = 0.0  # the processor time of reading
     is_last: bool = False  # the process has grown too large and exits
 

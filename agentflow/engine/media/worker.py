@@ -36,7 +36,6 @@ from agentflow.engine.media.messages import (
     ArrayInFile,
     MediumRead,
     PieceInFile,
-    ReadFailure,
     ReadMedium,
     Ready,
     medium_decoder,
@@ -46,6 +45,7 @@ from agentflow.engine.media.processors.pixels import FrameSampling, Prepared
 from agentflow.engine.media.processors.registry import PROCESSORS
 from agentflow.engine.media.settings import MediaSettings
 from agentflow.errors import AgentflowError, BadArgument, incident
+from agentflow.protocol.events import ErrorInfo
 
 logger = logging.getLogger(__name__)
 
@@ -109,16 +109,15 @@ class MediaWorker:
         except ServerGone:
             raise
         except AgentflowError as error:
-            read = MediumRead(failure=ReadFailure(error.code, str(error), error.param))
+            read = MediumRead(failure=ErrorInfo(error.code, str(error), param=error.param))
         except Exception as error:
             logged = incident(logger, f"{kind}: reading it", error)
-            read = MediumRead(failure=ReadFailure(logged.code, str(logged)))
+            read = MediumRead(failure=ErrorInfo(logged.code, str(logged)))
         if is_out_of_memory:
             problem = f"it needs more than {self._limits.memory_bytes / 1e6:.3g} MB of memory to decode"
         if problem:
-            read = MediumRead(
-                failure=ReadFailure(BadArgument.code, f"{kind}: {problem}: make it smaller", kind)
-            )
+            message = f"{kind}: {problem}: make it smaller"
+            read = MediumRead(failure=ErrorInfo(BadArgument.code, message, param=kind))
         return msgspec.structs.replace(
             read,
             is_last=is_out_of_memory or self._work.has_grown,

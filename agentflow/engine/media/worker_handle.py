@@ -96,7 +96,7 @@ class MediaWorkerHandle(ChildProcess):
         self.cpu_s = answer.cpu_s
         if answer.failure is not None:
             self.is_usable = not answer.is_last
-            raise answer.failure.to_error()
+            raise answer.failure.to_exception()
         prepared: PreparedMedium = await self._in_thread(self._fetch, answer)
         self.is_usable = not answer.is_last
         return prepared

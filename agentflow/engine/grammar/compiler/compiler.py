@@ -298,7 +298,7 @@ class ConstraintCompiler:
             else:
                 self._num_cache_hits += 1
             if isinstance(outcome, CompileFailure):
-                raise outcome.to_error()
+                raise outcome.to_exception()
         except AgentflowError:
             self._num_refused += 1
             raise

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from agentflow.errors import AgentflowError, Overloaded, RequestRefused, from_code
+from agentflow.errors import RequestRefused
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import ErrorInfo
 from agentflow.runtime.declared import Count, Declared, Fraction, Seconds, doc
 
 
@@ -136,21 +137,10 @@ class Ready(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-class CompileFailure(msgspec.Struct, frozen=True):
-    """An error of ``errors.py`` as a message."""
+class CompileFailure(ErrorInfo, frozen=True):
+    """The error of a constraint that cannot be compiled."""
 
-    code: str
-    message: str
     is_final: bool = True  # compiling again would fail again
-    retry_after_s: float | None = None  # for ``Overloaded``
-    param: str | None = None  # ``instead`` if that part of the constraint is wrong
-
-    def to_error(self) -> AgentflowError:
-        """Returns a new exception at each call, so that each has a separate traceback."""
-        error = from_code(self.code, self.message, self.param)
-        if isinstance(error, Overloaded):
-            error.retry_after_s = self.retry_after_s
-        return error
 
 
 class CompileEnd(msgspec.Struct, frozen=True):
