@@ -37,7 +37,7 @@ from agentflow.errors import BadModelFolder, NotSupported, no_chat_template
 from agentflow.protocol.bounds.json_bounds import MOST_NESTING, nests_deeper
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.images import MediumKind, medium_kind
-from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS
+from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS, TYPES
 
 MarkText: TypeAlias = Callable[[str], str]
 """Makes an untrusted string recognisable in a rendering."""
@@ -196,8 +196,7 @@ def _id(call_id: str, dialect: ToolDialect, mark: MarkText) -> str:
 
 
 _SCHEMA_WORDS = frozenset(
-    {"", *ALL_TYPED, *ANNOTATIONS}
-    | {"type", "object", "string", "number", "integer", "boolean", "array", "null"}
+    {"", "type", *TYPES, *ALL_TYPED, *ANNOTATIONS}
     | {"properties", "required", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs"}
     | {"additionalProperties", "description", "title", "default", "format", "nullable"}
 )
