@@ -47,9 +47,9 @@ class Architecture:
 
 def _common(data: GgufMetadata, stored: StoredTensors, architecture: str, model_type: str) -> Config:
     """Reads the fields that most architectures share."""
-    hidden_size, num_heads = data.whole(".embedding_length"), _num_heads(data)
-    head_dim = data.whole(".attention.key_length", hidden_size // num_heads)
-    if data.whole(".attention.value_length", head_dim) != head_dim:
+    hidden_size, num_heads = data.integer(".embedding_length"), _num_heads(data)
+    head_dim = data.integer(".attention.key_length", hidden_size // num_heads)
+    if data.integer(".attention.value_length", head_dim) != head_dim:
         raise data.reject(
             ".attention.value_length", "differs from the length of keys, which is not supported"
         )
@@ -68,12 +68,12 @@ def _decoder(
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": _vocab_size(data, stored),
-        "max_position_embeddings": data.whole(".context_length"),
+        "max_position_embeddings": data.integer(".context_length"),
         "num_hidden_layers": _num_layers(data),
-        "hidden_size": data.whole(".embedding_length"),
-        "intermediate_size": data.whole(".feed_forward_length"),
+        "hidden_size": data.integer(".embedding_length"),
+        "intermediate_size": data.integer(".feed_forward_length"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": data.whole(".attention.head_count_kv", num_heads),
+        "num_key_value_heads": data.integer(".attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "rope_parameters": _rope(data, stored, head_dim),
@@ -84,7 +84,7 @@ def _decoder(
 
 
 def _num_heads(data: GgufMetadata) -> int:
-    count = data.whole(".attention.head_count")
+    count = data.integer(".attention.head_count")
     if count < 1:
         raise data.reject(".attention.head_count", "must be at least 1")
     return count
@@ -92,7 +92,7 @@ def _num_heads(data: GgufMetadata) -> int:
 
 def _num_layers(data: GgufMetadata) -> int:
     """Returns the number of layers. It is limited, because it determines the lengths of lists."""
-    count = data.whole(".block_count")
+    count = data.integer(".block_count")
     if not 0 < count <= _MAX_LAYERS:
         raise data.reject(".block_count", f"is {count}: a model has 1 to {_MAX_LAYERS:,} layers")
     return count
@@ -101,15 +101,15 @@ def _num_layers(data: GgufMetadata) -> int:
 def _vocab_size(data: GgufMetadata, stored: StoredTensors) -> int:
     """Returns the size of the vocabulary: the rows of the embedding, which may be padded."""
     embedding = stored.get("token_embd.weight")
-    return embedding.shape[0] if embedding is not None else data.whole(".vocab_size")
+    return embedding.shape[0] if embedding is not None else data.integer(".vocab_size")
 
 
 def _rope(data: GgufMetadata, stored: StoredTensors, head_dim: int) -> Config:
     rope: Config = {"rope_type": "default", "rope_theta": data.number(".rope.freq_base", 10_000.0)}
-    num_rotated = data.whole(".rope.dimension_count", head_dim)
+    num_rotated = data.integer(".rope.dimension_count", head_dim)
     if num_rotated != head_dim:
         rope["partial_rotary_factor"] = num_rotated / head_dim
-    original = data.whole(".rope.scaling.original_context_length", data.whole(".context_length"))
+    original = data.integer(".rope.scaling.original_context_length", data.integer(".context_length"))
     factors = stored.get("rope_factors_short.weight") or stored.get("rope_freqs.weight")
     if factors is not None:
         # Files have factors for Llama 3, too, instead of the parameters from which they follow.
@@ -168,13 +168,13 @@ def _layer_types(data: GgufMetadata, pattern: int) -> list[str]:
 def _llama(data: GgufMetadata, stored: StoredTensors) -> Config:
     """Reads Llama, Mistral and Mixtral, which are one architecture in GGUF."""
     config = _common(data, stored, "LlamaForCausalLM", "llama")
-    window = data.whole(".attention.sliding_window", 0)
-    if num_experts := data.whole(".expert_count", 0):
+    window = data.integer(".attention.sliding_window", 0)
+    if num_experts := data.integer(".expert_count", 0):
         return config | {
             "architectures": ["MixtralForCausalLM"],
             "model_type": "mixtral",
             "num_local_experts": num_experts,
-            "num_experts_per_tok": data.whole(".expert_used_count"),
+            "num_experts_per_tok": data.integer(".expert_used_count"),
             "sliding_window": window or None,
         }
     if window:
@@ -204,7 +204,7 @@ def _qwen3_vl(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 def _axes(data: GgufMetadata, stored: StoredTensors) -> Config:
     """Returns the rope with the number of frequencies of each axis."""
-    head_dim = data.whole(".attention.key_length", data.whole(".embedding_length") // _num_heads(data))
+    head_dim = data.integer(".attention.key_length", data.integer(".embedding_length") // _num_heads(data))
     sections = [int(count) for count in data.numbers(".rope.dimension_sections")]
     if len(sections) not in (3, 4):
         raise data.reject(".rope.dimension_sections", "must have a number for each axis")
@@ -213,9 +213,9 @@ def _axes(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 def _qwen3_moe(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _common(data, stored, "Qwen3MoeForCausalLM", "qwen3_moe") | {
-        "num_experts": data.whole(".expert_count"),
-        "num_experts_per_tok": data.whole(".expert_used_count"),
-        "moe_intermediate_size": data.whole(".expert_feed_forward_length"),
+        "num_experts": data.integer(".expert_count"),
+        "num_experts_per_tok": data.integer(".expert_used_count"),
+        "moe_intermediate_size": data.integer(".expert_feed_forward_length"),
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -228,7 +228,7 @@ def _smollm3(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 def _olmo2(data: GgufMetadata, stored: StoredTensors) -> Config:
     """Reads OLMo 2 and OLMo 3, which are one architecture in GGUF."""
-    window = data.whole(".attention.sliding_window", 0)
+    window = data.integer(".attention.sliding_window", 0)
     if not window:
         return _common(data, stored, "Olmo2ForCausalLM", "olmo2")
     config = _common(data, stored, "Olmo3ForCausalLM", "olmo3")
@@ -242,7 +242,7 @@ def _olmo2(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 
 def _exaone4(data: GgufMetadata, stored: StoredTensors) -> Config:
-    window = data.whole(".attention.sliding_window", 0)
+    window = data.integer(".attention.sliding_window", 0)
     return _common(data, stored, "Exaone4ForCausalLM", "exaone4") | {
         "sliding_window": window or None,
         **({"layer_types": _layer_types(data, 4)} if window else {}),
@@ -273,18 +273,18 @@ def _seed_oss(data: GgufMetadata, stored: StoredTensors) -> Config:
 
 def _olmoe(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _common(data, stored, "OlmoeForCausalLM", "olmoe") | {
-        "num_experts": data.whole(".expert_count"),
-        "num_experts_per_tok": data.whole(".expert_used_count"),
+        "num_experts": data.integer(".expert_count"),
+        "num_experts_per_tok": data.integer(".expert_used_count"),
         "norm_topk_prob": False,
     }
 
 
 def _phi3(data: GgufMetadata, stored: StoredTensors) -> Config:
     config = _common(data, stored, "Phi3ForCausalLM", "phi3")
-    original = data.whole(".rope.scaling.original_context_length", config["max_position_embeddings"])
+    original = data.integer(".rope.scaling.original_context_length", config["max_position_embeddings"])
     return config | {
         "original_max_position_embeddings": original,
-        "sliding_window": data.whole(".attention.sliding_window", 0) or None,
+        "sliding_window": data.integer(".attention.sliding_window", 0) or None,
     }
 
 
@@ -316,14 +316,14 @@ def _gemma1(data: GgufMetadata, stored: StoredTensors) -> Config:
 def _gemma2(data: GgufMetadata, stored: StoredTensors) -> Config:
     config = _gemma(data, _common(data, stored, "Gemma2ForCausalLM", "gemma2"), large=46, pattern=2)
     return config | {
-        "sliding_window": data.whole(".attention.sliding_window", 4096),
+        "sliding_window": data.integer(".attention.sliding_window", 4096),
         "attn_logit_softcapping": data.number(".attn_logit_softcapping", 0.0) or None,
     }
 
 
 def _gemma3(data: GgufMetadata, stored: StoredTensors) -> Config:
     config = _gemma(data, _common(data, stored, "Gemma3ForCausalLM", "gemma3_text"), large=62, pattern=6)
-    window = data.whole(".attention.sliding_window", 0)
+    window = data.integer(".attention.sliding_window", 0)
     local = {"rope_type": "default", "rope_theta": data.number(".rope.freq_base_swa", 10_000.0)}
     return config | {
         "sliding_window": window or None,
@@ -335,10 +335,10 @@ def _gemma3(data: GgufMetadata, stored: StoredTensors) -> Config:
 def _gpt_oss(data: GgufMetadata, stored: StoredTensors) -> Config:
     config = _common(data, stored, "GptOssForCausalLM", "gpt_oss")
     return config | {
-        "intermediate_size": data.whole(".expert_feed_forward_length"),
-        "num_local_experts": data.whole(".expert_count"),
-        "num_experts_per_tok": data.whole(".expert_used_count"),
-        "sliding_window": data.whole(".attention.sliding_window"),
+        "intermediate_size": data.integer(".expert_feed_forward_length"),
+        "num_local_experts": data.integer(".expert_count"),
+        "num_experts_per_tok": data.integer(".expert_used_count"),
+        "sliding_window": data.integer(".attention.sliding_window"),
         "layer_types": _layer_types(data, 2),
         "rope_parameters": config["rope_parameters"] | {"truncate": False},
     }
@@ -351,11 +351,11 @@ _SOFTMAX_GATES: Final = (0, 1)
 def _deepseek2(data: GgufMetadata, stored: StoredTensors) -> Config:
     """Reads DeepSeek-V2. The sizes of keys and values are under the usual keys in files for plain attention,
     and under separate keys (``_mla``) in files for absorbed attention, which caches latents."""
-    if (gating := data.whole(".expert_gating_func", 0)) not in _SOFTMAX_GATES:
+    if (gating := data.integer(".expert_gating_func", 0)) not in _SOFTMAX_GATES:
         raise data.reject(".expert_gating_func", f"is {gating}: only DeepSeek-V2 is supported")
-    rotated = data.whole(".rope.dimension_count")
-    key_dim = data.whole(".attention.key_length_mla", data.whole(".attention.key_length"))
-    num_groups = data.whole(".expert_group_count", 1)
+    rotated = data.integer(".rope.dimension_count")
+    key_dim = data.integer(".attention.key_length_mla", data.integer(".attention.key_length"))
+    num_groups = data.integer(".expert_group_count", 1)
     config = _decoder(data, stored, "DeepseekV2ForCausalLM", "deepseek_v2", rotated)
     rope = config["rope_parameters"]
     if rope["rope_type"] == "yarn":
@@ -364,29 +364,29 @@ def _deepseek2(data: GgufMetadata, stored: StoredTensors) -> Config:
         rope |= {"attention_factor": 1.0, "mscale_all_dim": mscale}
     return config | {
         "rms_norm_eps": data.number(".attention.layer_norm_rms_epsilon"),
-        "q_lora_rank": data.whole(".attention.q_lora_rank", 0) or None,
-        "kv_lora_rank": data.whole(".attention.kv_lora_rank"),
+        "q_lora_rank": data.integer(".attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": data.integer(".attention.kv_lora_rank"),
         "qk_nope_head_dim": key_dim - rotated,
         "qk_rope_head_dim": rotated,
-        "v_head_dim": data.whole(".attention.value_length_mla", data.whole(".attention.value_length")),
-        "first_k_dense_replace": data.whole(".leading_dense_block_count", 0),
-        "n_routed_experts": data.whole(".expert_count"),
-        "num_experts_per_tok": data.whole(".expert_used_count"),
-        "n_shared_experts": data.whole(".expert_shared_count", 0),
-        "moe_intermediate_size": data.whole(".expert_feed_forward_length"),
+        "v_head_dim": data.integer(".attention.value_length_mla", data.integer(".attention.value_length")),
+        "first_k_dense_replace": data.integer(".leading_dense_block_count", 0),
+        "n_routed_experts": data.integer(".expert_count"),
+        "num_experts_per_tok": data.integer(".expert_used_count"),
+        "n_shared_experts": data.integer(".expert_shared_count", 0),
+        "moe_intermediate_size": data.integer(".expert_feed_forward_length"),
         "routed_scaling_factor": data.number(".expert_weights_scale", 0.0) or 1.0,
         "norm_topk_prob": data.flag(".expert_weights_norm", False),
         "topk_method": "group_limited_greedy" if num_groups > 1 else "greedy",
         "n_group": num_groups,
-        "topk_group": data.whole(".expert_group_used_count", num_groups),
+        "topk_group": data.integer(".expert_group_used_count", num_groups),
     }
 
 
 def _with_layer_norms(
     data: GgufMetadata, stored: StoredTensors, architecture: str, model_type: str
 ) -> Config:
-    hidden_size = data.whole(".embedding_length")
-    head_dim = data.whole(".attention.key_length", hidden_size // _num_heads(data))
+    hidden_size = data.integer(".embedding_length")
+    head_dim = data.integer(".attention.key_length", hidden_size // _num_heads(data))
     return _decoder(data, stored, architecture, model_type, head_dim) | {
         "layer_norm_eps": data.number(".attention.layer_norm_epsilon"),
         "partial_rotary_factor": 1.0,  # ``rope_parameters`` takes precedence
@@ -396,7 +396,7 @@ def _with_layer_norms(
 def _starcoder2(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _with_layer_norms(data, stored, "Starcoder2ForCausalLM", "starcoder2") | {
         "hidden_act": "gelu_pytorch_tanh",
-        "sliding_window": data.whole(".attention.sliding_window", 0) or None,
+        "sliding_window": data.integer(".attention.sliding_window", 0) or None,
     }
 
 
@@ -441,7 +441,7 @@ def _command_r(data: GgufMetadata, stored: StoredTensors) -> Config:
 def _cohere2(data: GgufMetadata, stored: StoredTensors) -> Config:
     return _with_layer_norms(data, stored, "Cohere2ForCausalLM", "cohere2") | {
         "logit_scale": data.number(".logit_scale"),
-        "sliding_window": data.whole(".attention.sliding_window"),
+        "sliding_window": data.integer(".attention.sliding_window"),
         "layer_types": _layer_types(data, 4),
     }
 
@@ -451,11 +451,11 @@ def _gpt2(data: GgufMetadata, stored: StoredTensors) -> Config:
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "vocab_size": _vocab_size(data, stored),
-        "n_positions": data.whole(".context_length"),
-        "n_embd": data.whole(".embedding_length"),
+        "n_positions": data.integer(".context_length"),
+        "n_embd": data.integer(".embedding_length"),
         "n_layer": _num_layers(data),
-        "n_head": data.whole(".attention.head_count"),
-        "n_inner": data.whole(".feed_forward_length"),
+        "n_head": data.integer(".attention.head_count"),
+        "n_inner": data.integer(".feed_forward_length"),
         "layer_norm_epsilon": data.number(".attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
         "tie_word_embeddings": "output.weight" not in stored,

@@ -20,7 +20,7 @@ from agentflow.engine.store.gguf.tensors import (
     InterleavedTensor,
     LatentTensor,
     ModelTensor,
-    whole,
+    whole_tensor,
 )
 from agentflow.engine.store.gguf.vocabulary import GgufVocabulary
 from agentflow.errors import BadModelFolder
@@ -120,7 +120,7 @@ class GgufFile:
             try:
                 with self._rejecting_misfits():
                     vision = VisionFile(mmproj)
-                    vision.check_text(name, self._metadata.whole(".embedding_length"))
+                    vision.check_text(name, self._metadata.integer(".embedding_length"))
                 self.vision = vision
             except BadModelFolder as error:
                 self.unread = error
@@ -148,7 +148,7 @@ class GgufFile:
     @property
     def pools_last(self) -> bool:
         """Whether the embedding of a text is the hidden state of its last token, which is the default."""
-        return self._metadata.whole(".pooling_type", _POOLING_OF_LAST) in (_NO_POOLING, _POOLING_OF_LAST)
+        return self._metadata.integer(".pooling_type", _POOLING_OF_LAST) in (_NO_POOLING, _POOLING_OF_LAST)
 
     @cached_property
     def tensors(self) -> Mapping[str, ModelTensor]:
@@ -191,9 +191,9 @@ class _Names:
 
     def __init__(self, architecture: Architecture, data: GgufMetadata) -> None:
         self._architecture = architecture
-        self._num_heads = data.whole(".attention.head_count")
-        self._num_kv_heads = data.whole(".attention.head_count_kv", self._num_heads)
-        head_dim = data.whole(".attention.key_length", data.whole(".embedding_length") // self._num_heads)
+        self._num_heads = data.integer(".attention.head_count")
+        self._num_kv_heads = data.integer(".attention.head_count_kv", self._num_heads)
+        head_dim = data.integer(".attention.key_length", data.integer(".embedding_length") // self._num_heads)
         self._sizes = self._num_heads * head_dim, self._num_kv_heads * head_dim
 
     def convert_tensors(self, stored: StoredTensor) -> Iterator[tuple[str, ModelTensor]]:
@@ -203,12 +203,12 @@ class _Names:
                 yield f"{kind.top[part]}.{leaf}", self._plain(stored, part)
             case ["blk", layer, part, "weight" | "bias" as leaf]:
                 found = list(self._in_layer(stored, kind.prefix.format(layer), part, leaf))
-                yield from found or [(stored.name, whole(stored))]
+                yield from found or [(stored.name, whole_tensor(stored))]
             case ["blk", layer, part, expert, "weight"] if kind.experts and part in kind.experts:
                 name = kind.experts[part].format(expert)
-                yield f"{kind.prefix.format(layer)}{name}.weight", whole(stored)
+                yield f"{kind.prefix.format(layer)}{name}.weight", whole_tensor(stored)
             case _:
-                yield stored.name, whole(stored)
+                yield stored.name, whole_tensor(stored)
 
     def _in_layer(
         self, stored: StoredTensor, prefix: str, part: str, leaf: str
@@ -217,7 +217,7 @@ class _Names:
         if kind.has_stacks and part.endswith("_exps"):
             yield self._stack(stored, prefix, part, leaf)
         elif kind.has_stacks and part == "attn_sinks":
-            yield f"{prefix}{kind.layer[part]}", whole(stored)
+            yield f"{prefix}{kind.layer[part]}", whole_tensor(stored)
         elif part in kind.layer and "{}" in kind.layer[part]:
             yield from _each_part(stored, f"{prefix}{kind.layer[part]}.{leaf}")
         elif part in kind.layer:
@@ -228,7 +228,7 @@ class _Names:
             yield from self._each_expert(stored, prefix, part.removesuffix("_exps"))
 
     def _plain(self, stored: StoredTensor, part: str) -> GgufTensor:
-        kind, tensor = self._architecture, whole(stored)
+        kind, tensor = self._architecture, whole_tensor(stored)
         if part.endswith("norm"):
             return replace(tensor, shift=kind.norm_shift)
         if kind.has_pairs and part in ("attn_q", "attn_k"):
@@ -268,9 +268,9 @@ class _Names:
         """Returns all experts as one tensor. Gate and up get temporary names; ``_interleaved`` joins them."""
         name = {"ffn_gate_exps": _GATE, "ffn_up_exps": _UP}.get(part) or self._architecture.layer[part]
         if leaf == "bias":
-            return f"{prefix}{name}_bias", whole(stored)
+            return f"{prefix}{name}_bias", whole_tensor(stored)
         shape = (*stored.shape[:-2], *stored.shape[:-3:-1])
-        return f"{prefix}{name}", replace(whole(stored), shape=shape, is_transposed=True)
+        return f"{prefix}{name}", replace(whole_tensor(stored), shape=shape, is_transposed=True)
 
 
 def _each_part(stored: StoredTensor, name: str) -> Iterator[tuple[str, ModelTensor]]:

@@ -35,7 +35,7 @@ class GgufMetadata:
             raise self.reject(key, "must be true or false")
         return value
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None) -> int:
         """Returns a whole number. If the file lists one for each layer, all must be equal."""
         value = self._value(key, default)
         if isinstance(value, np.ndarray) and len(set(value.tolist())) == 1:

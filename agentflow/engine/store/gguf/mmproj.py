@@ -16,7 +16,13 @@ from typing import Final
 from agentflow.engine.store.gguf.architectures import Config, StoredTensors
 from agentflow.engine.store.gguf.container import Container, StoredTensor, read_container
 from agentflow.engine.store.gguf.metadata import GgufMetadata
-from agentflow.engine.store.gguf.tensors import FramesTensor, GgufTensor, JoinedTensor, ModelTensor, whole
+from agentflow.engine.store.gguf.tensors import (
+    FramesTensor,
+    GgufTensor,
+    JoinedTensor,
+    ModelTensor,
+    whole_tensor,
+)
 from agentflow.errors import BadModelFolder
 
 _MAX_LAYERS: Final = 1_000
@@ -65,7 +71,7 @@ class VisionFile:
 
     def check_text(self, architecture: str, width: int) -> None:
         """Raises ``BadModelFolder`` if the file belongs to another text model."""
-        mine = self._data.whole(".vision.projection_dim", width)
+        mine = self._data.integer(".vision.projection_dim", width)
         if architecture not in self.kind.texts or mine != width:
             raise BadModelFolder(
                 f"{self.path.name} belongs to another model: it is for {mine} dimensions and "
@@ -108,7 +114,7 @@ class VisionFile:
                 case ["v", "deepstack", layer, part, leaf]:
                     number = _deep_layers(self._data).index(int(layer))
                     part = {"fc1": "linear_fc1", "fc2": "linear_fc2"}.get(part, part)
-                    yield f"{kind.tower}deepstack_merger_list.{number}.{part}.{leaf}", whole(stored)
+                    yield f"{kind.tower}deepstack_merger_list.{number}.{part}.{leaf}", whole_tensor(stored)
                 case _:
                     yield self._named(stored)
         swaps = any(self._is_swapped(key, one) for key, one in in_layers.items())
@@ -123,18 +129,18 @@ class VisionFile:
             stem, dot, leaf = stored.name, "", ""
         name = self.kind.names.get(stem)
         if name is None:
-            return stored.name, whole(stored)
+            return stored.name, whole_tensor(stored)
         if stem == "mm.soft_emb_norm":  # stored plus 1, like the norms of the text model
-            return name, replace(whole(stored), shift=-1.0)
+            return name, replace(whole_tensor(stored), shift=-1.0)
         if name.endswith("_weight"):  # a parameter, not a module
-            return name, whole(stored)
+            return name, whole_tensor(stored)
         before = "" if name.startswith("model.") else self.kind.tower
-        return f"{before}{name}{dot}{leaf}", whole(stored)
+        return f"{before}{name}{dot}{leaf}", whole_tensor(stored)
 
     def _is_swapped(self, key: tuple[str, str, str], stored: StoredTensor) -> bool:
         """Whether the names of up and down are swapped, as in files of older converters."""
         is_down = key[1:] == ("ffn_down", "weight")
-        return is_down and stored.shape[-1] == self._data.whole(".vision.embedding_length")
+        return is_down and stored.shape[-1] == self._data.integer(".vision.embedding_length")
 
     def _in_layer(
         self,
@@ -149,7 +155,7 @@ class VisionFile:
             part = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}.get(part, part)
         if part in ("attn_q", "attn_k", "attn_v") and kind.qkv:
             rows = [layers.get((layer, one, leaf)) for one in ("attn_q", "attn_k", "attn_v")]
-            parts = tuple([whole(one) for one in rows if one is not None])
+            parts = tuple([whole_tensor(one) for one in rows if one is not None])
             if part == "attn_q" and len(parts) == 3:
                 shape = (sum(one.shape[0] for one in parts), *stored.shape[1:])
                 yield f"{kind.tower}{prefix}{kind.qkv}.{leaf}", JoinedTensor(parts=parts, shape=shape)
@@ -160,14 +166,14 @@ class VisionFile:
                 tensor = GgufTensor(stored=stored, shape=shape, first=number * count, count=count)
                 yield f"{kind.tower}{prefix}{kind.layer[one]}.{leaf}", tensor
         elif name := kind.qkv if part == "attn_qkv" else kind.layer.get(part):
-            yield f"{kind.tower}{prefix}{name}.{leaf}", whole(stored)
+            yield f"{kind.tower}{prefix}{name}.{leaf}", whole_tensor(stored)
         else:
-            yield stored.name, whole(stored)
+            yield stored.name, whole_tensor(stored)
 
     def _frames(self, first: StoredTensor) -> ModelTensor:
         second = self._stored.get(f"{first.name}.1", first)
         shape = (*first.shape[:2], 2, *first.shape[2:])
-        return FramesTensor(parts=(whole(first), whole(second)), shape=shape)
+        return FramesTensor(parts=(whole_tensor(first), whole_tensor(second)), shape=shape)
 
 
 def _metadata(container: Container) -> GgufMetadata:
@@ -184,7 +190,7 @@ def _deep_layers(data: GgufMetadata) -> list[int]:
 
 def _sizes(data: GgufMetadata) -> Config:
     """Returns the sizes of any tower."""
-    num_layers = data.whole(".vision.block_count")
+    num_layers = data.integer(".vision.block_count")
     if not 0 < num_layers <= _MAX_LAYERS:
         raise data.reject(".vision.block_count", f"is {num_layers}: a tower has 1 to {_MAX_LAYERS:,} layers")
     if data.flag(".use_gelu", False):
@@ -192,12 +198,12 @@ def _sizes(data: GgufMetadata) -> Config:
     else:
         activation = "silu" if data.flag(".use_silu", False) else "quick_gelu"
     return {
-        "hidden_size": data.whole(".vision.embedding_length"),
-        "intermediate_size": data.whole(".vision.feed_forward_length"),
-        "image_size": data.whole(".vision.image_size"),
-        "patch_size": data.whole(".vision.patch_size"),
+        "hidden_size": data.integer(".vision.embedding_length"),
+        "intermediate_size": data.integer(".vision.feed_forward_length"),
+        "image_size": data.integer(".vision.image_size"),
+        "patch_size": data.integer(".vision.patch_size"),
         "num_hidden_layers": num_layers,
-        "num_attention_heads": data.whole(".vision.attention.head_count"),
+        "num_attention_heads": data.integer(".vision.attention.head_count"),
         "layer_norm_eps": data.number(".vision.attention.layer_norm_epsilon"),
         "hidden_act": activation,
     }
@@ -207,14 +213,14 @@ def _idefics3(data: GgufMetadata, stored: StoredTensors) -> Config:
     return {
         "architectures": ["Idefics3ForConditionalGeneration"],
         "model_type": "idefics3",
-        "scale_factor": data.whole(".vision.projector.scale_factor", 2),
+        "scale_factor": data.integer(".vision.projector.scale_factor", 2),
         "vision_config": _sizes(data) | {"model_type": "idefics3_vision"},
     }
 
 
 def _idefics3_images(data: GgufMetadata, config: Config) -> Config:
     side = config["vision_config"]["image_size"]
-    longest = data.whole(".vision.preproc_image_size", 4 * side)
+    longest = data.integer(".vision.preproc_image_size", 4 * side)
     return {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": side}}
 
 
@@ -260,7 +266,7 @@ def _llava_images(data: GgufMetadata, config: Config) -> Config:
 
 
 def _gemma3(data: GgufMetadata, stored: StoredTensors) -> Config:
-    vision, scale = _sizes(data), data.whole(".vision.projector.scale_factor", 4)
+    vision, scale = _sizes(data), data.integer(".vision.projector.scale_factor", 4)
     side = vision["image_size"] // vision["patch_size"] // scale
     return {
         "architectures": ["Gemma3ForConditionalGeneration"],
@@ -281,13 +287,13 @@ def _qwen(data: GgufMetadata) -> Config:
     return {
         **{new: vision.pop(old) for new, old in names.items()},
         **vision,
-        "spatial_merge_size": data.whole(".vision.spatial_merge_size", 2),
+        "spatial_merge_size": data.integer(".vision.spatial_merge_size", 2),
         "temporal_patch_size": 2,
     }
 
 
 def _qwen2_5(data: GgufMetadata, stored: StoredTensors) -> Config:
-    vision, pattern = _qwen(data), data.whole(".vision.n_wa_pattern", 8)
+    vision, pattern = _qwen(data), data.integer(".vision.n_wa_pattern", 8)
     if pattern < 1:
         raise data.reject(".vision.n_wa_pattern", "must be at least 1")
     return {
@@ -295,7 +301,7 @@ def _qwen2_5(data: GgufMetadata, stored: StoredTensors) -> Config:
         "model_type": "qwen2_5_vl",
         "vision_config": vision
         | {
-            "window_size": data.whole(".vision.window_size", 112),
+            "window_size": data.integer(".vision.window_size", 112),
             "fullatt_block_indexes": [*range(pattern - 1, vision["depth"], pattern)],
             "tokens_per_second": 2,
         },
@@ -322,7 +328,7 @@ def _qwen_images(data: GgufMetadata, config: Config) -> Config:
         "patch_size": vision["patch_size"],
         "merge_size": vision["spatial_merge_size"],
         "temporal_patch_size": 2,
-        **{name: data.whole(key) for name, key in limits.items() if key in data},
+        **{name: data.integer(key) for name, key in limits.items() if key in data},
     }
 
 

@@ -73,7 +73,7 @@ class GgufTensor:
         return values.reshape(self.shape)
 
 
-def whole(stored: StoredTensor) -> GgufTensor:
+def whole_tensor(stored: StoredTensor) -> GgufTensor:
     """Returns a stored tensor as a tensor of the model."""
     return GgufTensor(stored=stored, shape=stored.shape, first=0, count=stored.shape[0])
 

@@ -113,7 +113,7 @@ class GgufVocabulary:
         key = f"tokenizer.ggml.{role}_token_id"
         if key not in self.data:
             return None
-        token = self.data.whole(key)
+        token = self.data.integer(key)
         if self.tokens and not 0 <= token < len(self.tokens):
             raise self.data.reject(key, f"is {token}, but there are {len(self.tokens)} tokens")
         return token
