@@ -238,7 +238,7 @@ class ApiCall:
             ),
         )
 
-    async def forward(self, front: str) -> None:
+    async def relay(self, front: str) -> None:
         """Answers with the answer of another server with the same store."""
         answered = await self.asked_elsewhere(front)
         headers = {b"content-length": b"%d" % len(answered.body)}

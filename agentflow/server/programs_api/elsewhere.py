@@ -42,7 +42,7 @@ async def answer_elsewhere(call: ApiCall) -> None:
     elif call.record.method != "GET":
         if not runs:
             raise _gone()
-        await call.forward(front)
+        await call.relay(front)
     else:
         await _show(call, values, front if runs else None)
 
@@ -63,7 +63,7 @@ async def _show(call: ApiCall, values: SharedValues, front: str | None) -> None:
     query = call.read_query(VariableQuery)
     if not query.stream:
         if front is not None:
-            await call.forward(front)
+            await call.relay(front)
         else:
             await call.reply(await _kept(call, values))
         return

@@ -135,7 +135,7 @@ async def _is_answered_elsewhere(call: ApiCall, found: BackgroundRun | StoredRes
     """Forwards the call if another server runs the response. Returns whether it did."""
     if isinstance(found, BackgroundRun) or found.runs_on is None:
         return False
-    await call.forward(found.runs_on)
+    await call.relay(found.runs_on)
     return True
 
 
