@@ -71,11 +71,11 @@ def walk(costs: Costs, start: Callable[[], Step], texts: Sequence[Sequence[int]]
     """Measures the steps of all texts, which are cold in the first round."""
     for number in range(repeats + 1):
         for ids in texts:
-            mask, take = start()
+            mask, accept = start()
             mask()
             for token in ids[:-1]:
                 began = time.perf_counter()
-                take(token)
+                accept(token)
                 mask()
                 elapsed = time.perf_counter() - began
                 if number:
@@ -99,7 +99,7 @@ def ours(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> 
 
     def start() -> Step:
         matcher: Matcher = grammar.matcher()
-        return matcher.mask, matcher.take
+        return matcher.mask, matcher.accept
 
     _time_first_masks(costs, grammar, texts)
     walk(costs, start, texts, repeats)
@@ -119,7 +119,7 @@ def _time_first_masks(costs: Costs, grammar: Grammar, texts: Sequence[Sequence[i
             if matcher.state not in seen:
                 seen.add(matcher.state)
                 costs.first_mask_s.append(elapsed)
-            matcher.take(token)
+            matcher.accept(token)
 
 
 def llguidance(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> Costs:

@@ -30,7 +30,7 @@ class GrowingText(Protocol):
 
     def may_end(self) -> bool: ...
 
-    def take(self, byte: int, /) -> object: ...
+    def accept(self, byte: int, /) -> object: ...
 
 
 class DfaText:
@@ -53,7 +53,7 @@ class DfaText:
         """Whether the text is complete."""
         return bool(self._dfa.accepting[self._state])
 
-    def take(self, byte: int) -> None:
+    def accept(self, byte: int) -> None:
         """Appends a byte."""
         self._state = self._dfa.read(self._state, bytes([byte]))
 
@@ -64,7 +64,7 @@ class MatcherText:
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
         self.may_end = matcher.may_end
-        self.take = matcher.take
+        self.accept = matcher.accept
 
     def allowed(self) -> bytes:
         """The bytes that may come next, in order."""
@@ -115,7 +115,7 @@ def walk(text: GrowingText, chance: random.Random, prefix: bytes = b"") -> bytes
         if not allowed or (wants_to_end and text.may_end() and len(written) >= len(prefix)):
             return bytes(written) if text.may_end() else None
         byte = _next_byte(allowed, len(written), chance, prefix)
-        text.take(byte)
+        text.accept(byte)
         written.append(byte)
     return None
 
@@ -140,5 +140,5 @@ def takes(constraint: CompiledConstraint, text: str) -> bool:
     for byte in text.encode():
         if byte not in growing.allowed():
             return False
-        growing.take(byte)
+        growing.accept(byte)
     return growing.may_end()

@@ -209,7 +209,7 @@ class PlainEngine:
         request.output = request.output + tokens
         if matcher is not None:
             for token in tokens:
-                matcher.take(token)
+                matcher.accept(token)
             matcher.jump(request.max_tokens)  # may encode the text so far in other tokens
             request.output = matcher.ids
             del request.computed[num_common(request.computed, request.tokens[:-1]) :]

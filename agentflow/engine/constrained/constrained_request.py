@@ -112,23 +112,23 @@ class ConstrainedRequest:
         reasoning, text = self._reasoning, self._text
         if reasoning is None and text is not None:
             self._words = None
-            self.is_open = text.take(token_id)
+            self.is_open = text.accept(token_id)
             return True
         was_reasoning = False
         if reasoning is not None and not reasoning.is_over:
             was_reasoning, was_undecided = reasoning.is_reasoning, reasoning.is_undecided
             if text is not None and self._begins_answer(text, reasoning, token_id):
                 reasoning.begin_answer()
-            elif not reasoning.take(self._tokenizer.token_bytes(token_id)):
+            elif not reasoning.read(self._tokenizer.token_bytes(token_id)):
                 if was_undecided and text is not None:
                     # A mark that is spelled in several tokens might be the beginning of free text.
                     if reasoning.is_undecided:
-                        text.take(token_id)
+                        text.accept(token_id)
                     else:
                         self._text = self._new_text()
                 return reasoning.is_undecided
         if text is not None:
-            text.take(token_id)
+            text.accept(token_id)
         return not was_reasoning
 
     def next_mask(self) -> TokenWords:
@@ -313,9 +313,9 @@ class ChannelRequest(ConstrainedRequest):
         if text is not None and not channels.is_reasoning:
             self._is_read = self._is_read and is_allowed(text.mask(), token_id)
             if self._is_read or channels.is_over:
-                text.take(token_id)
+                text.accept(token_id)
         num_before = channels.num_tokens
-        channels.take(self._tokenizer.token_bytes(token_id))
+        channels.read(self._tokenizer.token_bytes(token_id))
         if channels.num_tokens > num_before and text is not None:
             if text.token_ids or text.held:
                 self._text = self._new_text()

@@ -97,9 +97,9 @@ class ConstrainedText:
         words = self._matcher.mask()
         return words & self._vocabulary.beginning_with(self.held) if self.held else words
 
-    def take(self, token_id: int) -> bool:
-        """Appends a sampled token, like ``Matcher.take``. Raises ``ValueError`` if it is not allowed."""
-        is_open = self._matcher.take(token_id)
+    def accept(self, token_id: int) -> bool:
+        """Appends a sampled token, like ``Matcher.accept``. Raises ``ValueError`` if it is not allowed."""
+        is_open = self._matcher.accept(token_id)
         self._append(token_id)
         self.held = b""
         return is_open
@@ -189,7 +189,7 @@ class ConstrainedText:
         """Keeps the first ``num_kept`` ids and appends ``new_ids``."""
         self._drop(len(self.token_ids) - num_kept)
         for token in new_ids:
-            self._matcher.take(token)
+            self._matcher.accept(token)
             self._append(token)
         self._num_encoded = len(self.token_ids)
         self.held = b""
@@ -220,7 +220,7 @@ class ConstrainedText:
         if _num_bits(self._matcher.mask() & longer) > 1:
             self.held = data
         else:
-            self._matcher.take(last)
+            self._matcher.accept(last)
             self._append(last)
         self._num_encoded = len(self.token_ids)
 

@@ -30,7 +30,7 @@ class Matcher(Protocol):
     def must_end(self) -> bool:
         """Whether the text is complete and nothing may follow."""
 
-    def take(self, token_id: int) -> bool:
+    def accept(self, token_id: int) -> bool:
         """Appends a token. Returns True only if nothing is ``forced`` next and the text may not end; a
         matcher may return False without checking. Raises ``ValueError`` if the mask forbids it; the position
         is then unchanged."""

@@ -164,9 +164,9 @@ class LengthMatcher:
         """See ``Matcher.must_end``."""
         return self._inner.must_end() or (self._inner.may_end() and not self.mask().any())
 
-    def take(self, token_id: int) -> bool:
-        """See ``Matcher.take``. Accepts all tokens that ``inner`` allows, such as forced text."""
-        self._inner.take(token_id)
+    def accept(self, token_id: int) -> bool:
+        """See ``Matcher.accept``. Accepts all tokens that ``inner`` allows, such as forced text."""
+        self._inner.accept(token_id)
         self._positions.append(after(self._positions[-1], self._masks.token_bytes[token_id]))
         return False
 

@@ -188,8 +188,8 @@ class LlguidanceMatcher:
         """See ``Matcher.must_end``."""
         return self.may_end() and not self.mask().any()
 
-    def take(self, token_id: int) -> bool:
-        """See ``Matcher.take``."""
+    def accept(self, token_id: int) -> bool:
+        """See ``Matcher.accept``."""
         is_text = 0 <= token_id < 32 * len(self._text_tokens) and is_allowed(self._text_tokens, token_id)
         # The library reports an error for a token after a text that must end.
         may_take = is_text and not self._matcher.is_stopped()

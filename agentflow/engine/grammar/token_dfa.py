@@ -275,7 +275,7 @@ class DfaMatcher:
         row = grammar.next_states[state * grammar.num_classes : (state + 1) * grammar.num_classes]
         return not any(row)
 
-    def take(self, token_id: int) -> bool:
+    def accept(self, token_id: int) -> bool:
         grammar, state = self._grammar, self._states[-1]
         table, num_classes = grammar.next_states, grammar.num_classes
         data = grammar.vocabulary.token_bytes[token_id]

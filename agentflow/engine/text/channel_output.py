@@ -265,7 +265,7 @@ class ChannelTokens:
         heads = self._heads if may_reason else self._heads[1:]
         return [head[len(self._head) :] for head in heads if head.startswith(self._head)]
 
-    def take(self, token: bytes) -> None:
+    def read(self, token: bytes) -> None:
         """Reads one more token."""
         if self.is_reasoning:
             self.num_tokens += 1

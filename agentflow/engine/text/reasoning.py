@@ -269,7 +269,7 @@ class ReasoningText:
     def __str__(self) -> str:
         return "".join(self._texts)
 
-    def take(self, pieces: Sequence[ReplyPiece]) -> None:
+    def append(self, pieces: Sequence[ReplyPiece]) -> None:
         """Appends the reasoning among the pieces."""
         self._texts += [piece.text for piece in pieces if isinstance(piece, ReasoningPiece)]
 
@@ -303,7 +303,7 @@ class AnswerText:
         return "".join(self._answer)
 
     def _take(self, pieces: Sequence[ReplyPiece]) -> str:
-        self.reasoning.take(pieces)
+        self.reasoning.append(pieces)
         answer = "".join([piece.text for piece in pieces if isinstance(piece, TextPiece)])
         self._answer.append(answer)
         return answer
@@ -361,7 +361,7 @@ class ReasoningTokens:
             self.data.clear()
         self._begin_answer(b"")
 
-    def take(self, token: bytes) -> bool:
+    def read(self, token: bytes) -> bool:
         """Reads one more token. Returns whether it belongs to the answer, at least in part."""
         match self._state:
             case _State.START:

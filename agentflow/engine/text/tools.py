@@ -336,7 +336,7 @@ class ReplyText:
         return self._write([TextPiece(text)] if text else [])
 
     def _write(self, pieces: list[ReplyPiece]) -> str:
-        self.reasoning.take(pieces)
+        self.reasoning.append(pieces)
         written = self._writer.push(piece for piece in pieces if not isinstance(piece, ReasoningPiece))
         self._written.append(written)
         return written

@@ -214,7 +214,7 @@ class WsSession(Generic[ContextT]):
         while True:
             match await self._receive():
                 case UnreadOps() as frame:
-                    await session.take(frame, read_op)
+                    await session.submit(frame, read_op)
                     self._request_ack(session)
                 case Bye():
                     self._has_received_bye = True

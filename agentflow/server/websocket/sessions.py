@@ -93,7 +93,7 @@ class ServedSession(Generic[ContextT]):
         self._holder: anyio.CancelScope | None = holder
         self._changed = anyio.Event()
 
-    async def take(self, frame: UnreadOps, read: Callable[[msgspec.Raw], Op | Rejected]) -> None:
+    async def submit(self, frame: UnreadOps, read: Callable[[msgspec.Raw], Op | Rejected]) -> None:
         """Submits the ops of the frame that were not accepted before. ``read`` decodes them.
         ``ProtocolError`` if ops are missing or one has no state, ``Overloaded`` if too many were rejected."""
         if not 1 <= frame.first <= self.num_taken + 1:

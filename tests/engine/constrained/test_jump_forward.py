@@ -116,8 +116,8 @@ def check_walk(name: str, dfa: Dfa, jumps: bool, max_tokens: int, choices: st.Da
             return plain.data
         assert allowed  # nothing leads into a dead end
         token = choices.draw(st.sampled_from(sorted(allowed)))
-        text.take(token)
-        plain.take(token)
+        text.accept(token)
+        plain.accept(token)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -163,7 +163,7 @@ def test_a_text_under_llguidance_is_that_under_the_dfa(
         if not allowed or (plain.may_end() and data.draw(st.booleans())):
             assert plain.dfa.matches(plain.data)
             return
-        text.take(data.draw(st.sampled_from(sorted(allowed))))
+        text.accept(data.draw(st.sampled_from(sorted(allowed))))
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -188,7 +188,7 @@ def test_of_a_long_text_only_the_end_is_encoded_again(name: str, data: st.DataOb
             whole = tokenizer.encode((written + text.held).decode(errors="ignore"), continues=True)
             assert whole[: len(text.token_ids)] == text.token_ids
         allowed = [i for i in allowed_of(text, tokenizer.vocab_size) if b"]" not in table[i]]
-        text.take(data.draw(st.sampled_from(sorted(allowed))))
+        text.accept(data.draw(st.sampled_from(sorted(allowed))))
     assert max(lengths) < len(b"".join([table[i] for i in text.token_ids]).decode(errors="ignore")) / 2
 
 
@@ -216,7 +216,7 @@ def test_sampled_tokens_are_re_encoded_with_forced_text() -> None:
     tokenizer = TOKENIZERS["merging"]
     text = constrained("merging", build_dfa(parse_regex(r"[ab]{2}cd!")))
     for char in "ab":
-        text.take(tokenizer.encode(char, continues=True)[0])
+        text.accept(tokenizer.encode(char, continues=True)[0])
     jump = text.jump(100)
     assert jump is not None
     assert jump.num_kept == 0
@@ -241,7 +241,7 @@ def test_forced_text_without_room_is_encoded_once():
 
     text._encode = counted
     for token_id in encode("ab" + "name" * 50 + "cd"):
-        text.take(token_id)
+        text.accept(token_id)
         assert text.jump(max_tokens=20) is None
     assert lengths == [2 + 4 * 50]
     assert text.must_end()

@@ -73,10 +73,10 @@ def endless_text(matcher: Matcher, dice: random.Random, tokens: list[int], most:
         liked = [token for token in tokens if token in allowed]
         token = dice.choice(liked if liked and dice.random() < 0.7 else going_on or allowed)
         if dice.random() < 0.05:  # what is taken back leaves no trace
-            matcher.take(token)
+            matcher.accept(token)
             matcher.roll_back(1)
             assert np.array_equal(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"), bits)
-        matcher.take(token)
+        matcher.accept(token)
         data += TOKENS[token]
     raise AssertionError(f"does not end: {data[:300]!r}")
 
@@ -136,8 +136,8 @@ def test_fractions_have_at_most_17_digits(lengths: Lengths) -> None:
     digits = [*map(ord, "0123456789"), TOKENS.index(b"12"), TOKENS.index(b"345")]
     for seed in range(10):
         matcher = bounded_matcher(compiled, lengths)
-        matcher.take(ord("0"))
-        matcher.take(ord("."))
+        matcher.accept(ord("0"))
+        matcher.accept(ord("."))
         text = endless_text(matcher, random.Random(seed), digits)
         assert 15 <= len(text) <= 17
         assert json.loads("0." + text) < 1

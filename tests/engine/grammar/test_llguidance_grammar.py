@@ -82,7 +82,7 @@ def tried_one_by_one(payload: str, written: bytes, tokenizer, vocab_size: int) -
     """The mask after ``written``, by taking each token's bytes in turn: no trie, no vocabulary but bytes."""
     text = LlguidanceGrammar(payload, BYTE_VOCABULARY).matcher()
     for byte in written:
-        text.take(byte)
+        text.accept(byte)
     return [
         i for i in range(vocab_size) if tokenizer.token_bytes(i) and _can_take(text, tokenizer.token_bytes(i))
     ]
@@ -92,7 +92,7 @@ def _can_take(text, data: bytes) -> bool:
     taken = 0
     try:
         for byte in data:
-            text.take(byte)
+            text.accept(byte)
             taken += 1
     except ValueError:
         return False
@@ -112,7 +112,7 @@ def test_masks_are_those_of_trying_each_token(name, tokenizer, vocabulary):
         if not allowed:
             break
         token_id = dice.choice(sorted(allowed, key=lambda i: -len(tokenizer.token_bytes(i)))[:40])
-        matcher.take(token_id)
+        matcher.accept(token_id)
         written += tokenizer.token_bytes(token_id)
 
 
@@ -131,7 +131,7 @@ def test_masks_and_ends_are_those_of_the_dfa(pattern, tokenizer, vocabulary):
         if not expected:
             break
         token_id = dice.choice(expected)
-        matcher.take(token_id)
+        matcher.accept(token_id)
         state = after[token_id]
 
 
@@ -156,7 +156,7 @@ def test_taking_back_restores_the_state(name, vocabulary):
         seen.append(here)
         if here[0] and dice.random() < 0.7:
             taken.append(dice.choice(here[0]))
-            matcher.take(taken[-1])
+            matcher.accept(taken[-1])
             continue
         back = dice.randint(0, len(taken))
         matcher.roll_back(back)
@@ -172,9 +172,9 @@ def test_forced_text_goes_on_to_the_first_choice(vocabulary):
     matcher = LlguidanceGrammar(payload_of(Constraint("schema", schema)), vocabulary).matcher()
     assert matcher.forced() == b'{"kind": "it"'
     for byte in b'{"kind": "it"':
-        matcher.take(byte_token(vocabulary, byte))
+        matcher.accept(byte_token(vocabulary, byte))
     assert matcher.forced() == b""  # the end of the object, or the next member
-    matcher.take(byte_token(vocabulary, ord(",")))
+    matcher.accept(byte_token(vocabulary, ord(",")))
     assert matcher.forced() == b' "of": {"kind": "it"'
 
 
@@ -187,13 +187,13 @@ def test_forced_text_stops_where_the_text_may_end(vocabulary):
     matcher = LlguidanceGrammar(pattern_payload("ab(cd)?"), vocabulary).matcher()
     assert matcher.forced() == b"ab"
     for byte in b"ab":
-        matcher.take(byte_token(vocabulary, byte))
+        matcher.accept(byte_token(vocabulary, byte))
     assert matcher.may_end()
     assert not matcher.must_end()
     assert matcher.forced() == b""
-    matcher.take(byte_token(vocabulary, ord("c")))
+    matcher.accept(byte_token(vocabulary, ord("c")))
     assert matcher.forced() == b"d"
-    matcher.take(byte_token(vocabulary, ord("d")))
+    matcher.accept(byte_token(vocabulary, ord("d")))
     assert matcher.must_end()
     assert matcher.forced() == b""
     assert not matcher.mask().any()
@@ -205,7 +205,7 @@ def test_a_token_that_is_not_allowed_changes_nothing(tokenizer, vocabulary):
     forbidden = [byte_token(vocabulary, ord("b")), -1, vocabulary.vocab_size, 10**6, *tokenizer.special_ids]
     for token_id in forbidden:
         with pytest.raises(ValueError, match=f"does not allow token {token_id} "):
-            matcher.take(token_id)
+            matcher.accept(token_id)
     assert ids_of(matcher.mask()) == before
     with pytest.raises(ValueError, match="cannot be rolled back"):
         LlguidanceGrammar(payload_of(CONSTRAINTS["brackets"]), vocabulary).matcher().roll_back(1)
@@ -213,9 +213,9 @@ def test_a_token_that_is_not_allowed_changes_nothing(tokenizer, vocabulary):
 
 def test_a_complete_text_takes_no_token(vocabulary):
     matcher = LlguidanceGrammar(pattern_payload("a"), vocabulary).matcher()
-    matcher.take(byte_token(vocabulary, ord("a")))
+    matcher.accept(byte_token(vocabulary, ord("a")))
     with pytest.raises(ValueError, match="does not allow"):
-        matcher.take(byte_token(vocabulary, ord("a")))
+        matcher.accept(byte_token(vocabulary, ord("a")))
     assert matcher.must_end()
     matcher.roll_back(1)
     assert matcher.forced() == b"a"
@@ -234,14 +234,14 @@ def test_texts_under_one_grammar_do_not_know_of_each_other(vocabulary):
     grammar = LlguidanceGrammar(payload_of(CONSTRAINTS["brackets"]), vocabulary)
     one, other = grammar.matcher(), grammar.matcher()
     start = ids_of(one.mask())
-    one.take(byte_token(vocabulary, ord("(")))
+    one.accept(byte_token(vocabulary, ord("(")))
     assert ids_of(other.mask()) == start
     assert ids_of(grammar.matcher().mask()) == start
 
 
 def for_ever(matcher) -> None:
     while matcher.mask().any():
-        matcher.take(ord("a"))
+        matcher.accept(ord("a"))
 
 
 AMBIGUOUS = f'start: e\ne: e "+" e | e e | /[a-z]/ | "(" e ")" |\n{ALL_TOKENS_ALLOWED}'
@@ -265,7 +265,7 @@ def write_words(matcher, num_bytes: int) -> None:
     for number in range(num_bytes):
         byte = ord(" " if number % 5 == 4 else "a")
         assert is_allowed(matcher.mask(), byte)
-        matcher.take(byte)
+        matcher.accept(byte)
 
 
 def test_one_texts_lexer_states_end_no_other_text(monkeypatch):
@@ -279,14 +279,14 @@ def test_one_texts_lexer_states_end_no_other_text(monkeypatch):
         write_words(long, 100_000)
     write_words(other, 50)
     other.roll_back(7)
-    other.take(ord("b"))
+    other.accept(ord("b"))
     fresh = grammar.matcher()
     write_words(fresh, 53)
-    fresh.take(ord("b"))
+    fresh.accept(ord("b"))
     assert ids_of(other.mask()) == ids_of(fresh.mask())
     assert other.may_end() == fresh.may_end()
     with pytest.raises(ValueError, match="does not allow"):
-        other.take(ord("-"))
+        other.accept(ord("-"))
 
 
 def test_a_text_goes_on_with_a_new_lexer_where_its_own_states_are_few(monkeypatch):
@@ -300,7 +300,7 @@ def test_a_text_goes_on_with_a_new_lexer_where_its_own_states_are_few(monkeypatc
 def test_a_text_that_can_neither_go_on_nor_end_is_refused():
     ascii_only = LlguidanceVocabulary(SingleBytes(), 128)
     matcher = LlguidanceGrammar(pattern_payload("aé"), ascii_only).matcher()
-    matcher.take(ord("a"))
+    matcher.accept(ord("a"))
     with pytest.raises(RequestRefused, match="no token can follow"):
         matcher.mask()
 
@@ -320,7 +320,7 @@ def test_masks_of_the_default_model_are_those_of_the_dfa(model_folder):
     state = START
     for text in ("", '{"', "name", '": "', "A", "dé", '", "', 'n": '):
         for token_id in tokenizer.encode(text, continues=True):
-            matcher.take(token_id)
+            matcher.accept(token_id)
             state = dfa.read(state, tokenizer.token_bytes(token_id))
         ends = (dfa.read(state, tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
         expected = [i for i, end in enumerate(ends) if end != DEAD and tokenizer.token_bytes(i)]

@@ -31,7 +31,7 @@ def follow(constraint, text: str) -> tuple[int, bool]:
     for taken, byte in enumerate(text.encode()):
         if byte not in growing.allowed():
             return taken, growing.may_end()
-        growing.take(byte)
+        growing.accept(byte)
     return len(text.encode()), growing.may_end()
 
 
@@ -81,7 +81,7 @@ def test_a_regular_body_ends_at_the_first_end():
     assert follow(ALL, "[[a]]]") == (6, True)  # the last one is free text again
     growing = text_under(ALL)
     for byte in b"[[a]]":
-        growing.take(byte)
+        growing.accept(byte)
     assert 0x20 in growing.allowed()
 
 
@@ -125,9 +125,9 @@ def test_free_text_is_not_forced_and_marks_are():
     text = grammar.matcher()
     assert text.forced() == b""
     for byte in b"so <call>1":
-        text.take(byte)
+        text.accept(byte)
     assert not text.may_end()
-    text.take(ord("<"))
+    text.accept(ord("<"))
     assert text.forced() == b"/call>"
 
 

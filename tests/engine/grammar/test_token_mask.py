@@ -58,12 +58,12 @@ def test_a_matcher_walks_with_the_tokens_it_takes(dfa: Dfa, token_bytes: list[by
             continue
         token = data.draw(st.integers(0, len(token_bytes) - 1))
         if token in tried(dfa, state, vocabulary):
-            is_open = matcher.take(token)
+            is_open = matcher.accept(token)
             assert is_open == (not matcher.forced() and not matcher.may_end())
             taken.append(token)
         else:
             with pytest.raises(ValueError, match="not allowed"):
-                matcher.take(token)
+                matcher.accept(token)
 
 
 @given(st.sets(st.binary(min_size=1, max_size=5), min_size=1, max_size=6))

@@ -138,7 +138,7 @@ def test_tokens_are_divided_where_the_text_is(messages, has_calls) -> None:
     tokens = TOKENS.findall(text)
     for token in tokens:
         if not follower.is_over:
-            follower.take(token.encode())
+            follower.read(token.encode())
     before = follower.data.decode()
     assert text.startswith(before)
     assert follower.num_inside <= follower.num_tokens <= len(tokens)

@@ -78,7 +78,7 @@ def read(
     pieces: list[ReplyPiece] = []
     text = ""
     for number, token in enumerate(tokens):
-        follower.take(token.encode())
+        follower.read(token.encode())
         text += token
         if number in cuts:
             pieces += reader.push(text, follower.answer_at)

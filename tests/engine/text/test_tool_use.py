@@ -115,7 +115,7 @@ def keeps(compiled: CompiledConstraint, text: bytes) -> bool:
     for byte in text:
         if byte not in growing.allowed():
             return False
-        growing.take(byte)
+        growing.accept(byte)
     return growing.may_end()
 
 

@@ -63,7 +63,7 @@ def engine_texts(source: str, texts: list[str]) -> set[str]:
             if not is_allowed(matcher.mask(), byte):
                 dead.add(text)
                 break
-            matcher.take(byte)
+            matcher.accept(byte)
         else:
             if matcher.may_end():
                 found.add(text)

@@ -67,7 +67,7 @@ class PlainConstrained:
             run += bytes(following)
         return run
 
-    def take(self, token: int) -> None:
+    def accept(self, token: int) -> None:
         assert token in self.allowed()
         self.ids = [*self.ids, token]
         self.sampled += [True] * len(self.tokenizer.token_bytes(token))

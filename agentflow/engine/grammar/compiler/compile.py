@@ -206,7 +206,7 @@ def _accepts_prefix(grammar: str, text: str, count: int) -> bool:
     for byte in text.encode():
         if not is_allowed(matcher.mask(), byte):
             return False
-        matcher.take(byte)
+        matcher.accept(byte)
     return True
 
 
@@ -388,7 +388,7 @@ def _write_texts(grammar: LlguidanceGrammar) -> None:
             else:  # the least frequent one so far, at places with the same allowed bytes
                 byte = min(allowed, key=lambda byte: (tried[here, byte], dice.random()))
             tried[here, byte] += 1
-            text.take(byte)
+            text.accept(byte)
             written.append(byte)
 
 

@@ -364,7 +364,7 @@ def test_f39e_a_schema_that_compiles_can_be_written(schema, seed):
         if not allowed:
             break
         marks = [byte for byte in allowed if byte in b'"{}[]:, ']
-        text.take(dice.choice(marks or allowed))
+        text.accept(dice.choice(marks or allowed))
     assert text.allowed() or text.may_end()
 
 
@@ -391,7 +391,7 @@ def test_formats_are_read_back(kind):
             digits = [byte for byte in allowed if byte in b"0123456789"]
             ends = b'"' if len(text) > 30 and ord('"') in allowed else allowed
             text.append(dice.choice(digits if digits and len(text) < 30 else [*ends]))
-            growing.take(text[-1])
+            growing.accept(text[-1])
         reader.validate_json(bytes(text))
 
 

@@ -93,7 +93,7 @@ def write(matcher: Matcher, dice: random.Random, num_tokens: int = 40) -> bytes:
             break
         marks = [token for token in allowed if TOKENIZER.token_bytes(token)[-1:] in b'"{}[]:, ']
         token = dice.choice(marks if marks and dice.random() < 0.5 else allowed)
-        matcher.take(token)
+        matcher.accept(token)
         written += TOKENIZER.token_bytes(token)
     return bytes(written)
 
