@@ -273,7 +273,7 @@ async def test_f37_a_fault_while_a_waiting_request_moves_ends_its_state_only(
             if num_texts == 20:  # one runs, and the others wait
                 stack.enter_context(failing_once(owner, name, 1))
                 for number in range(num_requests):
-                    client.place(Placed(number + 1, 1, 2, "throughput"))
+                    client.update_hint(UpdateHint(number + 1, 1, 2, "throughput"))
 
         async def run(number: int) -> None:
             prompt, origin = [5, 6, number + 10], Origin(state=number + 1, task_group=1)

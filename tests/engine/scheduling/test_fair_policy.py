@@ -927,8 +927,8 @@ def fault(*args, **kwargs):
         ("pause", TenantQueue, "wait_aside"),
         ("resume", Preempted, "add"),
         ("resume", TenantQueue, "_leave_aside"),
-        ("place", TenantQueue, "put_in"),
-        ("place", WaitingTree, "add"),
+        ("update_origin", TenantQueue, "put_in"),
+        ("update_origin", WaitingTree, "add"),
         ("admit", WaitingTree, "remove"),
         ("admit", TenantQueue, "take_out"),
         ("restore", Preempted, "add"),
@@ -955,8 +955,8 @@ def test_f37_a_fault_in_a_move_loses_no_request(monkeypatch, move, owner, name, 
                     policy.add(last)
                 case "pause" | "resume":
                     getattr(policy, move)("", 1)
-                case "place":
-                    policy.place(last, replace(last.origin, objective="throughput"))
+                case "update_origin":
+                    policy.update_origin(last, replace(last.origin, objective="throughput"))
                 case _:
                     getattr(policy, move)(last)
     for one in requests:
