@@ -1,4 +1,4 @@
-"""Products, rounding, 8-bit floats and the number of multiprocessors, also under Triton's interpreter.
+"""Products, rounding and 8-bit floats that are also correct under Triton's interpreter.
 
 The interpreter multiplies the bit patterns of bfloat16 as integers, and truncates instead of rounding, both
 without an error. 8-bit floats are e4m3 (Micikevicius et al. 2022, arXiv 2209.05433): a sign, 4 bits of
@@ -7,24 +7,11 @@ exponent and 3 of mantissa, up to 448, without infinity. Kernels load and store 
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
 IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-
-
-@functools.cache
-def num_processors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of a GPU. The CPU, on which only the interpreter runs, counts as
-    one."""
-    if device.type != "cuda":
-        return 1
-    num: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return num
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from agentflow.kernels.inputs import ChoiceRows
 from agentflow.kernels.sampling.no_choice import NO_TOKEN, NOT_FINITE
 from agentflow.kernels.sampling.sampler import Sampler
 from agentflow.kernels.sampling.token_weights import EXP2, LEAST_EXPONENT, WEIGHT_BITS, scale_factors
-from agentflow.kernels.triton_ops.interpreted import num_processors
+from agentflow.kernels.triton_ops.device_limits import num_processors
 from agentflow.kernels.uploads import upload
 
 TILE = 2048

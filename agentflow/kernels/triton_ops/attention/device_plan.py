@@ -22,7 +22,7 @@ from agentflow.kernels.triton_ops.attention.units import (
     joined_slots,
     make_units,
 )
-from agentflow.kernels.triton_ops.interpreted import num_processors
+from agentflow.kernels.triton_ops.device_limits import num_processors
 from agentflow.kernels.uploads import ALIGNMENT, upload
 
 

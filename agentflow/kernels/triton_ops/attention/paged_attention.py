@@ -19,6 +19,7 @@ from torch import Tensor
 
 from agentflow.kernels.triton_ops.attention.device_plan import DeviceUnits
 from agentflow.kernels.triton_ops.attention.units import UNIT_COLUMNS, block_rows
+from agentflow.kernels.triton_ops.device_limits import shared_bytes
 from agentflow.kernels.triton_ops.early_start import early_start, take_turn
 from agentflow.kernels.triton_ops.interpreted import dot, from_fp8, rounded
 
@@ -288,13 +289,4 @@ def _options(block_rows: int, block_dim: int, dtype: torch.dtype, device: torch.
         return {"BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 2}
     if block_rows == 16:  # limited by memory: several programs on a multiprocessor, with small blocks
         return {"BLOCK_KEYS": 32, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 3 if _shared_bytes(device) >= 120_000 else 2}
-
-
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    """Returns the bytes of shared memory that a program may have."""
-    if device.type != "cuda":
-        return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    return {"BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 3 if shared_bytes(device) >= 120_000 else 2}

@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from agentflow.kernels.inputs import Adapter, AdapterRows, LayerAdapter, LinearWeight, LowRank
+from agentflow.kernels.triton_ops.device_limits import num_processors
 from agentflow.kernels.triton_ops.early_start import early_start, take_turn
-from agentflow.kernels.triton_ops.interpreted import dot, num_processors, rounded
+from agentflow.kernels.triton_ops.interpreted import dot, rounded
 from agentflow.kernels.triton_ops.linear.row_blocks import RowBlocks, sorted_rows
 from agentflow.kernels.uploads import upload
 

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentflow.kernels.triton_ops.interpreted import num_processors, rounded
+from agentflow.kernels.triton_ops.device_limits import num_processors
+from agentflow.kernels.triton_ops.interpreted import rounded
 
 
 class Division(NamedTuple):
