@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.commands import is_rank, run_python
+from support.commands import run_python
 
 from agentflow.engine.models.tensor_parallel import rank_group
 from agentflow.engine.models.tensor_parallel.rank_group import LoadPart, RankGroup
@@ -46,12 +46,16 @@ def test_nothing_is_aborted_after_a_group_is_closed() -> None:
 def test_ranks_whose_thread_cannot_start_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[psutil.Process] = []
 
+    class StartedRank(rank_group._LocalRank):
+        def __init__(self, file: int) -> None:
+            super().__init__(file)
+            started.append(psutil.Process(self.process.pid))
+
     class NoThread(threading.Thread):
         def start(self) -> None:
-            children = psutil.Process().children()
-            started.extend([child for child in children if is_rank(child)])
             raise RuntimeError("can't start new thread")
 
+    monkeypatch.setattr(rank_group, "_LocalRank", StartedRank)
     monkeypatch.setattr(rank_group.threading, "Thread", NoThread)
     with pytest.raises(EngineFailed, match="thread"):
         RankGroup(2)
