@@ -47,7 +47,7 @@ def decimal_pattern(
     top = Endpoint(Decimal(10) ** whole_digits, is_open=True)
     low = max([_negated(top), *(lows or [])])
     high = _negated(max([_negated(limit) for limit in [top, *(highs or [])]]))
-    if (low, high) == (_negated(top), top):
+    if not lows and not highs:
         whole = "0" if whole_digits < 1 else f"(0|[1-9][0-9]{{0,{whole_digits - 1}}})"
         return f"^-?{whole}" + (rf"(\.[0-9]{{1,{places}}})?$" if places else "$")
     options = _sizes(max(low, Endpoint(Decimal(0))), high, places)

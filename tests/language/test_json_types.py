@@ -478,6 +478,24 @@ def test_f19b_decimals_keep_their_limits(limits, values):
             assert read(json.dumps(text)) == value
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"ge": -1000, "max_digits": 5, "decimal_places": 2},
+        {"gt": -1000, "lt": 1000, "max_digits": 5, "decimal_places": 2},
+        {"ge": -(10**16)},
+        {"le": 10**15},
+    ],
+    ids=str,
+)
+def test_f19b_zero_has_a_sign_only_without_limits(limits):
+    """Also if the number of digits is the stricter limit."""
+    for kind, has_sign in ((Annotated[Decimal, Field(**limits)], False), (Decimal, True)):
+        schema, _ = json_type(kind)
+        assert re.search(schema["pattern"], "-1")
+        assert bool(re.search(schema["pattern"], "-0")) == has_sign
+
+
 class Circle(BaseModel):
     form: str = "circle"
     radius: int

@@ -94,7 +94,9 @@ def number(
     finite."""
     if not all(math.isfinite(limit) for limit in (least, most, above, below) if limit is not None):
         return None
-    lows, highs = _endpoints(least, above), _endpoints(most, below)
+    # Zero may have a sign if no limit is stricter than the number of digits.
+    lows = [low for low in _endpoints(least, above) if low.value > -_TOP]
+    highs = [high for high in _endpoints(most, below) if high.value < _TOP]
     # A text close to an open limit must not be rounded to it.
     exact = [EXACT_DIGITS - len(str(int(abs(x)))) for x in (above, below) if x is not None]
     places = max(min([MOST_FRACTION, *exact]), 1)
@@ -103,6 +105,9 @@ def number(
     except ValueError:
         return None
     return parse_regex(pattern)
+
+
+_TOP = Decimal(10) ** MOST_DIGITS
 
 
 def _endpoints(closed: float | None, opened: float | None) -> list[Endpoint]:

@@ -381,7 +381,8 @@ class WaitingTree:
                 if len(joined) > 1:
                     self._join(node, joined)
                     heirs.update(dict.fromkeys(joined[:-1], joined[-1]))
-        # Each frontier keeps its place among equals. Old entries do so too: they may be valid again.
+        # Frontiers keep their places among equals. Old entries stay too, because they may be valid again,
+        # except those of nodes that are joined.
         for entries in (self._frontiers, self._blocked):
             entries[:] = [(*entry[:3], heirs.get(entry[3], entry[3])) for entry in entries]
 
