@@ -66,7 +66,7 @@ class Report:
     file: Path | None = None
     """The file for ``write``; None: nothing is written."""
     commit: str = field(default_factory=lambda: machine.commit())
-    """The measured commit. If ``file`` is tracked, the tree has a change as soon as it is written."""
+    """The measured commit, read before ``write`` changes a tracked file."""
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -314,7 +314,7 @@ def determinised(
     dfa = CharDfa([(), ()], [(), ()], [False, END in start])
     numbers: dict[frozenset[int], int] = {start: 1}
     waiting = [start]
-    for members in waiting:  # grows as it is read
+    for members in waiting:  # the loop appends to it
         pairs: list[tuple[int, frozenset[int]]] = []
         for member in members:
             if member == END:
@@ -350,7 +350,7 @@ def trimmed(dfa: CharDfa) -> CharDfa | None:
             sources[target].append(state)
     alive = [state for state, accepts in enumerate(dfa.accepting) if accepts]
     seen = set(alive)
-    for state in alive:  # grows as it is read
+    for state in alive:  # the loop appends to it
         new = [source for source in sources[state] if source not in seen]
         seen.update(new)
         alive.extend(dict.fromkeys(new))

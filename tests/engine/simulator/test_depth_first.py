@@ -18,10 +18,9 @@ def depth_first(num_slots: int, max_running: int) -> Scheduler:
     return Scheduler(num_slots=num_slots, max_context=num_slots, config=config, policies=SIMULATED_POLICIES)
 
 
-def test_depth_first_enters_the_heaviest_branch_and_stays_there():
-    prompts = [[1, 100], [2, 2, 101], [2, 2, 102], [2, 3, 103], [1, 104]]
-    scheduler = depth_first(num_slots=64, max_running=1)
-    runner = FakeRunner(num_slots=64, max_context=64)
+def run_all(scheduler: Scheduler, prompts: list[list[int]], num_slots: int) -> list[int]:
+    """Runs requests of one token each. Returns the indices of their prompts in the order of their ends."""
+    runner = FakeRunner(num_slots=num_slots, max_context=num_slots)
     for number, prompt in enumerate(prompts):
         scheduler.add(request_of(number, np.array(prompt, dtype=np.int32), 1, SamplingParams()))
     order = []
@@ -29,7 +28,12 @@ def test_depth_first_enters_the_heaviest_branch_and_stays_there():
         for result in scheduler.complete(run_batch(runner, batch)):
             order.append(result.request.id)
             scheduler.release(result.request)
-    assert order == [1, 2, 3, 0, 4]
+    return order
+
+
+def test_depth_first_enters_the_heaviest_branch_and_stays_there():
+    prompts = [[1, 100], [2, 2, 101], [2, 2, 102], [2, 3, 103], [1, 104]]
+    assert run_all(depth_first(num_slots=64, max_running=1), prompts, 64) == [1, 2, 3, 0, 4]
 
 
 def test_prompts_nested_thousands_deep_do_not_exhaust_the_stack():
@@ -54,16 +58,8 @@ def test_joined_edges_do_not_change_the_order(monkeypatch):
         numbers = random.Random(3)
         prompts = [[numbers.randrange(2) for _ in range(numbers.randint(1, 12))] + [9] for _ in range(80)]
         scheduler = depth_first(num_slots=512, max_running=2)
-        runner = FakeRunner(num_slots=512, max_context=512)
-        for number, prompt in enumerate(prompts):
-            scheduler.add(request_of(number, np.array(prompt, dtype=np.int32), 1, SamplingParams()))
-        order = []
-        while (batch := scheduler.schedule()) is not None:
-            for result in scheduler.complete(run_batch(runner, batch)):
-                order.append(result.request.id)
-                scheduler.release(result.request)
+        orders.append(run_all(scheduler, prompts, 512))
         scheduler.check_idle()
         assert not scheduler.waiting._num_waiting
-        orders.append(order)
     assert sorted(orders[0]) == [*range(80)]
     assert orders[0] == orders[1]

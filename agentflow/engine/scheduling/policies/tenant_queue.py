@@ -315,7 +315,7 @@ class TenantQueue:
         self._aside_of.setdefault(request.origin.program, {})[request.id] = request
 
     def move_aside(self, request: Request, origin: Origin) -> None:
-        """A request that waits aside has another place."""
+        """The origin of a request that waits aside changes."""
         self._leave_aside(request)
         request.origin = origin
         self.wait_aside(request)
