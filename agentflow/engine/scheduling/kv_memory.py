@@ -141,9 +141,9 @@ class KVMemory:
         """The request starts to run after its match, whose tokens count as computed. If it never ran before,
         records why the rest of its prompt is not cached."""
         row = request.req_row = self._free_rows.pop()
-        self.cache.write_slots(match, self.table.row_to_write(row, 0, match.num_tokens))
-        request.committed = match
+        request.committed = match  # first, so that ``detach`` unlocks it after a fault
         self._read(request, match)
+        self.cache.write_slots(match, self.table.row_to_write(row, 0, match.num_tokens))
         if not request.was_admitted:
             request.num_cached = min(match.num_tokens, request.num_prompt)
             request.miss_reason = self.why_missed(request, match)
@@ -238,23 +238,13 @@ class KVMemory:
         become free."""
         try:
             self.commit(request, request.num_computed)
+            if self._use_cache:
+                self._keep(request)
         except Exception:  # a request must be able to leave; its tokens are then computed again
             logger.exception("cannot cache the tokens of request %d", request.id)
         if request.tree is not None:
             self.release_nodes(request)
         assert request.committed is not None
-        if request.origin.kept_prefixes and self._use_cache:
-            self._mark_prefixes(request)
-        if request.origin.state and self._use_cache:
-            self.liveness.refresh(
-                request.origin.state,
-                request.committed,
-                num_computed=self.num_computed,
-                step=self.num_steps,
-                is_ahead=request.origin.is_ahead,
-                program=program_key(request),
-                priority=request.origin.priority,
-            )
         self.cache.unlock(request.committed)
         if self._alone is request:
             self._alone = None
@@ -268,6 +258,23 @@ class KVMemory:
         request.num_computed = request.num_nodes_computed = 0
         self._free_rows.append(request.req_row)
         request.req_row = -1
+
+    def _keep(self, request: Request) -> None:
+        """Keeps the request's cached tokens as long as its client and its state need them."""
+        assert request.committed is not None
+        origin = request.origin
+        if origin.kept_prefixes:
+            self._mark_prefixes(request)
+        if origin.state:
+            self.liveness.refresh(
+                origin.state,
+                request.committed,
+                num_computed=self.num_computed,
+                step=self.num_steps,
+                is_ahead=origin.is_ahead,
+                program=program_key(request),
+                priority=origin.priority,
+            )
 
     def _mark_prefixes(self, request: Request) -> None:
         """Keeps the prefixes that the client asked to keep, as far as the request has computed them."""

@@ -503,19 +503,20 @@ class Scheduler:
         available = self.memory.num_available
         request.num_computed = request.num_shared = match.num_tokens
         num_left = request.num_to_compute
-        fits = False
+        is_admitted = False
         try:
-            fits = self._fits(request, num_left, available)
-            if not fits:
+            if self._fits(request, num_left, available):
+                self.waiting.admit(request)
+                is_admitted = True
+            else:
                 cached = self.memory.cache.num_locked - num_locked
                 self._admissions().hold_back(request, available, cached)
         finally:
-            if not fits:
+            if not is_admitted:
                 request.num_computed = 0
                 self.memory.cache.unlock(match)
-        if not fits:
+        if not is_admitted:
             return False
-        self.waiting.admit(request)
         self.running[request.id] = request
         request.status = Status.RUNNING
         self.memory.attach(request, match)

@@ -929,6 +929,8 @@ def fault(*args, **kwargs):
         ("resume", TenantQueue, "_leave_aside"),
         ("update_origin", TenantQueue, "put_in"),
         ("update_origin", WaitingTree, "add"),
+        ("join a paused program", TenantQueue, "take_out"),
+        ("join a paused program", TenantQueue, "wait_aside"),
         ("admit", WaitingTree, "remove"),
         ("admit", TenantQueue, "take_out"),
         ("restore", Preempted, "add"),
@@ -957,6 +959,9 @@ def test_f37_a_fault_in_a_move_loses_no_request(monkeypatch, move, owner, name, 
                     getattr(policy, move)("", 1)
                 case "update_origin":
                     policy.update_origin(last, replace(last.origin, objective="throughput"))
+                case "join a paused program":
+                    policy.pause("", 2)
+                    policy.update_origin(last, replace(last.origin, program=2))
                 case _:
                     getattr(policy, move)(last)
     for one in requests:

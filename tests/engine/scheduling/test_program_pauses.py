@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -339,6 +340,77 @@ def test_a_request_that_leaves_a_paused_program_no_longer_waits_aside():
     assert admit_next(policy) is None
     policy.update_origin(made, made.origin.at(2, 0, "latency"))
     assert admit_next(policy) == 0
+
+
+@pytest.mark.parametrize("is_preempted", [True, False])
+def test_f37_a_request_that_joins_a_paused_program_waits_aside(is_preempted):
+    policy = FairLongestPrefix(lambda identity, run: 0, 64)
+    made = queued(0, program=1)
+    policy.add(made)
+    if is_preempted:
+        policy.admit(made)
+        policy.restore(made)
+    policy.pause("", 2)
+    policy.update_origin(made, made.origin.at(2, 0, "latency"))
+    assert admit_next(policy) is None
+    policy.resume("", 2)
+    assert admit_next(policy) == 0
+
+
+MOVES = ["add", "add", "pause", "resume", "admit", "restore", "remove", "hint", "hint"]
+
+
+@examples(100)
+@given(seed=st.integers(0, 2**32))
+def test_f37_requests_of_paused_programs_wait_aside_whatever_moves(seed):
+    chance = random.Random(seed)
+    policy = FairLongestPrefix(lambda identity, run: 0, 64)
+    waiting: list[Request] = []
+    running: list[Request] = []
+    paused: set[int] = set()
+    num_made = 0
+    for _ in range(60):
+        program, number = chance.randrange(3), chance.randrange(100)
+        match chance.choice(MOVES):
+            case "add":
+                waiting.append(queued(num_made, program=program, task_group=num_made % 3))
+                policy.add(waiting[-1])
+                num_made += 1
+            case "pause" if program:
+                paused.add(program)
+                policy.pause("", program)
+            case "resume":
+                paused.discard(program)
+                policy.resume("", program)
+            case "admit":
+                policy.start_step()
+                chosen = policy.next([], free)
+                if chosen is not None:
+                    waiting.remove(chosen)
+                    running.append(chosen)
+                    policy.admit(chosen)
+            case "restore" if running:
+                waiting.append(running.pop(number % len(running)))
+                policy.restore(waiting[-1])
+            case "remove" if waiting:
+                policy.remove(waiting.pop(number % len(waiting)))
+            case "hint" if waiting or running:
+                one = [*waiting, *running][number % (len(waiting) + len(running))]
+                policy.update_origin(one, one.origin.at(program, one.origin.task_group, "latency"))
+        ready = [one for one in waiting if one.origin.program not in paused]
+        assert {one.id for one in policy} == {one.id for one in waiting}
+        assert policy.num_waiting == len(waiting)
+        asked: list[Request] = []
+        policy.start_step()
+        policy.next([], lambda request, match, asked=asked: bool(asked.append(request)) or True)
+        assert all(one in ready for one in asked)
+        policy.start_step()
+        assert (policy.next([], free) is not None) == bool(ready)
+    for one in waiting:
+        policy.remove(one)
+    for one in running:
+        policy.finish(one)
+    assert ([*policy], policy.num_waiting, policy.num_tenants) == ([], 0, 0)
 
 
 @pytest.mark.parametrize("returns", ["resume", "arrive"])

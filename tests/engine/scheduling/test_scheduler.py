@@ -4,7 +4,12 @@ import pytest
 from support.engine.scheduler_harness import Harness, expected_output
 from support.faults import has_param
 
+from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.request import Status
+from agentflow.engine.scheduling.kv_memory import KVMemory
+from agentflow.engine.scheduling.liveness import Liveness
+from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
+from agentflow.engine.scheduling.scheduler import RequestFault, Scheduler
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.errors import BadArgument, PromptTooLong
 
@@ -126,3 +131,44 @@ def test_an_unknown_policy_is_rejected_with_the_known_ones():
     with pytest.raises(BadArgument, check=has_param("policy")) as caught:
         Harness(policy="best")
     assert all(name in str(caught.value) for name in SIMULATED_POLICIES)
+
+
+class Fault(Exception):
+    """Raised in place of a part of an admission or of a departure."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "is_kept"),
+    [
+        (FairLongestPrefix, "admit", False),
+        (RadixCache, "write_slots", False),
+        (Scheduler, "_fits", False),
+        (KVMemory, "_mark_prefixes", True),
+        (Liveness, "refresh", True),
+    ],
+)
+def test_f37_a_fault_where_a_request_starts_or_leaves_locks_no_tokens(monkeypatch, owner, name, is_kept):
+    """It fails to start, or it leaves with its whole result (``is_kept``)."""
+    harness = Harness(max_running=1)
+    harness.add(1, [1] * 20, 1)
+    harness.run()
+
+    def fault(*args, **kwargs):
+        raise Fault
+
+    last = harness.add(2, [1] * 20 + [2], 4, state=1, kept_prefixes=[(8, 60.0)])
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fault)
+        if is_kept:
+            harness.run()
+            assert harness.output(2) == expected_output([1] * 20 + [2], 4)
+        else:
+            with pytest.raises(RequestFault) as caught:
+                harness.step()
+            assert caught.value.requests == [last]
+            harness.scheduler.release(last)
+    harness.scheduler.check_idle()
+    harness.add(3, [1] * 20 + [3], 4)
+    harness.run()
+    assert harness.output(3) == expected_output([1] * 20 + [3], 4)
+    harness.scheduler.check_idle()

@@ -92,9 +92,10 @@ class FairLongestPrefix(Policy):
 
     def update_origin(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
         tenant = self._tenants.get(request.tenant)
-        if tenant is not None and request.id in tenant.aside:
+        is_paused = (request.tenant, origin.program) in self._paused
+        if tenant is not None and (request.id in tenant.aside or (is_paused and request in tenant)):
             tenant.move_aside(request, origin)
-            if not self._is_paused(request):
+            if not is_paused:
                 self._bring_back(tenant, [request])
             return
         if tenant is None or request.id not in tenant.arrivals.waiting:

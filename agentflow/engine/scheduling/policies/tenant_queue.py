@@ -225,6 +225,9 @@ class TenantQueue:
 
     def _leave_line(self, request: Request) -> None:
         self.take_out(request)
+        self._forget_arrival(request)
+
+    def _forget_arrival(self, request: Request) -> None:
         self.arrivals.remove(request)
         for times in (self._deadlines, self._patience_ends):
             if times.heaps:
@@ -315,10 +318,18 @@ class TenantQueue:
         self._aside_of.setdefault(request.origin.program, {})[request.id] = request
 
     def move_aside(self, request: Request, origin: Origin) -> None:
-        """The origin of a request that waits aside changes."""
-        self._leave_aside(request)
+        """A request that waits, aside or not, waits aside from now on, and its origin changes."""
+        self._chosen = self._found = None
+        is_in_line = request.id in self.arrivals.waiting
+        if request.id in self.aside:
+            self._leave_aside(request)
+        elif is_in_line:
+            self.take_out(request)
         request.origin = origin
         self.wait_aside(request)
+        self.preempted.pop(request.id, None)
+        if is_in_line:
+            self._forget_arrival(request)
 
     def _leave_aside(self, request: Request) -> None:
         del self.aside[request.id]
