@@ -54,7 +54,7 @@ export interface Link {
   done(state: State): Promise<void>;
 }
 
-interface TurnPlace {
+interface TurnPosition {
   readonly openRole?: string;
   /** The turn ends with the next reply, because the program did not open it itself. */
   readonly closesWithReply?: boolean;
@@ -73,7 +73,7 @@ export class State {
   readonly model: string | undefined;
   readonly #link: Link;
   readonly #transcript: Transcript;
-  #place: TurnPlace = {};
+  #position: TurnPosition = {};
   #numBranches = 0;
   #numGens = 0;
   #error: AgentflowError | undefined;
@@ -86,7 +86,7 @@ export class State {
     number: number,
     path: readonly number[],
     model: string | undefined,
-    place: unknown = {},
+    position: unknown = {},
     transcript: unknown = new Transcript(),
   ) {
     this.#link = link;
@@ -94,7 +94,7 @@ export class State {
     this.number = number;
     this.path = path;
     this.model = model;
-    this.#place = place as TurnPlace;
+    this.#position = position as TurnPosition;
     link.addState(this);
   }
 
@@ -157,42 +157,42 @@ export class State {
       }
     }
     flush();
-    if (this.#place.openRole === undefined) this.#place = { ...this.#place, hasText: true };
+    if (this.#position.openRole === undefined) this.#position = { ...this.#position, hasText: true };
     return this;
   }
 
   /** Appends an image, in a turn of the user or of a tool. A text is an `https:` URL. */
   image(source: Image | string): this {
-    const role = this.#place.openRole;
+    const role = this.#position.openRole;
     checkImages(role);
     const image = typeof source === "string" ? imageAt(source) : source;
     this.#send({ op: "image", state: this.number, source: image.source }, [image]);
     this.#transcript.add(image);
-    if (role === undefined) this.#place = { ...this.#place, hasText: true };
+    if (role === undefined) this.#position = { ...this.#position, hasText: true };
     return this;
   }
 
   /** Opens a turn; `end` closes it. */
   begin(role: BeginOp["role"], call: { id?: string; name?: string } = {}): this {
-    if (this.#place.openRole !== undefined) {
-      throw new BadArgument(`a ${role} turn cannot stand inside another turn: the ${this.#place.openRole} turn is open`);
+    if (this.#position.openRole !== undefined) {
+      throw new BadArgument(`a ${role} turn cannot stand inside another turn: the ${this.#position.openRole} turn is open`);
     }
     const op: BeginOp = { op: "begin", state: this.number, role };
     if (call.id !== undefined) op.tool_call_id = call.id;
     if (call.name !== undefined) op.name = call.name;
     this.#send(op);
     this.#transcript.add({ begin: op });
-    this.#place = { openRole: role };
+    this.#position = { openRole: role };
     return this;
   }
 
   /** Closes the open turn. */
   end(): this {
-    const role = this.#place.openRole;
+    const role = this.#position.openRole;
     if (role === undefined) throw new BadArgument("there is no open turn to end");
     this.#send({ op: "end", state: this.number });
     this.#transcript.add({ end: true });
-    this.#place = { lastRole: role };
+    this.#position = { lastRole: role };
     return this;
   }
 
@@ -205,7 +205,7 @@ export class State {
     const images = parts.flatMap(([, files]) => files);
     this.#send({ op: "converse", state: this.number, conversation }, images);
     this.#transcript.add({ messages }, { begin: { op: "begin", state: this.number, role: "assistant" } });
-    this.#place = { openRole: "assistant", closesWithReply: true };
+    this.#position = { openRole: "assistant", closesWithReply: true };
     return this;
   }
 
@@ -233,7 +233,7 @@ export class State {
     if (fields.params.seed == null) this.#link.addPlace(variable, this.#seedPlace());
     this.#transcript.add(options.reply ? { replyOf: variable } : variable);
     this.#numGens++;
-    if (makesTurn || (options.reply && this.#place.closesWithReply)) this.end();
+    if (makesTurn || (options.reply && this.#position.closesWithReply)) this.end();
     return variable;
   }
 
@@ -303,7 +303,7 @@ export class State {
     this.#send(op);
     return children.map((number) => {
       const path = [...this.path, this.#numBranches++];
-      if (!content) return new State(this.#link, number, path, model, this.#place, new Transcript(this.#transcript));
+      if (!content) return new State(this.#link, number, path, model, this.#position, new Transcript(this.#transcript));
       return new State(this.#link, number, path, model).#repeat(content);
     });
   }
@@ -437,7 +437,7 @@ export class State {
 
   /** Opens the assistant's turn for a gen or select that stands outside of the turns. Whether it did. */
   #beginTurn(what: string, isReply: boolean): boolean {
-    const { openRole, lastRole, hasText } = this.#place;
+    const { openRole, lastRole, hasText } = this.#position;
     if (openRole !== undefined) {
       if (isReply && openRole !== "assistant") {
         throw new BadArgument(`${what}: the ${openRole} turn is open: end it first`);
