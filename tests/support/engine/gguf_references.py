@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
+from gguf import dequantize
+from numpy.typing import NDArray
 
 from agentflow.engine.store.gguf.file import find_gguf, open_gguf
 from agentflow.engine.text.tokenizer_files import read_tokenizer
@@ -25,6 +28,7 @@ def transformers_model(folder: Path, **options: Any) -> transformers.PreTrainedM
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "GGUFReader", _reader)
         patch.setattr(gguf, "get_tensor_name_map", _tensor_name_map)
+        patch.setattr(gguf, "dequantize", _dequantize)
         model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
@@ -51,6 +55,14 @@ class _Reader(gguf.GGUFReader):
         else:
             end += length * np.dtype(self.gguf_scalar_to_np[gguf.GGUFValueType(kind)]).itemsize
         return end - int(orig_offs), [], [], [gguf.GGUFValueType.ARRAY]
+
+
+def _dequantize(data: NDArray[Any], kind: gguf.GGMLQuantizationType) -> NDArray[Any]:
+    """As ``gguf.dequantize``, which takes 16 rows at a time, with longer rows; and not of a ``memmap``, whose
+    slices are slow."""
+    *rows, width = data.shape
+    joined = math.gcd(math.prod(rows), 8)
+    return dequantize(np.asarray(data).reshape(-1, joined * width), kind).reshape(*rows, -1)
 
 
 # transformers reads the file twice, and makes this map again for each module.
