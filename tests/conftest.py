@@ -128,11 +128,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the imported modules from garbage collections, which many tests run, and lets torch's loggers
-    propagate."""
+    """Makes imported modules faster, excludes them from garbage collections, which many tests run, and lets
+    torch's loggers propagate."""
+    from support.quick_torch import quicken_seeds
     from support.quick_triton import quicken_triton
 
     quicken_triton()
+    quicken_seeds()
     # pytest adds and removes its handlers at each logger that propagates to none, six times a test.
     for name in logging.root.manager.loggerDict:
         if name.partition(".")[0] == "torch":

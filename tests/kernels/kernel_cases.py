@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -135,7 +135,7 @@ def shapes(draw: st.DrawFn, max_requests: int = 7) -> list[Shape]:
 
 
 def make_case(
-    shapes: list[Shape],
+    shapes: Sequence[Shape],
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -149,7 +149,7 @@ def make_case(
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     num_slots = sum(s.cached + s.query_len for s in shapes) + 50
-    free = list(range(num_slots) if consecutive else rng.permutation(num_slots))
+    free = np.arange(num_slots) if consecutive else rng.permutation(num_slots)
     num_columns = max(s.cached + s.query_len for s in shapes) + 5
     req_to_token = np.full((len(shapes) + 3, num_columns), FOREIGN, dtype=np.int32)
     req_rows = rng.permutation(len(shapes) + 3)[: len(shapes)]
@@ -158,7 +158,7 @@ def make_case(
         end = shape.cached + shape.query_len
         if shape.parent >= 0:
             req_to_token[row, : shape.shared] = req_to_token[req_rows[shape.parent], : shape.shared]
-        own = [free.pop(0) for _ in range(end - shape.shared)]
+        own, free = np.split(free, [end - shape.shared])
         req_to_token[row, shape.shared : end] = own
         kv_layer[own] = torch.randn(len(own), 2, num_kv_heads, head_dim).to(dtype)
     query_lens = np.array([s.query_len for s in shapes])

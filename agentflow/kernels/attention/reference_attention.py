@@ -27,7 +27,7 @@ class ReferenceAttention(AttentionBackend):
         out = torch.empty_like(q)
         for row, (slots, last) in enumerate(_seen(plan)):
             first = max(0, last + 1 - rule.window) if rule.window else 0
-            out[row] = _attend_row(q[row], kv_layer[slots[first:]], rule, sinks)
+            out[row] = _attend_row(q[row], kv_layer[torch.from_numpy(slots[first:])], rule, sinks)
         return out.flatten(1)
 
     def attend_segments(self, q: Tensor, kv: Tensor, starts: IntArray, first: int, scale: float) -> Tensor:
@@ -39,15 +39,15 @@ class ReferenceAttention(AttentionBackend):
         return out.flatten(1)
 
 
-def _seen(batch: AttentionBatch) -> list[tuple[list[int], int]]:
+def _seen(batch: AttentionBatch) -> list[tuple[IntArray, int]]:
     """Returns for each row the slots to which it attends without a window, in the order of their positions,
     and its own position."""
-    seen = []
+    seen: list[tuple[IntArray, int]] = []
     both_ways = [False] * len(batch.req_rows) if batch.both_ways is None else batch.both_ways.tolist()
     for req_row, query_len, kv_len, sees_all in zip(
         batch.req_rows, batch.query_lens.tolist(), batch.kv_lens.tolist(), both_ways, strict=True
     ):
-        slots = batch.req_to_token[req_row, :kv_len].tolist()
+        slots = batch.req_to_token[req_row, :kv_len].astype(np.int64)
         for position in range(kv_len - query_len, kv_len):
             seen.append((slots if sees_all else slots[: position + 1], position))
     if (trees := batch.trees) is not None:
@@ -55,9 +55,10 @@ def _seen(batch: AttentionBatch) -> list[tuple[list[int], int]]:
         for req_row, prefix_len, num_rows in zip(
             trees.req_rows, trees.prefix_lens.tolist(), trees.query_lens.tolist(), strict=True
         ):
-            prefix = batch.req_to_token[req_row, :prefix_len].tolist()
+            prefix = batch.req_to_token[req_row, :prefix_len]
             for _ in range(num_rows):
-                slots = prefix + trees.paths[row, : trees.path_lens[row]].tolist()
+                path = trees.paths[row, : trees.path_lens[row]]
+                slots = np.concatenate((prefix, path), dtype=np.int64)
                 seen.append((slots, len(slots) - 1))
                 row += 1
     return seen
