@@ -348,13 +348,16 @@ def _checked(grammar: str, kind: str, count: int) -> str:
 
 def _refuse_what_the_library_does(grammar: str, kind: str, count: int) -> None:
     vocabulary = _byte_vocabulary()
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(
-        grammar, vocabulary.ll_tokenizer, limits=parser_limits(count)
-    )
-    if is_error or messages:
-        raise BadArgument(f"{kind}: {_explained(messages[0])}")
     try:
         compiled = LlguidanceGrammar(grammar, vocabulary, count)
+    except RequestRefused as error:
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(
+            grammar, vocabulary.ll_tokenizer, limits=parser_limits(count)
+        )
+        raise BadArgument(f"{kind}: {_explained(messages[0]) if is_error else error}") from None
+    if warnings := compiled.fresh.get_grammar_warnings():
+        raise BadArgument(f"{kind}: {_explained(warnings[0])}")
+    try:
         text = compiled.matcher()
         can_begin = text.mask().any()
         text.forced()

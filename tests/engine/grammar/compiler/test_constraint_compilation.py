@@ -469,6 +469,10 @@ def test_grammars_in_both_notations():
             "grammar: the grammar cannot be used: fuel",
         ),
         ('start: ""', "grammar: no text but the empty one"),
+        (
+            'start: %json {"not": {}, "x-guidance": {"lenient": true}}',
+            'grammar: unsupported keywords: "not": check these in the program',
+        ),
     ],
 )
 def test_a_grammar_that_cannot_be_kept_is_refused(grammar, words):
