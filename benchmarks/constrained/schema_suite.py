@@ -101,8 +101,9 @@ def run_suite(draft: str, instances: int) -> list[Row]:
 
 
 def _try_schema(row: Row, name: str, source: str, validator: Any, instances: int) -> None:
+    policies = _POLICIES[: max(1, instances)]
     try:
-        forms = [compile_constraint(Constraint("schema", source, whitespace=policy)) for policy in _POLICIES]
+        forms = [compile_constraint(Constraint("schema", source, whitespace=policy)) for policy in policies]
     except BadArgument as error:
         row.refused += 1
         row.reasons[name] = str(error)
@@ -113,7 +114,7 @@ def _try_schema(row: Row, name: str, source: str, validator: Any, instances: int
         row.grammars += 1
     chance = random.Random(source)
     for n in range(instances):
-        text = walk(text_under(forms[n % 3]), chance, _PREFIXES[n % len(_PREFIXES)])
+        text = walk(text_under(forms[n % len(forms)]), chance, _PREFIXES[n % len(_PREFIXES)])
         if text is None:
             row.unfinished += 1
             continue
