@@ -35,6 +35,9 @@ Schema = dict[str, Any]
 SchemaPath = tuple[str, ...]
 """The keys that lead to a part of a schema."""
 
+_HOLD_SCHEMAS: Final = frozenset([*HOLD_A_SCHEMA, *HOLD_A_LIST, *HOLD_NAMED])
+"""Most schemas have none of these keywords."""
+
 ANY_VALUE: Final = "agentflow:any-value"
 """The definition's name and absolute URI: no ``$id`` around a reference changes its target."""
 
@@ -60,6 +63,8 @@ def define_any_value(root: Schema, subschemas: Iterable[Schema]) -> None:
 
 
 def _replace_true(schema: Schema) -> None:
+    if _HOLD_SCHEMAS.isdisjoint(schema):
+        return
     for key in HOLD_A_SCHEMA:
         if schema.get(key) is True:
             schema[key] = {"$ref": ANY_VALUE}
@@ -285,27 +290,33 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def subschemas_with_paths(
-    schema: Any, path: SchemaPath = (), depth: int = 0
-) -> Iterator[tuple[SchemaPath, Schema]]:
+def subschemas_with_paths(schema: Any, path: SchemaPath = ()) -> Iterator[tuple[SchemaPath, Schema]]:
     """Yields the schema, which is at ``path``, and all schemas inside it, each with its path. Raises
     ``BadArgument`` if they nest too deep."""
-    if not isinstance(schema, dict):
-        return
-    if depth > MOST_DEPTH:
-        raise BadArgument(f"schema: nests deeper than {MOST_DEPTH}")
-    yield path, schema
+    pending: list[tuple[Any, SchemaPath, int]] = [(schema, path, 0)]
+    while pending:
+        schema, path, depth = pending.pop()
+        if not isinstance(schema, dict):
+            continue
+        if depth > MOST_DEPTH:
+            raise BadArgument(f"schema: nests deeper than {MOST_DEPTH}")
+        yield path, schema
+        if not _HOLD_SCHEMAS.isdisjoint(schema):
+            pending += reversed([(one, (*path, *keys), depth + 1) for keys, one in _inner_schemas(schema)])
+
+
+def _inner_schemas(schema: Schema) -> Iterator[tuple[SchemaPath, Any]]:
     for key in HOLD_A_SCHEMA:
-        if (one := schema.get(key)) is not None:
-            yield from subschemas_with_paths(one, (*path, key), depth + 1)
+        if key in schema:
+            yield (key,), schema[key]
     for key in HOLD_A_LIST:
         if isinstance(listed := schema.get(key), list):
             for number, one in enumerate(listed):
-                yield from subschemas_with_paths(one, (*path, key, str(number)), depth + 1)
+                yield (key, str(number)), one
     for key in HOLD_NAMED:
         if isinstance(named := schema.get(key), dict):
             for name, one in named.items():
-                yield from subschemas_with_paths(one, (*path, key, name), depth + 1)
+                yield (key, name), one
 
 
 def _applies_in_place(schema: Schema) -> bool:
