@@ -5,6 +5,7 @@ import json
 import random
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -85,9 +86,8 @@ def write(matcher: Matcher, dice: random.Random, num_tokens: int = 40) -> bytes:
     """Writes tokens that are allowed. Fails if no token may follow a text that is not complete."""
     written = bytearray()
     for _ in range(num_tokens):
-        allowed = [
-            token for token in range(TOKENIZER.vocab_size) if matcher.mask()[token >> 5] >> (token & 31) & 1
-        ]
+        bits = np.unpackbits(matcher.mask().view(np.uint8), count=TOKENIZER.vocab_size, bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
         if not allowed:
             assert matcher.may_end(), bytes(written)
             break
