@@ -6,29 +6,31 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.engine import pull_in_child
 from support.engine.pull_in_child import TINY, Narrator
 from support.faults import has_param
+from support.process_template import start_python
 
 from agentflow.engine.store import model_store
 from agentflow.engine.store.model_store import ModelSource, Silent, pull_model, pull_source, resolve_model
 from agentflow.engine.store.pip_download import Report
 from agentflow.errors import PullFailed, UnknownModel
 
-CHILD = [sys.executable, pull_in_child.__file__]
+
+def _start_child(*options: str, **streams: Any) -> subprocess.Popen[str]:
+    return start_python(pull_in_child.__file__, *options, text=True, **streams)
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty store in which ``tiny`` is a known model."""
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     monkeypatch.setattr(model_store, "KNOWN_MODELS", {"tiny": TINY})
     return tmp_path / "cache" / "models"
 
@@ -71,11 +73,10 @@ def test_a_pull_killed_at_any_event_leaves_no_model_and_the_next_pull_cleans_up(
     pull_source(replace(TINY, name="mini"), narrator)
     assert [event for event in narrator.events if "/" not in event] == ["download", "verify", "store"]
     for number in range(len(narrator.events)):
-        child = subprocess.run(
-            [*CHILD, f"--kill-at={number}"], stdout=subprocess.PIPE, text=True, check=False
-        )
+        child = _start_child(f"--kill-at={number}", stdout=subprocess.PIPE)
+        output, _ = child.communicate()
         assert child.returncode == -signal.SIGKILL
-        assert child.stdout.split() == narrator.events[: number + 1]
+        assert output.split() == narrator.events[: number + 1]
         assert not (store / "tiny").exists()
         with pytest.raises(UnknownModel, match="agentflow pull tiny"):
             resolve_model("tiny")
@@ -102,10 +103,10 @@ def test_an_exception_at_any_event_leaves_nothing(store: Path) -> None:
 
 
 def test_two_pulls_at_once_do_the_work_once(store: Path) -> None:
-    first = subprocess.Popen([*CHILD, "--pause"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    first = _start_child("--pause", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert first.stdout is not None
     assert first.stdout.readline() == "download\n"  # holds the lock, and waits for our line
-    second = subprocess.Popen(CHILD, stdout=subprocess.PIPE, text=True)
+    second = _start_child(stdout=subprocess.PIPE)
     assert second.stdout is not None
     assert second.stdout.readline() == "waiting\n"
     first_output, _ = first.communicate("go on\n")
@@ -117,10 +118,10 @@ def test_two_pulls_at_once_do_the_work_once(store: Path) -> None:
 
 
 def test_the_second_of_two_pulls_takes_over_from_a_first_that_dies(store: Path) -> None:
-    first = subprocess.Popen([*CHILD, "--pause"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    first = _start_child("--pause", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert first.stdout is not None
     assert first.stdout.readline() == "download\n"
-    second = subprocess.Popen(CHILD, stdout=subprocess.PIPE, text=True)
+    second = _start_child(stdout=subprocess.PIPE)
     assert second.stdout is not None
     assert second.stdout.readline() == "waiting\n"
     first.kill()
@@ -148,7 +149,7 @@ def test_a_signal_ends_pip_too_and_leaves_nothing(
     pip = tmp_path / "pip"
     pip.write_text(f"#!/bin/sh\necho $$ > {started}\nread line < {never}\n")
     pip.chmod(0o755)
-    child = subprocess.Popen([*CHILD, f"--pip={pip}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = _start_child(f"--pip={pip}", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     pid = int(started.read_text())  # opens when the other end does: pip runs now
     child.send_signal(number)
     assert child.wait() == status

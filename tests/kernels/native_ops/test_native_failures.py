@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from support.commands import run_python
 
 WITHOUT_THREADS = ["WARNING", "0", "2", "True"]
 """Fewer threads do the work, with a warning. The others are there as soon as the system allows them."""
@@ -15,12 +14,6 @@ NO_MEMORY_FOR_A_FORWARD = ["MemoryError", "True"]
 
 
 def test_the_kernels_work_on_after_the_system_refused_threads_and_memory() -> None:
-    child = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("failing_kernels.py"))],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    child = run_python(Path(__file__).with_name("failing_kernels.py"))
     assert child.returncode == 0, child.stderr
     assert child.stdout.split() == WITHOUT_THREADS + NO_MEMORY_IN_A_LOOP + NO_MEMORY_FOR_A_FORWARD

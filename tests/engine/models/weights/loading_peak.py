@@ -7,6 +7,7 @@ end, and the weights'.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import traceback
@@ -17,6 +18,8 @@ import torch
 from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.weights.loader import WeightFormat, load_model
 from agentflow.kernels.platforms import kernels_for
+
+M_MMAP_THRESHOLD = -3
 
 
 def memory_bytes(name: str) -> int:
@@ -56,5 +59,10 @@ def fork(kernels: str, name: str, path: str) -> None:
 
 
 if __name__ == "__main__":
+    # Else the allocator keeps tens of megabytes of freed tensors, more or less by chance, or has memory that
+    # imports have freed.
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    libc.malloc_trim(0)
     for line in sys.stdin:
         fork(*line.rstrip("\n").split(" ", 2))

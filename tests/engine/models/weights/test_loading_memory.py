@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.engine.gguf_models import write_gguf
+from support.process_template import start_python
 
 from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.forward.decoder import Decoder
@@ -72,14 +71,8 @@ LoadingPeak = Callable[[str, Path, str], tuple[int, int, int]]
 @pytest.fixture(scope="module")
 def loading_peak() -> Iterator[LoadingPeak]:
     """What ``loading_peak.py`` prints of loading a model with kernels of a name, to a type."""
-    with subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("loading_peak.py"))],
-        # Else the allocator keeps tens of megabytes of freed tensors, more or less by chance.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    program, pipe = Path(__file__).with_name("loading_peak.py"), subprocess.PIPE
+    with start_python(program, stdin=pipe, stdout=pipe, text=True) as process:
 
         def measure(kernels: str, path: Path, dtype: str) -> tuple[int, int, int]:
             assert process.stdin is not None
