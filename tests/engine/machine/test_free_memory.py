@@ -15,7 +15,13 @@ from support.engine.cgroups import write_membership
 from support.faults import has_param
 
 from agentflow.engine.machine import resources
-from agentflow.engine.machine.resources import FreeMemory, free_host_bytes, free_memory, gpu_number
+from agentflow.engine.machine.resources import (
+    FreeMemory,
+    free_cuda_bytes,
+    free_host_bytes,
+    free_memory,
+    gpu_number,
+)
 from agentflow.errors import BadArgument, EngineFailed
 
 AVAILABLE = 10_000
@@ -121,8 +127,13 @@ def test_the_device_follows_from_the_free_memory() -> None:
     assert [beside.is_on_gpu(device) for device in (None, "cpu", "cuda")] == [True, False, True]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_torch_finds_no_memory_without_a_gpu() -> None:
+    assert free_cuda_bytes() is None
+
+
+@pytest.mark.full  # make test shows the process with a fake torch, and torch in the process of the test
 @pytest.mark.anyio
-@pytest.mark.trio_in_full
 async def test_gpu_memory_is_queried_in_a_separate_process_if_a_model_may_run_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -142,6 +153,11 @@ class cuda:
     def mem_get_info():
         {}
 """
+WITHOUT_GPU = """
+class cuda:
+    def is_available():
+        return False
+"""
 
 
 @pytest.mark.anyio
@@ -152,6 +168,7 @@ class cuda:
         (TORCH.format("return 5_000, 7_000"), ["cpu", "cuda"], 5_000),
         (TORCH.format("return 5_000, 7_000"), ["cpu", None], 5_000),
         (TORCH.format("return 5_000, 7_000"), ["cpu", "cpu"], None),
+        (WITHOUT_GPU, [None], None),
         ("raise ModuleNotFoundError('no torch')", [None], None),
     ],
 )
@@ -172,6 +189,7 @@ async def test_torchs_free_memory_of_a_gpu_is_used(
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 async def test_the_memory_of_each_gpu_that_models_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -195,6 +213,7 @@ async def test_the_memory_of_each_gpu_that_models_name(
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 async def test_a_gpu_that_does_not_answer_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

