@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.engine.random_model import write_random_model
 from support.process_template import start_command
 
 from agentflow.cli.operating.serve import pull_missing
@@ -67,15 +68,14 @@ def running(*options: str, **environment: str) -> Iterator[subprocess.Popen[str]
             process.kill()
 
 
-@pytest.mark.model
-@pytest.mark.usefixtures("model_folder")
 def test_the_browser_opens_the_page_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     opened = tmp_path / "opened"
     os.mkfifo(opened)
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
     browser.chmod(0o755)
-    with running("--kv-tokens", "2000", BROWSER=f"{browser} %s") as process:
+    model = write_random_model(tmp_path / "model")
+    with running("--model", f"tiny={model}", "--kv-tokens", "200", BROWSER=f"{browser} %s") as process:
         page = opened.read_text().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/ui/", page)
         with urllib.request.urlopen(page, timeout=30) as response:

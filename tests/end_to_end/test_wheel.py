@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from build import ProjectBuilder
+
 ROOT = Path(__file__).parents[2]
 PAGE = "agentflow/server/ui/static/"
 
@@ -40,6 +42,10 @@ async def main():
         print(error)
 
 anyio.run(main)
+
+from importlib import metadata
+print(*[one.name for one in metadata.distributions()])
+print(*[one.value for one in metadata.entry_points(group="pytest11")])
 """
 
 
@@ -69,8 +75,7 @@ def test_a_bare_install_is_the_frontend(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist", ROOT)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    wheel = ProjectBuilder(ROOT).build("wheel", tmp_path / "dist")
     with zipfile.ZipFile(wheel) as files:
         packed = {name.removeprefix(PAGE) for name in files.namelist() if name.startswith(PAGE)}
         [about] = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
@@ -85,16 +90,13 @@ def test_a_bare_install_is_the_frontend(tmp_path):
     for one in needed(requirements).values():
         for name in {file.parts[0] for file in one.files} - {"..", "__pycache__"}:
             (packages / name).symlink_to(one.locate_file(name))
-    greeting, advice = run(python, "-c", PROBE).splitlines()
+    greeting, advice, installed, plugins = run(python, "-c", PROBE).splitlines()
     assert greeting == "hi there"
     assert "agentflow-lm[engine]" in advice
-    names = "import importlib.metadata as m; print(*[one.name for one in m.distributions()])"
-    installed = run(python, "-c", names)
     assert "agentflow-lm" in installed
     assert "torch" not in installed
     report = json.loads(run(python, "-m", "agentflow", "doctor", "--json", "--port", "0"))
     torch = next(check for check in report["checks"] if check["name"] == "torch")
     assert (report["ready"], torch["status"]) == (True, "warning")
-    plugin = "import importlib.metadata as m; print(*[p.value for p in m.entry_points(group='pytest11')])"
-    assert "pytest_agentflow" in run(python, "-c", plugin).split()
+    assert "pytest_agentflow" in plugins.split()
     assert (packages / "pytest_agentflow.py").is_file()

@@ -32,8 +32,8 @@ FLOAT32 = (
     "test_large_trees",
     "test_many_rows_use_experts",
 )
-REPEATED = ("embeddings_are_given",)
-"""These have the products of whole models."""
+REPEATED = ("embeddings_are_given", "test_tokens_are_those_of_the_logits")
+"""These have the products of whole models, which others have, too."""
 
 
 @pytest.fixture(scope="module")
