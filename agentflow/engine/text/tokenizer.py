@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -546,7 +545,7 @@ def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
 
 def _load(spec: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+        return tokenizers.Tokenizer.from_str(msgspec.json.encode(spec).decode())
     except BaseException as error:
         # The library raises bare Exception, and BaseException if it panics.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -570,7 +569,7 @@ def _variant(
         dict(token, special=not is_open and token["content"] in (closed_to_content or ())) for token in added
     ]
     empty = {**spec, "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
-    variant = tokenizers.Tokenizer.from_str(json.dumps(empty))
+    variant = tokenizers.Tokenizer.from_str(msgspec.json.encode(empty).decode())
     variant.model = base.model
     variant.add_tokens([tokenizers.AddedToken(**{k: v for k, v in t.items() if k != "id"}) for t in tokens])
     variant.encode_special_tokens = not is_open
