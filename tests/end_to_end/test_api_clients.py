@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.model
 MODEL = {"model": "smollm2-135m"}
 QUESTION = "What do plants need?"
 NUM_TOKENS = 16
+APIS = (CHAT, RESPONSES, MESSAGES)
 PLANT = {
     "type": "object",
     "properties": {"kind": {"enum": ["oak", "rose", "grass"]}, "count": {"type": "integer", "maximum": 99}},
@@ -31,28 +33,34 @@ def server(model_url: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def in_session(model_url: str) -> str:
-    """The answer that a session receives."""
+def answers(server: Any, model_url: str) -> dict[Any, Any]:
+    """The answer that a session receives, by "session", and the responses with an answer, by the API and
+    whether it is a stream. All ask at the same time: a step of the model is for all of them."""
 
-    async def main() -> str:
+    async def in_session() -> str:
         async with af.session(model_url) as flow, flow.state() as s:
             s += af.user(QUESTION) + af.assistant(af.gen("answer", max_tokens=NUM_TOKENS))
             return await s["answer"]
 
-    return anyio.run(main)
+    def ask_api(api: Api, stream: bool) -> Any:
+        body = api.body(QUESTION, max_tokens=NUM_TOKENS, temperature=0, extra=MODEL)
+        return post(server, api, {**body, "stream": stream})
+
+    with ThreadPoolExecutor() as pool:
+        asked = {(api, stream): pool.submit(ask_api, api, stream) for api in APIS for stream in (False, True)}
+        answer = anyio.run(in_session)
+    return {"session": answer} | {key: response.result() for key, response in asked.items()}
 
 
-@pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES], ids=lambda api: api.name)
-def test_an_answer_is_that_of_a_session(server: Any, in_session: str, api: Api) -> None:
-    body = api.body(QUESTION, max_tokens=NUM_TOKENS, temperature=0, extra=MODEL)
-    whole = api.whole(post(server, api, body).json())
-    stream = post(server, api, {**body, "stream": True}).text
-    assert whole.text == api.streamed(stream).text == in_session
-    assert len(in_session) > 20
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
+def test_an_answer_is_that_of_a_session(answers: dict[Any, Any], api: Api) -> None:
+    stream = answers[api, True].text
+    assert api.whole(answers[api, False].json()).text == api.streamed(stream).text == answers["session"]
+    assert len(answers["session"]) > 20
     assert len(list(events(stream))) > 10  # an event for each step, not one for all of it
 
 
-@pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES], ids=lambda api: api.name)
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
 def test_a_loop_of_calls_is_found_in_the_cache(server: Any, api: Api) -> None:
     history: list[Any] = [{"role": "user", "content": f"Plant two oaks in my garden, please, {api.name}."}]
     tools = [{"name": "plant", "description": "Plants something in the garden.", "parameters": PLANT}]
