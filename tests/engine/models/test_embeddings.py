@@ -178,9 +178,14 @@ async def test_the_folder_may_name_a_shorter_length(tmp_path: Path, kind: str) -
         assert client.info.max_context == 20
 
 
-async def test_runs_in_a_process_of_its_own_in_bfloat16(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "own_process",
+    # It imports transformers, for seconds; test_embedding_process has embeddings of a process.
+    [False, pytest.param(True, marks=pytest.mark.full)],
+)
+async def test_computes_in_bfloat16(tmp_path: Path, own_process: bool) -> None:
     folder = write_embedding_model(tmp_path, "bert", pooling="mean_tokens")
-    async with embedding_engine(folder, own_process=True, dtype="bfloat16") as client:
+    async with embedding_engine(folder, own_process=own_process, dtype="bfloat16") as client:
         found = await embed(client, PROMPTS)
     expected = expected_embeddings(folder, PROMPTS, "mean_tokens")
     assert (found * expected).sum(axis=1).min() > 0.99
