@@ -9,7 +9,7 @@ import anyio
 import numpy as np
 import pytest
 from support.chat_template_shapes import CHATML
-from support.engine.family_models import saved_model
+from support.engine.family_models import save_model
 from support.engine.random_model import write_random_model
 from support.faults import has_param
 from support.server.http_clients import only_asyncio
@@ -49,7 +49,7 @@ async def answers(client: EngineClient) -> list[list[int]]:
 
 
 def write_family(name: str, folder: Path) -> None:
-    saved_model(name, folder, max_position_embeddings=1024)
+    save_model(name, folder, max_position_embeddings=1024)
     write_folder(folder, byte_level(("<s>", "</s>"), vocab_size=300), {"eos_token": "</s>"}, CHATML)
 
 

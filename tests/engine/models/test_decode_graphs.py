@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.engine.family_models import saved_model
+from support.engine.family_models import save_model
 from torch import Tensor
 
 from agentflow.engine.models.config import DecoderConfig
@@ -182,7 +182,7 @@ def test_graphs_of_other_families(
     """With windows that texts outgrow between replays, parts of heads that rotate, learned positions, and
     experts of which each step chooses others."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    saved_model(name, tmp_path, **two_layers)
+    save_model(name, tmp_path, **two_layers)
     config = read_config(tmp_path)
     weights = WeightFormat(torch.float32)
     models = [

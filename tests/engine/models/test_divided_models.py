@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from support.engine.family_models import IN_BLOCKS, saved_model
+from support.engine.family_models import IN_BLOCKS, save_model
 from support.engine.gguf_models import write_gguf
 from support.engine.rank_peer import Peer, matrix, numbers, running_peer
 from support.engine.runner_driver import Driver
@@ -72,7 +72,7 @@ def greedy(runner: ModelRunner, num_tokens: int = 80) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_processes_generate_the_same_tokens_as_one(name: str, peer: Peer, tmp_path: Path) -> None:
-    saved_model(name, tmp_path, **FAMILIES[name])
+    save_model(name, tmp_path, **FAMILIES[name])
     alone = TorchRunner(tmp_path, num_slots=1000, device="cpu", dtype="float32")
     divided = peer.load(tmp_path)
     assert greedy(divided) == greedy(alone)
@@ -86,7 +86,7 @@ def test_gloo_gives_the_same_tokens(
     kernels: str, peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inside of the native forward pass, and between the kernels of torch."""
-    saved_model("gemma3", tmp_path, **EVEN)
+    save_model("gemma3", tmp_path, **EVEN)
     alone = greedy(TorchRunner(tmp_path, num_slots=1000, device="cpu", dtype="float32"), 30)
     monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)  # the peer has the native ones
     assert greedy(peer.load(tmp_path, "gloo"), 30) == alone
@@ -96,7 +96,7 @@ def test_gloo_gives_the_same_tokens(
 def test_blocks_of_a_file_are_divided(kind: str, peer: Peer, tmp_path: Path) -> None:
     """The file stores the rows of queries and keys in pairs."""
     model = tmp_path / "model"
-    saved_model("llama", model, **(IN_BLOCKS | {"intermediate_size": 128}))
+    save_model("llama", model, **(IN_BLOCKS | {"intermediate_size": 128}))
     write_gguf(model, tmp_path / "model.gguf", kind)
     found = []
     for runner in (
@@ -117,14 +117,14 @@ def test_blocks_of_a_file_are_divided(kind: str, peer: Peer, tmp_path: Path) -> 
 def test_ranks_round_to_the_same_blocks(quantize: str, peer: Peer, tmp_path: Path) -> None:
     """In float32, products with blocks are exact but for the order of sums. The heads of a rank are whole
     panels; others would have 8 bits."""
-    saved_model("llama", tmp_path, **(IN_BLOCKS | {"intermediate_size": 128, "head_dim": 32}))
+    save_model("llama", tmp_path, **(IN_BLOCKS | {"intermediate_size": 128, "head_dim": 32}))
     alone = TorchRunner(tmp_path, num_slots=1000, device="cpu", dtype="float32", quantize=quantize)
     assert greedy(peer.load(tmp_path, quantize=quantize), 50) == greedy(alone, 50)
 
 
 def test_all_results_of_sampling_are_the_same(peer: Peer, tmp_path: Path) -> None:
     """Draws, masks, edits, likeliest and scored tokens, more rows than one part of logits."""
-    saved_model("qwen3", tmp_path, **EVEN)
+    save_model("qwen3", tmp_path, **EVEN)
     made = np.random.default_rng(1)
     prompt = made.integers(10, 320, 250).tolist()
     num = 200
@@ -176,7 +176,7 @@ def test_sums_and_gathers(collective: str, dtype: str, peer: Peer) -> None:
 
 
 def test_a_rank_that_dies_is_a_fault_and_no_rank_is_left(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path, **EVEN)
+    save_model("llama", tmp_path, **EVEN)
     runner = TensorParallelRunner(tmp_path, 2, num_slots=100, device="cpu", dtype="float32")
     (process,) = map(psutil.Process, runner.pids)
     driver = Driver(runner)
@@ -207,7 +207,7 @@ def test_a_rank_that_dies_is_a_fault_and_no_rank_is_left(tmp_path: Path) -> None
 def test_models_that_are_not_divided_are_refused_before_a_process_starts(
     name: str, changed: dict[str, Any], size: int, tmp_path: Path
 ) -> None:
-    saved_model(name, tmp_path, **changed)
+    save_model(name, tmp_path, **changed)
     before = psutil.Process().children()
     with pytest.raises(BadArgument) as refused:
         TensorParallelRunner(tmp_path, size, num_slots=100, device="cpu", dtype="float32")

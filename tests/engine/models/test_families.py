@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.engine.device import DEVICE
-from support.engine.family_models import COMPOSED, MODELS, OTHERS, SIZES, saved_model
+from support.engine.family_models import COMPOSED, MODELS, OTHERS, SIZES, save_model, saved_model
 from support.engine.runner_driver import Driver
 from support.faults import has_param
 
@@ -135,7 +135,7 @@ def test_models_that_cannot_be_paged(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["missing", "misshapen"])
 def test_weights_that_transformers_would_make_up_are_rejected(change: str, tmp_path: Path) -> None:
-    saved_model("arcee", tmp_path)
+    save_model("arcee", tmp_path)
     file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(file)
     del tensors[name]
@@ -145,7 +145,7 @@ def test_weights_that_transformers_would_make_up_are_rejected(change: str, tmp_p
 
 
 def test_a_context_of_transformers_that_no_model_has(tmp_path: Path) -> None:
-    saved_model("arcee", tmp_path)
+    save_model("arcee", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": -128}))
     with pytest.raises(BadModelFolder, check=has_param("max_position_embeddings")):
@@ -153,7 +153,7 @@ def test_a_context_of_transformers_that_no_model_has(tmp_path: Path) -> None:
 
 
 def test_a_model_of_transformers_is_not_quantised(tmp_path: Path) -> None:
-    saved_model("arcee", tmp_path)
+    save_model("arcee", tmp_path)
     with pytest.raises(BadArgument, check=has_param("quantize")):
         TorchRunner(tmp_path, num_slots=4, device="cpu", quantize="int8")
 
@@ -162,7 +162,7 @@ def test_a_model_of_transformers_is_not_quantised(tmp_path: Path) -> None:
 def test_a_model_of_transformers_or_with_latents_keeps_the_type_of_its_kv(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved_model(family, tmp_path)
+    save_model(family, tmp_path)
     monkeypatch.setattr(TorchLinear, "has_fp8", lambda self, device: True)
     monkeypatch.setenv("AGENTFLOW_KERNELS", "torch")
     with pytest.raises(BadArgument, check=has_param("kv_dtype")):
@@ -170,7 +170,7 @@ def test_a_model_of_transformers_or_with_latents_keeps_the_type_of_its_kv(
 
 
 def test_code_of_a_model_folder_never_runs(tmp_path: Path) -> None:
-    saved_model("arcee", tmp_path)
+    save_model("arcee", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
@@ -311,7 +311,7 @@ def test_weights_stored_in_another_type(stored: torch.dtype, tmp_path: Path) -> 
 
 
 def test_a_chunk_that_ends_before_the_prompt_gives_no_token(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path)
+    save_model("llama", tmp_path)
     driver = Driver(TorchRunner(tmp_path, num_slots=100, device=DEVICE, dtype="bfloat16"))
     sequence = driver.add(range(10, 40))
     output = driver.step([(sequence, 12)])

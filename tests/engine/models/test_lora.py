@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.adapters import merged_logits, write_adapter, write_plain_adapter
 from support.engine.device import DEVICE
-from support.engine.family_models import IN_BLOCKS, saved_model
+from support.engine.family_models import IN_BLOCKS, save_model
 from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver, Walker
 from support.engine.vision_models import saved_vision_model
@@ -147,7 +147,7 @@ def test_every_token_is_as_likely_as_with_merged_weights(
         pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
     if DEVICE == "cpu":
         monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
-    saved_model(name, tmp_path / "model")
+    save_model(name, tmp_path / "model")
     adapters = [
         write_adapter(tmp_path / "model", tmp_path / f"adapter{i}", seed=i, **one)
         for i, one in enumerate(ADAPTERS[name])
@@ -159,7 +159,7 @@ def test_every_token_is_as_likely_as_with_merged_weights(
 def test_an_adapter_on_quantised_weights(kind: str, quantize: str, tmp_path: Path) -> None:
     """Against PEFT on the dequantised weights. Where rows are rounded, too, errors are compared with those of
     bfloat16: their size differs between random models."""
-    saved_model("llama_tied", tmp_path / "model", **IN_BLOCKS)
+    save_model("llama_tied", tmp_path / "model", **IN_BLOCKS)
     round_weights(tmp_path / "model", kind)
     write_gguf(tmp_path / "model", gguf := tmp_path / "model.gguf", kind)
     adapters = [
@@ -175,7 +175,7 @@ def test_an_adapter_on_quantised_weights(kind: str, quantize: str, tmp_path: Pat
 
 
 def test_an_adapter_is_the_same_under_any_path_and_another_with_other_weights(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "model")
+    save_model("llama", tmp_path / "model")
     folders = [
         write_adapter(tmp_path / "model", tmp_path / str(i), seed=i // 2, target_modules=["q_proj"])
         for i in range(4)
@@ -191,7 +191,7 @@ def test_an_adapter_is_the_same_under_any_path_and_another_with_other_weights(tm
 
 
 def test_a_dropped_adapter_is_freed_after_a_batch_was_prepared_with_it(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "model")
+    save_model("llama", tmp_path / "model")
     folder = write_adapter(tmp_path / "model", tmp_path / "adapter", seed=0, target_modules=ALL)
     runner = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")
     info = load(runner, folder)
@@ -219,7 +219,7 @@ def with_header(header: bytes) -> bytes:
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
     folder = tmp_path_factory.mktemp("llama")
-    saved_model("llama", folder)
+    save_model("llama", folder)
     return TorchRunner(folder, num_slots=400, device=DEVICE, dtype="float32")
 
 
@@ -340,7 +340,7 @@ def test_an_adapter_has_the_tensor_names_of_any_release_of_a_model_with_vision(
 
 
 def test_a_model_that_runs_through_transformers_has_no_adapters(tmp_path: Path) -> None:
-    saved_model("arcee", tmp_path / "model")
+    save_model("arcee", tmp_path / "model")
     runner = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")
     with pytest.raises(BadArgument, check=has_param("model")):
         load(runner, write_plain_adapter(tmp_path / "adapter", GOOD))

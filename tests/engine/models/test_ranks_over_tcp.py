@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.models.test_divided_models import EVEN, greedy
-from support.engine.family_models import saved_model
+from support.engine.family_models import save_model
 from support.process_template import start_python
 
 from agentflow.engine.models.tensor_parallel.rank_group import RANK_MODULE, RankGroup
@@ -51,7 +51,7 @@ def threads() -> Iterator[None]:
 
 
 def test_the_tokens_are_those_of_one_process_until_the_rank_is_lost(tmp_path: Path) -> None:
-    saved_model("qwen3", tmp_path, **EVEN)
+    save_model("qwen3", tmp_path, **EVEN)
     options = {"num_slots": 1000, "device": "cpu", "dtype": "float32"}
     expected = greedy(TorchRunner(tmp_path, **options), 60)
     with remote_rank() as (connection, process):
@@ -67,7 +67,7 @@ def test_the_tokens_are_those_of_one_process_until_the_rank_is_lost(tmp_path: Pa
 
 
 def test_a_rank_ends_with_the_group_that_cannot_use_it(tmp_path: Path) -> None:
-    saved_model("qwen3", tmp_path, **EVEN)
+    save_model("qwen3", tmp_path, **EVEN)
     with remote_rank() as (connection, process):
         group = RankGroup(3, [connection, connection.dup()], HERE)
         with pytest.raises(BadArgument):  # 4 heads are not divided by 3

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.cgroups import write_membership
-from support.engine.family_models import saved_model
+from support.engine.family_models import save_model
 
 from agentflow.engine.machine.resources import usable_cpus
 from agentflow.engine.models import torch_runner
@@ -117,7 +117,7 @@ def test_at_least_one_cpu_is_usable() -> None:
 def test_an_engine_has_no_more_threads_than_the_quota_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved_model("llama", tmp_path)
+    save_model("llama", tmp_path)
     before = torch.get_num_threads()
     try:
         for torch_has, quota, asked_for, expected in ((3, 1, None, 1), (2, 64, None, 2), (2, 1, 3, 3)):

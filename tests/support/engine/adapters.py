@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -11,19 +12,26 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+_MADE: dict[Path, Any] = {}
+"""Adapted models by the folders of their latest adapters, until they are merged."""
+
 
 def write_adapter(model: Path, folder: Path, *, seed: int = 0, **settings: Any) -> Path:
     """Saves an adapter of the model with random ``A`` and ``B``. ``settings``: of ``LoraConfig``."""
     from peft import LoraConfig, get_peft_model  # takes seconds, and most tests need plain adapters only
 
-    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    base = copy.deepcopy(_base(model))
     adapted = get_peft_model(base, LoraConfig(**({"r": 4, "lora_alpha": 8} | settings)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    adapted.create_or_update_model_card = lambda folder: None  # a page from a template, for the hub
     adapted.save_pretrained(folder)
+    if len(_MADE) >= 4:
+        _MADE.clear()
+    _MADE[folder] = adapted
     return folder
 
 
@@ -36,12 +44,15 @@ def merged_logits(model: Path, adapter: Path | None, token_ids: list[int]) -> to
 
 @functools.lru_cache(maxsize=4)  # the adapters of one test
 def _merged(model: Path, adapter: Path | None) -> Any:
-    from peft import PeftModel
+    if adapter is None:
+        return _base(model)
+    return _MADE.pop(adapter).merge_and_unload().eval()
 
-    base = transformers.AutoModelForCausalLM.from_pretrained(model)
-    if adapter is not None:
-        base = PeftModel.from_pretrained(base, adapter).merge_and_unload()
-    return base.eval()
+
+@functools.lru_cache(maxsize=1)
+def _base(model: Path) -> Any:
+    """The model, whose files no longer change."""
+    return transformers.AutoModelForCausalLM.from_pretrained(model).eval()
 
 
 def write_plain_adapter(

@@ -263,6 +263,17 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 def saved_model(name: str, folder: Path, **changed: Any) -> transformers.PreTrainedModel:
     """A model with random weights, biases and norms, saved to ``folder``. ``changed``: in its config. Skips
     the test if the installed transformers lacks the architecture."""
+    made, is_shared = _written(name, folder, changed)
+    return copy.deepcopy(made.model) if is_shared else made.model
+
+
+def save_model(name: str, folder: Path, **changed: Any) -> None:
+    """Saves the model of ``saved_model``, without a copy of it."""
+    _written(name, folder, changed)
+
+
+def _written(name: str, folder: Path, changed: dict[str, Any]) -> tuple[_Made, bool]:
+    """The model, written to ``folder``, and whether other tests have the same object."""
     kind, own = (MODELS | COMPOSED | OTHERS)[name]
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
@@ -272,7 +283,7 @@ def saved_model(name: str, folder: Path, **changed: Any) -> transformers.PreTrai
     for file, content in made.files.items():
         (folder / file).write_bytes(content)
     torch.set_rng_state(made.rng_state)  # what a test draws does not depend on the tests before it
-    return made.model if is_large else copy.deepcopy(made.model)
+    return made, not is_large
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from support.engine.family_models import saved_model
+from support.engine.family_models import save_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -175,7 +175,7 @@ def counted() -> Iterator[CopiedBytes]:
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_no_rank_reads_the_whole_model(name: str, tmp_path: Path) -> None:
-    saved_model(name, tmp_path, hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
+    save_model(name, tmp_path, hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
     config, kernels = read_config(tmp_path), kernels_for(torch.device("cpu"))
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         sizes = {key: file.get_tensor(key).nbytes for key in file.keys()}  # noqa: SIM118

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.engine.device import DEVICE
-from support.engine.family_models import IN_BLOCKS, YARN, saved_model
+from support.engine.family_models import IN_BLOCKS, YARN
+from support.engine.family_models import save_model as save_family
 from support.engine.gguf_models import round_weights, write_gguf
 from support.engine.runner_driver import Driver
 
@@ -81,7 +82,7 @@ EXACT = ("llama", "mixtral", "gemma2", "gpt2", "gpt_oss", "deepseek_v2", "phi3",
 
 
 def save_model(name: str, folder: Path) -> None:
-    saved_model(name, folder, **(IN_BLOCKS | CHANGED[name]))
+    save_family(name, folder, **(IN_BLOCKS | CHANGED[name]))
 
 
 def logprobs(
@@ -196,7 +197,7 @@ def test_the_kernels_for_gpus_multiply_quantised_weights(
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "MXFP4", "F16"])
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_f42k_the_weights_take_what_was_estimated(name: str, kind: str, tmp_path: Path) -> None:
-    saved_model(name, tmp_path, **(IN_BLOCKS | {"vocab_size": 8192}))
+    save_family(name, tmp_path, **(IN_BLOCKS | {"vocab_size": 8192}))
     write_gguf(tmp_path, file := tmp_path / "model.gguf", kind)
     need = memory_need("", file, "auto", None)
     _, runner = logprobs(file, "auto")
@@ -212,7 +213,7 @@ def test_the_weights_take_what_was_estimated_on_a_gpu(
     """The outputs of these small matrices are padded."""
     pytest.importorskip("triton", reason="triton is for x86-64 and Linux")
     monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
-    saved_model("llama_tied", tmp_path, **(IN_BLOCKS | {"vocab_size": 8192}))
+    save_family("llama_tied", tmp_path, **(IN_BLOCKS | {"vocab_size": 8192}))
     write_gguf(tmp_path, file := tmp_path / "model.gguf", kind)
     need = memory_need("", file, "auto", None, on_gpu=True)
     runner = TorchRunner(file, num_slots=200, device=DEVICE)
@@ -235,7 +236,7 @@ def test_f42g_quantising_a_part_warns_once(
 ) -> None:
     """Rows of 80 weights are no whole blocks; a file's routers are not quantised."""
     if part == "width":
-        saved_model("llama", path := tmp_path, **(IN_BLOCKS | {"intermediate_size": 80}))
+        save_family("llama", path := tmp_path, **(IN_BLOCKS | {"intermediate_size": 80}))
     else:
         save_model("gpt_oss", tmp_path)
         write_gguf(tmp_path, path := tmp_path / "model.gguf", "Q8_0")
@@ -246,7 +247,7 @@ def test_f42g_quantising_a_part_warns_once(
 
 
 def test_f42g_quantising_widths_without_blocks_is_refused(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path, hidden_size=48, intermediate_size=80)
+    save_family("llama", tmp_path, hidden_size=48, intermediate_size=80)
     with pytest.raises(BadArgument) as caught:
         logprobs(tmp_path, "bfloat16", "int8")
     assert caught.value.param == "quantize"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import run_python
-from support.engine.family_models import saved_model
+from support.engine.family_models import save_model
 from support.engine.gguf_models import write_gguf
 
 from agentflow.kernels.native_library import NoNativeKernels
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of which nearly all is the embedding."""
     made = tmp_path_factory.mktemp("large")
     sizes = {"vocab_size": 40_000, "hidden_size": 1024, "intermediate_size": 256, "num_hidden_layers": 1}
-    saved_model("llama_tied", made, **sizes, num_attention_heads=4)
+    save_model("llama_tied", made, **sizes, num_attention_heads=4)
     return made
 
 
