@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,9 +67,15 @@ class Case:
             encoding.run(encoding.num_slices)
 
 
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Returns the case of a model, which is made once."""
+    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
+
+
 @pytest.fixture(scope="module", params=VISION_MODELS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(request.param, tmp_path_factory.mktemp(request.param))
+def case(request: pytest.FixtureRequest, case_of: Callable[[str], Case]) -> Case:
+    return case_of(request.param)
 
 
 def computed(driver: Driver, walkers: Sequence[Walker], max_chunk: int) -> list[list[float]]:
@@ -154,11 +161,12 @@ def test_generated_tokens(case: Case) -> None:
 @pytest.mark.parametrize(
     ("name", "of_frame", "at_end"), [("llava_next_video", 9, 0), ("llava_onevision", 16, 1)]
 )
-def test_videos(name: str, of_frame: int, at_end: int, num_frames: int, tmp_path: Path) -> None:
+def test_videos(
+    name: str, of_frame: int, at_end: int, num_frames: int, case_of: Callable[[str], Case]
+) -> None:
     """Two videos of different lengths and an image between them."""
-    case = Case(name, tmp_path)
     check_videos(
-        case, [read_frames(of_frame * num_frames + at_end, num_frames, seed) for seed in (1, 2)], 200
+        case_of(name), [read_frames(of_frame * num_frames + at_end, num_frames, seed) for seed in (1, 2)], 200
     )
 
 
@@ -174,18 +182,17 @@ def check_videos(case: Case, videos: Sequence[Any], max_chunk: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "patch"), [("qwen2_5_vl", 14), ("qwen3_vl", 16)])
-def test_videos_with_times(name: str, patch: int, tmp_path: Path) -> None:
-    case = Case(name, tmp_path)
+def test_videos_with_times(name: str, patch: int, case_of: Callable[[str], Case]) -> None:
     videos = [read_qwen_frames(patch, is_divided=name == "qwen3_vl", seed=seed) for seed in (1, 2)]
-    check_videos(case, videos, 40)
+    check_videos(case_of(name), videos, 40)
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
-def test_text_after_a_clip_of_more_times_than_rows(is_divided: bool, tmp_path: Path) -> None:
+def test_text_after_a_clip_of_more_times_than_rows(is_divided: bool, case_of: Callable[[str], Case]) -> None:
     """transformers 5.23 lets text continue after the rows and columns of a clip, at positions that its later
     frames have, too. It gets the positions of the authors' code, which continue after all frames."""
     name, patch = ("qwen3_vl", 16) if is_divided else ("qwen2_5_vl", 14)
-    case = Case(name, tmp_path)
+    case = case_of(name)
     videos = [read_qwen_frames(patch, is_divided=is_divided, seed=seed, num_times=9) for seed in (1, 2)]
     prompt = prompt_of(videos)
     case.encode(prompt)
@@ -200,14 +207,15 @@ def features(case: Case, medium: PreparedMedium, cuts: Sequence[int], slice_flop
     """Encoded in slices of these numbers, over and over."""
     media = case.runner.media
     assert media is not None
-    media.slice_flops = slice_flops
-    encoding = case.runner.encode_medium(medium)
-    total, done = encoding.num_slices, 0
-    assert total > 3
-    assert encoding.flops_per_slice > 0
-    while encoding.num_slices:
-        encoding.run(cuts[done % len(cuts)])
-        done += 1
+    with pytest.MonkeyPatch.context() as patch:  # other tests have slices of the usual size
+        patch.setattr(media, "slice_flops", slice_flops)
+        encoding = case.runner.encode_medium(medium)
+        total, done = encoding.num_slices, 0
+        assert total > 3
+        assert encoding.flops_per_slice > 0
+        while encoding.num_slices:
+            encoding.run(cuts[done % len(cuts)])
+            done += 1
     found = media._features[medium.identity]
     case.runner.drop_medium(medium.identity)
     return torch.cat([found.rows, *([] if found.deep is None else found.deep)])
