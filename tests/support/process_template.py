@@ -22,6 +22,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,7 @@ _IMPORTED = (
         "agentflow.cli.main",
         "agentflow.server.serve",
         "agentflow.server.models.open_models",
+        "agentflow.backends.remote",
         "agentflow.engine.grammar.compiler.compile",
         "anyio._backends._asyncio",
         "anyio._backends._trio",
@@ -227,9 +229,14 @@ def main() -> None:
     gc.disable()  # imports leave little garbage
     for name in _IMPORTED[int(sys.argv[2])]:
         importlib.import_module(name)
+    if cli := sys.modules.get("agentflow.cli.main"):
+        cli._commands()  # which imports them
     gc.collect()
     gc.freeze()
     gc.enable()
+    # Torch deletes each of its libraries of operators at exit, which takes longer than a fork.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     _fork_when_asked(connection)
 
 
