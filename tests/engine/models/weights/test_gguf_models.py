@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.engine.runner_driver import Driver
 
 from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.runner import RunnerInfo
 from agentflow.errors import BadArgument, BadModelFolder
 
 LONGROPE = {
@@ -142,9 +144,21 @@ def test_f42j_relatives_of_deepseek_v2_are_refused(tmp_path: Path) -> None:
     assert caught.value.param == "deepseek2.expert_gating_func"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+@dataclass(frozen=True)
+class In8Bits:
+    """A model's folder, its file in 8 bits, what the file computes, and the same with dense weights in
+    bfloat16."""
+
+    folder: Path
+    file: Path
+    exact: NDArray[np.float32]
+    rounded: NDArray[np.float32]
+    dense: RunnerInfo
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
         "llama_tied",
         "llama_biased",
         "qwen3_moe",
@@ -157,23 +171,28 @@ def test_f42j_relatives_of_deepseek_v2_are_refused(tmp_path: Path) -> None:
         "phi",
     ],
 )
-@pytest.mark.parametrize("source", ["gguf", "safetensors"])
-def test_quantised_weights_are_multiplied_as_they_are(name: str, source: str, tmp_path: Path) -> None:
-    """Errors are compared with those of bfloat16: their size differs between random models."""
-    save_model(name, tmp_path)
-    write_gguf(tmp_path, file := tmp_path / "model.gguf", "Q8_0")
+def in_8_bits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> In8Bits:
+    save_model(request.param, folder := tmp_path_factory.mktemp(request.param))
+    write_gguf(folder, file := folder / "model.gguf", "Q8_0")
     exact, _ = logprobs(file)
-    rounded, dense = logprobs(file, "bfloat16")
+    rounded, runner = logprobs(file, "bfloat16")
+    return In8Bits(folder, file, exact, rounded, runner.info)
+
+
+@pytest.mark.parametrize("source", ["gguf", "safetensors"])
+def test_quantised_weights_are_multiplied_as_they_are(in_8_bits: In8Bits, source: str) -> None:
+    """Errors are compared with those of bfloat16: their size differs between random models."""
     if source == "gguf":
-        found, kept = logprobs(file, "auto")
+        found, kept = logprobs(in_8_bits.file, "auto")
     else:
-        found, kept = logprobs(tmp_path, "bfloat16", "int8")
-    assert np.abs(found - exact).mean() < 3 * np.abs(rounded - exact).mean()
-    assert kept.info.weight_bytes < 0.6 * dense.info.weight_bytes
+        found, kept = logprobs(in_8_bits.folder, "bfloat16", "int8")
+    exact, dense = in_8_bits.exact, in_8_bits.dense
+    assert np.abs(found - exact).mean() < 3 * np.abs(in_8_bits.rounded - exact).mean()
+    assert kept.info.weight_bytes < 0.6 * dense.weight_bytes
     assert "8-bit" in kept.info.weights
     assert "Q8_0" in kept.info.weights
     assert ("as in its file" in kept.info.weights) == (source == "gguf")
-    assert dense.info.weights == "bfloat16 weights"
+    assert dense.weights == "bfloat16 weights"
 
 
 @pytest.mark.gpu
