@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -249,9 +249,10 @@ def _lark_of_pattern(pattern: str) -> str:
     return f"start: /{pattern}/\n{ALL_TOKENS_ALLOWED}"
 
 
+@lru_cache(maxsize=1)  # a grammar needs it twice, and a schema of many patterns takes long
 def _read_schema(source: str) -> Schema:
-    """Returns the explicit schema. Raises ``BadArgument``, with the path, for keywords that cannot be
-    enforced."""
+    """Returns the explicit schema, which callers do not change. Raises ``BadArgument``, with the path, for
+    keywords that cannot be enforced."""
     schema = parse_schema(source)
     check_schema(schema)
     check_kept(schema)
