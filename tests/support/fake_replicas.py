@@ -12,6 +12,7 @@ import anyio
 import msgspec
 from anyio.lowlevel import checkpoint
 from support.fake_engine import TOKENIZER
+from support.holds import until
 from support.plain_model import runner
 from support.process_engine import Ticks
 
@@ -160,8 +161,7 @@ class Replicas:
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Waits for a condition while no time passes for the deadlines."""
-        while not is_so():
-            await checkpoint()
+        await until(is_so)
 
     def become_automatic(self) -> None:
         self.is_automatic = True

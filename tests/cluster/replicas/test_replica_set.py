@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import anyio
 import pytest
 import torch
-from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from support import holds
 from support.engine.adapters import write_plain_adapter
 from support.examples import examples
 from support.fake_replicas import Died, Replicas
@@ -414,9 +414,11 @@ async def test_an_adapter_is_loaded_by_replicas_that_are_restarting_too(two, tmp
     folder = write_plain_adapter(tmp_path / "one", {"q_proj.lora_A": torch.ones(4, 8)})
 
     async def until(is_so) -> None:
-        while not is_so():
+        def is_so_when_awake() -> bool:
             replicas.become_automatic()  # the thread that reads adapters does not wake a fake engine
-            await checkpoint()
+            return is_so()
+
+        await holds.until(is_so_when_awake)
 
     async def lose(number: int) -> None:
         replicas.fails_to_start = {number}
