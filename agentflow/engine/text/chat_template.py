@@ -26,6 +26,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from agentflow.engine.store.gguf.file import reading_once
 from agentflow.engine.text.channels import has_channels
 from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.engine.text.tokenizer_files import (
@@ -283,6 +284,7 @@ class ChatTemplate:
         return made
 
     @classmethod
+    @reading_once()
     def from_folder(cls, folder: Path, file: str | None = None) -> ChatTemplate:
         """Reads the folder's default chat template, if any, or the one in ``file``. Raises ``BadModelFolder``
         or ``BadArgument``."""

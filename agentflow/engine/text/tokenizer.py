@@ -26,6 +26,7 @@ from typing import Any, Literal
 import msgspec
 import tokenizers
 
+from agentflow.engine.store.gguf.file import reading_once
 from agentflow.engine.text.channels import CHANNEL_TOKENS, has_channels
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.reasoning import reasoning_marks
@@ -241,6 +242,7 @@ class Tokenizer:
         self.prefix_ids: tuple[int, ...] = tuple(probe.ids[:first_text])
 
     @classmethod
+    @reading_once()
     def from_folder(
         cls, folder: Path, *, template: ChatTemplate | None = None, embeds: bool = False
     ) -> Tokenizer:
