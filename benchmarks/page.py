@@ -186,6 +186,14 @@ HEADLINES = [
     ("quantized.single_vs_llamacpp", "one stream of the same 4-bit file, tokens/s, against llama.cpp"),
     ("quantized.batch32_vs_llamacpp", "32 streams of the same 4-bit file, tokens/s, against llama.cpp"),
     (
+        "servers.batch32_bf16_vs_vllm",
+        "32 streams in bfloat16, output tokens/s, against vLLM's server (AMD Zen 4)",
+    ),
+    (
+        "servers.tree4_bf16_vs_vllm",
+        "trees of five calls in bfloat16, programs/s, against vLLM's server (AMD Zen 4)",
+    ),
+    (
         "foundation.batch16_vs_transformers",
         "16 concurrent requests, output tokens/s, against transformers one by one",
     ),
