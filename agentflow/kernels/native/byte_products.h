@@ -119,9 +119,9 @@ struct UnpackedPanel : PackedPanel<F> {
 };
 
 // Computes out [ROWS][PANEL] = rows times `num_groups` groups of a panel, or += if `adds`. Loads each value of a row once for both
-// halves of the columns: a load for each product would be as slow as the products. `is_new`: the panel is not in the cache yet.
+// halves of the columns: a load for each product would be as slow as the products.
 template <WeightFormat F, int ROWS, class Panel>
-void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, float* out, bool adds, bool is_new) {
+void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, float* out, bool adds, Prefetch to) {
     using C = Codes<F>;
     constexpr int OFFSET_BITS = __builtin_ctz(C::OFFSET);
     __m512 totals[ROWS][2];
@@ -132,7 +132,6 @@ void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, f
         }
     }
     for (int64_t g = 0; g < num_groups; g++) {
-        if (is_new) prefetch_ahead<C::BYTES>(panel.groups + g * C::BYTES);
         each_step<0, C::NUM_SCALES>([&](auto part) {
             constexpr int NUM = NUM_STEPS / C::NUM_SCALES, BEGIN = part * NUM;
             constexpr int SUM = C::NUM_SCALES == 1 ? 2 : part;
@@ -144,6 +143,7 @@ void byte_tile(const ByteRowsAt& rows, const Panel& panel, int64_t num_groups, f
                 dots[i][0] = dots[i][1] = C::HAS_MINS ? _mm512_setzero_si512() : _mm512_slli_epi32(less, OFFSET_BITS);
             }
             each_step<BEGIN, BEGIN + NUM>([&](auto at) {
+                prefetch_ahead<C::BYTES, at, NUM_STEPS>(panel.groups + g * C::BYTES, to);
                 const __m512i columns[] = {panel.template step<at>(g, 0), panel.template step<at>(g, 1)};
 #pragma GCC unroll 6
                 for (int i = 0; i < ROWS; i++) {
@@ -181,11 +181,14 @@ template <WeightFormat F, class Done>
 void multiply_panel(const ByteRowsAt& rows, int64_t num_rows, const uint8_t* codes, int64_t num_groups, float* sums,
                     int64_t stride, bool adds, const Done& done) {
     const PackedPanel<F> packed{codes};
+    // Panels of 8 bits need so few instructions that one core reads at its full rate only into the second cache.
+    const Prefetch ahead = Codes<F>::BITS == 8 ? Prefetch::TO_SECOND_CACHE : prefetch_for(num_rows);
     const auto each = [&](const auto& panel) {
         each_even_tile(num_rows, MAX_BYTE_ROWS, [&](int64_t first, int num) {
             float* out = sums + first * stride;
+            const Prefetch to = first == 0 ? ahead : Prefetch::NOTHING;  // the later tiles read the panel from a cache
             each_step<1, MAX_BYTE_ROWS + 1>([&](auto height) {
-                if (height == num) byte_tile<F, height>(rows.after(first), panel, num_groups, out, adds, first == 0);
+                if (height == num) byte_tile<F, height>(rows.after(first), panel, num_groups, out, adds, to);
             });
             done(first, num, out);
         });

@@ -113,13 +113,29 @@ ALWAYS_INLINE __m512bh pair_of(const bf16* row) {
 }
 #endif
 
-// Prefetches BYTES of a panel at some distance after p. Panels are read in order, but while a core multiplies them with a few
-// rows, the hardware prefetcher falls behind: without this, a batch of 4 to 16 rows took up to twice the time.
-template <int BYTES>
-ALWAYS_INLINE void prefetch_ahead(const void* p) {
+// The cache into which a tile prefetches the panels after its own, while it reads its panel from memory.
+enum class Prefetch { NOTHING, TO_FIRST_CACHE, TO_SECOND_CACHE };
+
+// A panel that more rows will read again stays in the first cache only if nothing else is prefetched into it.
+constexpr Prefetch prefetch_for(int64_t num_rows) {
+    constexpr int64_t MOST_TO_FIRST_CACHE = 6;
+    return num_rows <= MOST_TO_FIRST_CACHE ? Prefetch::TO_FIRST_CACHE : Prefetch::TO_SECOND_CACHE;
+}
+
+// Prefetches part PART of NUM_PARTS of BYTES at some distance after p. Panels are read in order, but while a core multiplies them
+// with a few rows, the hardware prefetcher falls behind: without this, 4 to 16 rows took up to twice the time. The parts
+// of a group alternate with its products, because many prefetches at once fill the processor's queues, and its loads must wait.
+template <int BYTES, int PART = 0, int NUM_PARTS = 1>
+ALWAYS_INLINE void prefetch_ahead(const void* p, Prefetch to) {
     constexpr int64_t DISTANCE = 12 * 1024;
-#pragma GCC unroll 20
-    for (int at = 0; at < BYTES; at += 64) _mm_prefetch(static_cast<const char*>(p) + DISTANCE + at, _MM_HINT_T0);
+    constexpr int LINE = 64, NUM_LINES = (BYTES + LINE - 1) / LINE;
+    constexpr int BEGIN = PART * NUM_LINES / NUM_PARTS, END = (PART + 1) * NUM_LINES / NUM_PARTS;
+    const char* ahead = static_cast<const char*>(p) + DISTANCE;
+    if (to == Prefetch::TO_FIRST_CACHE) {
+        for (int i = BEGIN; i < END; i++) _mm_prefetch(ahead + i * LINE, _MM_HINT_T0);
+    } else if (to == Prefetch::TO_SECOND_CACHE) {
+        for (int i = BEGIN; i < END; i++) _mm_prefetch(ahead + i * LINE, _MM_HINT_T1);
+    }
 }
 
 // Adds the products at depth k (for pairs, also at k + 1) to the sums of ROWS rows.
@@ -178,6 +194,7 @@ ALWAYS_INLINE void multiply_add(Vec (&sums)[ROWS][VECS], const bf16* row, int64_
 // panel is not in the cache yet.
 template <int ROWS, class S>
 void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out, bool adds, bool is_new) {
+    const Prefetch to = is_new ? prefetch_for(ROWS) : Prefetch::NOTHING;
     for (int first = 0; first < PANEL; first += TILE_VECS * LANES) {
         Vec sums[ROWS][TILE_VECS];
 #pragma GCC unroll 12
@@ -187,7 +204,7 @@ void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, f
         }
         const S* columns = panel + first * Format<S>::PAIR;
         for (int64_t k = 0; k < depth; k += Format<S>::PAIR) {
-            if (is_new) prefetch_ahead<TILE_VECS * LANES * Format<S>::PAIR * int(sizeof(S))>(columns + k * PANEL);
+            prefetch_ahead<TILE_VECS * LANES * Format<S>::PAIR * int(sizeof(S))>(columns + k * PANEL, to);
             multiply_add<ROWS, TILE_VECS>(sums, rows, stride, k, columns);
         }
 #pragma GCC unroll 12
