@@ -164,6 +164,7 @@ def test_the_next_turn_is_prefilled_if_dynamos_hint_asks_for_it(is_asked: bool |
         body = {"model": MODEL, "messages": [asked], "max_tokens": 400, "nvext": hints}
         first = httpx2.post(f"{server.url}{CHAT.path}", json=body, timeout=60).json()
         assert first["choices"][0]["message"]["content"] == answer
+        server.wait_until(lambda: not engine.client._unfinished)  # no call waits for tokens computed ahead
         server.assert_idle()
         ahead = [submit for submit in requests.submits if submit.origin.is_ahead]
         assert len(ahead) == (is_asked is True)
