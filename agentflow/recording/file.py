@@ -30,7 +30,7 @@ from agentflow.protocol.batches import BatchNotes, batched
 from agentflow.protocol.events import Capabilities, ErrorInfo, Event, GraphReply, StatsReply, Watched
 from agentflow.protocol.ops import GetGraph, GetStats, Op, Unwatch, Upload, Want, Watch
 from agentflow.recording.images import RecordedImages
-from agentflow.runtime.locked_file import is_locked, open_locked, unlock, write_all
+from agentflow.runtime.locked_file import append, is_locked, open_locked, unlock
 from agentflow.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,6 @@ class _Writer:
         self._path = path
         self._clock = clock
         self._started_s = clock()
-        self._size = 0
         self._has_failed = False
         self._pid = os.getpid()
         self._is_locked = False
@@ -333,11 +332,8 @@ class _Writer:
         if self._has_failed or os.getpid() != self._pid:
             return
         try:
-            write_all(self._file, data)
-            self._size += len(data)
+            append(self._file, data)
         except OSError as error:
-            with suppress(OSError):  # the file ends with a whole line
-                os.ftruncate(self._file, self._size)
             self._give_up(error)
 
     def close(self) -> None:

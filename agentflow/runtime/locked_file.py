@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 
 def open_locked(path: str | os.PathLike[str]) -> int:
@@ -58,7 +59,14 @@ def unlock(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    """Appends ``data``, however many writes it takes."""
-    while data:
-        data = data[os.write(descriptor, data) :]
+def append(descriptor: int, data: bytes) -> None:
+    """Appends all of ``data``, however many writes it takes, or nothing: a part of a line must not precede
+    other lines. Raises ``OSError``, such as on a full disk."""
+    size = os.fstat(descriptor).st_size
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, size)
+        raise

@@ -59,7 +59,7 @@ class ProcessConnection:
         self._child = child
         self._deadlines = deadlines
         self._is_owed = is_owed
-        self._outgoing, self._to_write = anyio.create_memory_object_stream[bytes](math.inf)
+        self._outgoing, self._to_write = anyio.create_memory_object_stream[bytes | PreparedMedium](math.inf)
         self._media_outgoing, self._media = anyio.create_memory_object_stream[PreparedMedium](math.inf)
         self._turn = anyio.Lock()  # to write a frame
         self._scope = anyio.CancelScope()  # for ``run``
@@ -96,10 +96,10 @@ class ProcessConnection:
         self.post(submit)
 
     def send_medium(self, medium: PreparedMedium) -> None:
-        """Queues an image to be sent, unless it was sent before."""
+        """Queues an image to be sent after all messages so far, unless it was sent before."""
         if medium.identity not in self._media_sent:
             self._media_sent.add(medium.identity)
-            self._media_outgoing.send_nowait(medium)
+            self._outgoing.send_nowait(medium)
 
     def drop_medium(self, identity: str) -> None:
         """Makes the process drop an image: no further request has it."""
@@ -190,6 +190,9 @@ class ProcessConnection:
     async def _write(self) -> None:
         try:
             async for frame in self._to_write:
+                if isinstance(frame, PreparedMedium):  # its parts take turns with later frames
+                    self._media_outgoing.send_nowait(frame)
+                    continue
                 async with self._turn:
                     await self._child.send(frame)
         except OSError:

@@ -32,7 +32,7 @@ from agentflow.language.link import Link
 from agentflow.language.program import Program, find_program_name
 from agentflow.protocol import ops
 from agentflow.protocol.batches import BatchCounts, BatchRecord, InputAnswers
-from agentflow.runtime.locked_file import open_locked, write_all
+from agentflow.runtime.locked_file import append, open_locked
 
 FORMAT: Final = 1
 FILE_SUFFIX: Final = ".batches"
@@ -229,13 +229,13 @@ class BatchFile:
     def add(self, record: BatchRecord) -> None:
         """Adds a record, or its changes, and waits until they are on the disk."""
         is_known = record.tag in self._records
-        self._records[record.tag] = record
         # The requests of a record never change.
         changed = msgspec.structs.replace(record, requests=(), sent_at=0.0) if is_known else record
         self._write(msgspec.json.encode(changed))
+        self._records[record.tag] = record
 
     def _write(self, data: bytes) -> None:
-        write_all(self._file, data + b"\n")
+        append(self._file, data + b"\n")
         os.fsync(self._file)
 
     def close(self, *, is_whole: bool = False) -> None:

@@ -33,7 +33,7 @@ from agentflow.language.media import image, is_picture
 from agentflow.language.typed.json_form import JsonForm, as_plain, json_text
 from agentflow.protocol.events import Usage
 from agentflow.protocol.images import Video, medium_kind
-from agentflow.runtime.locked_file import open_locked, write_all
+from agentflow.runtime.locked_file import append, open_locked
 from agentflow.version import __version__
 
 FORMAT: Final = 2
@@ -150,7 +150,7 @@ class ResultsFile:
         if not lines or not self._size:  # new, or there is nothing to continue from
             lines = [msgspec.json.encode(ours) + b"\n"]
             os.ftruncate(self._log, 0)
-            write_all(self._log, lines[0])
+            append(self._log, lines[0])
         self._header, *rest = lines
         self._check_header(ours)
         self._log_size = len(self._header)
@@ -228,7 +228,7 @@ class ResultsFile:
                 param="resume",
             ) from None
         found = self._as_result(data, "what the program returned")
-        _append(self._results, data, self._size)
+        append(self._results, data)
         try:
             self._add(_Entry(key, self._size, len(data), zlib.crc32(data), tokens=_tokens(usage)))
         except OSError:
@@ -246,7 +246,7 @@ class ResultsFile:
 
     def _add(self, entry: _Entry) -> None:
         data = msgspec.json.encode(entry) + b"\n"
-        _append(self._log, data, self._log_size)
+        append(self._log, data)
         self._note(entry, len(data))
 
     def _note(self, entry: _Entry, size_in_log: int) -> None:
@@ -356,16 +356,6 @@ def _fits(results: int, entries: Iterable[_Entry]) -> bool:
         return all(_line(results, entry) is not None for entry in entries if entry.size)
     except _Changed:
         return False
-
-
-def _append(descriptor: int, data: bytes, size: int) -> None:
-    """Appends a whole line to a file of this size, or nothing."""
-    try:
-        write_all(descriptor, data)
-    except OSError:
-        with suppress(OSError):  # a part of a line must not precede other lines
-            os.ftruncate(descriptor, size)
-        raise
 
 
 def _locked(path: str) -> int:

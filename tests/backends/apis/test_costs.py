@@ -137,6 +137,28 @@ async def test_an_answer_that_is_lost_before_it_is_shown_may_cost_the_most() -> 
             await s["x"]
 
 
+@pytest.mark.parametrize(("cap", "is_answered"), [(0.15, False), (0.24, True)])
+async def test_f37_a_lost_answer_that_is_asked_for_again_may_cost_the_most_too(
+    cap: float, is_answered: bool
+) -> None:
+    cut = answers.stream(answers.text_chunks("a"), done=False)
+    script = [cut, answers.text_stream("a"), answers.text_stream("b")]
+    session, given = {"prices": {"m": PRICE}, "max_cost": cap}, {"max_retries": 1, "on_unsupported": "retry"}
+    async with openai_session(script, "m", session=session, **given) as (flow, server), flow.state() as s:
+        s += af.user("Hi")
+        branch = s.copy()
+        branch += af.gen("x", regex="a|b", max_tokens=10_000)  # at most $0.1
+        if is_answered:
+            assert await branch["x"] == "a"
+            s += af.gen("x", max_tokens=14_500)
+            with pytest.raises(BudgetExceeded):
+                await s["x"]
+        else:
+            with pytest.raises(BudgetExceeded):
+                await branch["x"]
+        assert len(server.received) == 1 + is_answered
+
+
 async def test_a_call_that_is_left_costs_about_what_was_written() -> None:
     hold = Hold()
     left = answers.stream(answers.text_chunks("a", "b"), hold)

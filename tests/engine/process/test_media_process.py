@@ -8,6 +8,7 @@ import logging
 import signal
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 from support.engine.fake_vision import (
@@ -19,13 +20,15 @@ from support.engine.fake_vision import (
     prepared,
     vision_runner,
 )
-from support.holds import Hold, stand
+from support.holds import Hold, stand, until
 from support.processes import signal_child
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.machine.child_process import to_frame
 from agentflow.engine.media_run import MediaPiece, PreparedMedium
-from agentflow.engine.messages import Start, to_engine_decoder
+from agentflow.engine.messages import Abort, DropMedium, Start, ToEngine, to_engine_decoder
+from agentflow.engine.process.connection import ProcessConnection
+from agentflow.engine.process.deadlines import Deadlines
 from agentflow.engine.process.medium_parts import PART_BYTES, MediumAssembly, medium_parts
 from agentflow.engine.process.supervisor import supervised_engine
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
@@ -79,6 +82,54 @@ async def test_a_request_with_pictures_survives_the_process(tmp_path, where) -> 
         stats = await client.stats()
         assert stats.media_pixel_bytes == 0
         assert not client.engine._media
+
+
+class RecordingChild:
+    """A process that keeps what is sent, and answers nothing."""
+
+    pid, node = None, ""
+
+    def __init__(self) -> None:
+        self.messages: list[ToEngine] = []
+
+    async def send(self, frame: bytes) -> None:
+        """Keeps a message."""
+        self.messages.append(to_engine_decoder.decode(frame[4:]))
+        await anyio.lowlevel.checkpoint()
+
+    async def receive(self) -> list[bytes]:
+        """Waits."""
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def end(self, grace_s: float = 0.0) -> str:
+        """Has nothing to end."""
+        return "ended"
+
+
+@pytest.mark.parametrize("num_before", [0, 2, 20])
+async def test_f37_an_image_that_is_dropped_and_sent_again_is_there(num_before: int) -> None:
+    child = RecordingChild()
+    medium = prepared(b"cat", num_bytes=3 * PART_BYTES)
+    with ProcessConnection(child, Deadlines(), lambda: False) as connection:
+        for number in range(num_before):
+            connection.post(Abort(number))
+        connection.drop_medium(medium.identity)
+        connection.send_medium(medium)
+        sent: list[str] = []
+
+        def on_medium(identity: str) -> None:
+            sent.append(identity)
+            connection.post(Abort(-1))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(connection.run, lambda messages: None, on_medium)
+            await until(lambda: Abort(-1) in child.messages)
+            connection.close()
+    of_medium = [message for message in child.messages if not isinstance(message, Abort)]
+    assert of_medium[0] == DropMedium(medium.identity)
+    assert len(of_medium) == 1 + len(list(medium_parts(medium)))
+    assert sent == [medium.identity]
 
 
 def test_parts_give_the_same_medium() -> None:

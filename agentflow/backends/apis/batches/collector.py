@@ -27,7 +27,14 @@ from agentflow.backends.apis.batches.batch_api import BatchApi, BatchOutcome, Ba
 from agentflow.backends.apis.http.api_errors import is_transient
 from agentflow.backends.apis.http.file_slots import filled_size
 from agentflow.backends.apis.http.transport import EventSink
-from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    EngineFailed,
+    Overloaded,
+    RequestRefused,
+    ServerLost,
+)
 from agentflow.protocol.batches import BatchCounts, BatchNotes, BatchRecord
 from agentflow.protocol.images import Image
 from agentflow.runtime.backoff import doubled_s
@@ -368,10 +375,11 @@ class Collector:
                 num_failed += 1
                 if not is_transient(error):
                     raise
-                # The vendor may have the batch, although its answer was lost.
-                batch.candidates = await self._found(batch.record)
-                if batch.candidates:
-                    break
+                if isinstance(error, ServerLost | EngineFailed):
+                    # The vendor may have the batch, although its answer was lost.
+                    batch.candidates = await self._found(batch.record)
+                    if batch.candidates:
+                        break
                 if num_failed > self._max_retries:
                     raise
                 pause_s = getattr(error, "retry_after_s", None)

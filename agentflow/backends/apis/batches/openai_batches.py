@@ -29,7 +29,7 @@ from agentflow.protocol.batches import BatchRecord
 TAG: Final = "agentflow"
 """The key of a record's tag in the metadata of its batch."""
 _PATHS: Final = ("chat/completions", RESPONSES_PATH)
-_ENDED: Final = ("completed", "failed", "expired", "batch_cancelled")
+_ENDED: Final = ("completed", "failed", "expired", "cancelled")
 _MAX_PAGES: Final = 100
 _encode = msgspec.json.Encoder().encode
 
@@ -183,7 +183,7 @@ class OpenAIBatches:
     def _missing(self, found: _Batch) -> AgentflowError:
         if found.status == "expired":
             return expired(found.id, self._errors.server)
-        if found.status in ("batch_cancelled", "cancelling"):
+        if found.status in ("cancelled", "cancelling"):
             return batch_cancelled(found.id, self._errors.server)
         return ProtocolError(f"batch {found.id} of {self._errors.server} has no outcome for a request")
 

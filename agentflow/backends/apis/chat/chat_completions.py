@@ -349,6 +349,11 @@ class StreamReader(ABC):
         """Whether the answer has become visible."""
         return self.answer.is_visible
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has written something."""
+        return self.answer.num_deltas > 0
+
     def event(self, event: ServerEvent) -> None:
         """Reads one event."""
         if event.data.startswith(DONE):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 
 import anyio.to_thread
@@ -155,15 +155,19 @@ class ApiCalls:
     ) -> AnswerCollector:
         """The answer to one request, with its cost. ``lane``: of two equal requests."""
         answers: list[AnswerCollector] = []
-
-        def new_sink() -> EventSink:
-            answers.append(new_answer())
-            sink = self.api.sink(request, answers[-1])
-            return sink if lane is None else lane.sink(sink)
-
         most = call.params.max_tokens or self._default_max_tokens
         await self.billing.until_ready(request.most_tokens, most)
-        with self.billing.charged(request.most_tokens, most) as charged:
+        with ExitStack() as scopes:
+            charged = scopes.enter_context(self.billing.charged(request.most_tokens, most))
+
+            def new_sink() -> EventSink:
+                nonlocal charged
+                if answers and answers[-1].num_deltas:  # the answer was lost, and another one is paid
+                    charge_left(is_lost=True)
+                    charged = scopes.enter_context(self.billing.charged(request.most_tokens, most))
+                answers.append(new_answer())
+                sink = self.api.sink(request, answers[-1])
+                return sink if lane is None else lane.sink(sink)
 
             def charge_left(*, is_lost: bool = False) -> None:
                 # The provider stops when the connection ends, and charges the tokens read and written so far.

@@ -16,7 +16,7 @@ from agentflow.backends.apis.capability_table import EmbeddingFacts
 from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.backends.apis.http.transport import ApiTransport
 from agentflow.backends.apis.prices import FREE, Billing
-from agentflow.errors import AgentflowError, BadArgument, NotSupported, ProtocolError
+from agentflow.errors import AgentflowError, BadArgument, NotSupported, ProtocolError, ServerLost
 from agentflow.protocol.events import Usage
 from agentflow.runtime.generator import EmbeddingOptions, Embeddings
 
@@ -112,7 +112,7 @@ class ApiEmbedder:
             try:
                 found = await self._transport.post("embeddings", body, demand=Demand(len(body)))
                 answer = self._answer(found)
-            except (ProtocolError, anyio.get_cancelled_exc_class()):  # the API may have read the request
+            except (ProtocolError, ServerLost, anyio.get_cancelled_exc_class()):  # it may have been computed
                 charged(Usage(len(body) // CHARS_PER_TOKEN))
                 raise
             except AgentflowError:

@@ -40,6 +40,7 @@ from agentflow.errors import (
     ProtocolError,
     RequestRefused,
     RunFailed,
+    ServerLost,
 )
 from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
@@ -265,7 +266,7 @@ class ApiGenerator:
                 server = self._calls.transport.errors.server
                 guess = Usage(len(body) // CHARS_PER_TOKEN)
                 probabilities, usage = decisions.read_answers(found, questions, server, guess)
-            except (ProtocolError, anyio.get_cancelled_exc_class()):  # the endpoint may have read the request
+            except (ProtocolError, ServerLost, anyio.get_cancelled_exc_class()):  # it may have been computed
                 self._calls.total += charged(Usage(len(body) // CHARS_PER_TOKEN))
                 raise
             except AgentflowError:

@@ -118,6 +118,10 @@ class _LaneSink:
         return self._inner.is_visible
 
     @property
+    def has_begun(self) -> bool:
+        return self._inner.has_begun
+
+    @property
     def is_over(self) -> bool:
         return self._inner.is_over
 

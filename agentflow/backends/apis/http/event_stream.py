@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from agentflow.errors import ProtocolError
 
-MAX_EVENT_BYTES = 4 * 1024 * 1024
-"""The size of one event. Log-probabilities of many tokens, or a whole answer, may be in one."""
+MAX_EVENT_BYTES = 32 * 1024 * 1024
+"""The size of one event. A whole answer may be in one, with log-probabilities: about 1.5 kB a token with 20
+alternatives."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 

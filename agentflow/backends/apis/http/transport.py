@@ -32,6 +32,7 @@ from agentflow.errors import (
     Overloaded,
     ProtocolError,
     RateLimited,
+    ServerLost,
     ServerUnreachable,
 )
 from agentflow.runtime.backoff import doubled_s, spread
@@ -70,6 +71,10 @@ class EventSink(Protocol):
     @property
     def is_visible(self) -> bool:
         """Whether something was delivered that cannot be taken back."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has written something. Before, it may reason for minutes without an event."""
 
     @property
     def is_over(self) -> bool:
@@ -416,15 +421,19 @@ class ApiTransport:
     ) -> None:
         """Sends a request and reads the response. Raises an error if the response is not complete."""
         exchange.scope.deadline = anyio.current_time() + self._timeout_s
-        with exchange.scope, _http_errors(self.errors):
-            response = await self._response(method, path, body, headers)
-            try:
-                exchange.begin(response)
-                assert isinstance(response.stream, httpx2.AsyncByteStream)
-                async for chunk in response.stream:
-                    exchange.receive(chunk)
-            finally:
-                await response.aclose()
+        try:
+            with exchange.scope, _http_errors(self.errors):
+                response = await self._response(method, path, body, headers)
+                try:
+                    exchange.begin(response)
+                    assert isinstance(response.stream, httpx2.AsyncByteStream)
+                    async for chunk in response.stream:
+                        exchange.receive(chunk)
+                finally:
+                    await response.aclose()
+        except ServerLost:
+            if not exchange.is_complete:  # otherwise the connection broke after the answer
+                raise
         if exchange.error is not None:
             raise exchange.error
         if exchange.scope.cancelled_caught and not exchange.is_complete:
@@ -540,7 +549,9 @@ class _Exchange:
         """Gives the next event its time. To move the deadline for each event would take longer than to read
         it, so the deadline is up to a quarter later than it must be."""
         now = anyio.current_time()
-        if not self._is_postponed or self.scope.deadline - now < self._stall_timeout_s:
+        if self._sink is not None and not self._sink.has_begun:
+            self.scope.deadline = max(self.scope.deadline, now + self._stall_timeout_s)
+        elif not self._is_postponed or self.scope.deadline - now < self._stall_timeout_s:
             self._is_postponed = True
             self.scope.deadline = now + 1.25 * self._stall_timeout_s
 

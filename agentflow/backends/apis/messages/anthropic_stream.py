@@ -218,6 +218,13 @@ class MessagesReader:
         """Whether the answer has become visible."""
         return self.answer.is_visible
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has written something, or begins a block that is no reasoning."""
+        return self.answer.num_deltas > 0 or any(
+            block.kind not in ("thinking", "redacted_thinking") for block in self._blocks.values()
+        )
+
     def event(self, event: ServerEvent) -> None:
         """Reads one event."""
         try:

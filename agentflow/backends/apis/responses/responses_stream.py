@@ -171,6 +171,11 @@ class ResponsesReader:
         """Whether the answer has become visible."""
         return self.answer.is_visible
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has written something, or begins an item that is no reasoning."""
+        return self.answer.num_deltas > 0 or any(item.kind != "reasoning" for item in self._items.values())
+
     def event(self, event: ServerEvent) -> None:
         """Reads one event."""
         try:

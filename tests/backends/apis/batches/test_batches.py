@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import anyio
 import anyio.lowlevel
 import pytest
-from openai.types import BatchError
+from openai.types import Batch, BatchError
 from support.apis import openai_answers
 from support.apis.batch_sessions import MODELS, VENDORS, ask, backend_at, compare, session_on
 from support.apis.batch_vendors import FakeVendor, OpenAIVendor
@@ -366,6 +366,44 @@ async def test_a_lost_answer_to_a_batch_does_not_send_it_twice(vendor: FakeVendo
         found = await place.flow.map(ask, ["a", "b"], batch=True)
         assert found == await place.flow.map(ask, ["a", "b"])
         assert vendor.num_batches == 1
+
+
+async def test_f37_a_refused_batch_is_not_looked_for(vendor: FakeVendor) -> None:
+    """Another batch with as many requests runs, perhaps for a day."""
+    refusals = [openai_answers.rate_limited(ms=1), openai_answers.OVERLOADED]
+
+    def refuse(request: Received) -> AnyAnswer | None:
+        is_batch = request.method == "POST" and request.path.endswith("/batches")
+        return refusals.pop() if is_batch and vendor.num_batches == 1 and refusals else None
+
+    async with session_on(vendor, max_retries=2) as place:
+        vendor.num_polls = 10**6
+        async with anyio.create_task_group() as group, place.flow.map(ask, ["x", "y"], batch=True):
+            await place.server.wait_until(lambda: bool(vendor.num_asked))
+            vendor.num_polls, vendor.override = 0, refuse
+            vendor.num_asked[vendor.ids[0]] = -(10**6)  # the other batch
+            with anyio.fail_after(60):
+                assert len(await place.flow.map(ask, ["a", "b"], batch=True)) == 2
+            assert refusals == []
+            group.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("status", get_args(Batch.model_fields["status"].annotation))
+async def test_f37_a_batch_ends_with_each_status_of_the_vendors_client(status: Any) -> None:
+    vendor = OpenAIVendor()
+
+    def poll(request: Received) -> AnyAnswer | None:
+        if vendor.batches:
+            vendor.batches[0].status = "cancelled" if vendor.batches[0].status == status else status
+        return None
+
+    vendor.override = poll
+    async with session_on(vendor) as place:
+        with anyio.fail_after(60):
+            found = await place.flow.map(ask, ["a", "b"], batch=True, on_error="return")
+        assert all(isinstance(one, af.AgentflowError) for one in found)
+        if status in ("cancelled", "cancelling"):
+            assert all(isinstance(one, RequestRefused) for one in found)
 
 
 async def test_a_batch_that_the_vendor_refuses_fails_its_inputs() -> None:

@@ -45,17 +45,18 @@ EVENTS = [b"data: 1\n\n", b"data: 2\n\n", b"data: end\n\n"]
 
 
 class Sink:
-    """Everything is visible that begins with ``v``; ``end`` is the end, and at ``leave`` the rest is not
-    wanted."""
+    """Everything is visible that begins with ``v``; ``status`` begins no answer, ``end`` is the end, and at
+    ``leave`` the rest is not wanted."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.is_visible = self.is_over = self.is_left = False
+        self.is_visible = self.has_begun = self.is_over = self.is_left = False
 
     def event(self, event: ServerEvent) -> None:
         text = event.data.decode("utf-8", "replace")
         self.events.append(text)
         self.is_visible = self.is_visible or text.startswith("v")
+        self.has_begun = self.has_begun or text != "status"
         self.is_over, self.is_left = text == "end", text == "leave"
 
     def close(self) -> None:
@@ -281,6 +282,37 @@ async def test_a_silent_server_is_left(before: tuple[bytes, ...]) -> None:
         await server.wait_until_gone()
         patient = ApiTransport(transport._http, transport.errors)  # on the same connections
         assert await stream(patient) == ["end"]
+
+
+async def test_f37_a_model_may_reason_in_silence_after_the_first_event() -> None:
+    hold = Hold()
+    answer = Answer([b"data: status\n\n", hold, b"data: v\n\ndata: end\n\n"], content_type=STREAM)
+    async with opened([answer], stall_timeout_s=0.01) as (transport, server):
+        found: list[list[str]] = []
+
+        async def ask() -> None:
+            found.append(await stream(transport))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            await hold.reached.wait()
+            with anyio.move_on_after(0.2):
+                await server.wait_until_gone()  # it does not go
+                raise AssertionError("the answer was left")
+            hold.go_on()
+        assert found == [["status", "v", "end"]]
+        assert len(server.received) == 1
+
+
+@pytest.mark.parametrize("first", [b"data: 1\n\n", b"data: v\n\n"], ids=["held", "visible"])
+@pytest.mark.parametrize("step", [Close(), Reset()], ids=["closed", "reset"])
+async def test_f37_a_connection_that_breaks_after_the_last_event_loses_nothing(
+    first: bytes, step: Close | Reset
+) -> None:
+    broken = Answer([first, b"data: end\n\n", step], content_type=STREAM)
+    async with opened([broken, good("again")]) as (transport, server):
+        assert await stream(transport) == [first[6:7].decode(), "end"]
+        assert len(server.received) == 1
 
 
 @pytest.mark.on_trio
