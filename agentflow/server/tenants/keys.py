@@ -31,13 +31,13 @@ and evict the least recently used entries. This machine is exempt, because a pro
 from __future__ import annotations
 
 import hashlib
-import hmac
 import re
 import secrets
 import time
 import tomllib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -241,6 +241,14 @@ def key_of_headers(headers: Mapping[str, str]) -> str | None:
     return key_of_header(headers.get("authorization"), headers.get("x-api-key"))
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownTenants:
+    """The tenants of one reading of the keys. A request finds its tenant without a walk over all."""
+
+    by_hash: dict[str, Tenant]  # by the hash of each key
+    by_name: dict[str, Tenant]  # in the order of the file
+
+
 class Tenants:
     """The tenants of a server, identified by the API keys of requests.
 
@@ -258,7 +266,7 @@ class Tenants:
     def __init__(self, keys: Sequence[str] = (), file: Path | None = None) -> None:
         self._keys = tuple(keys)
         self._file = file
-        self._tenant_of = self._read()
+        self._known = self._read()
         self.failed_keys = FailedKeys()
         self.tickets: TicketStore = SessionTickets()
 
@@ -269,9 +277,7 @@ class Tenants:
 
     def __iter__(self) -> Iterator[Tenant]:
         """All tenants, in the order of the file."""
-        if not self.need_keys:
-            yield ANONYMOUS
-        yield from {tenant.name: tenant for tenant in self._tenant_of.values()}.values()
+        yield from self._known.by_name.values()
 
     def of_request(self, headers: Mapping[str, str], address: str | None) -> Tenant:
         """The tenant of a request with these headers from this IP address. ``NotAuthorized`` for a missing or
@@ -323,13 +329,9 @@ class Tenants:
         return found is not None and found.name == tenant.name
 
     def _find(self, hashed: str) -> Tenant | None:
-        """The tenant of the key with this hash. Takes the same time for all hashes."""
-        given = hashed.encode()
-        found: Tenant | None = None
-        for one, tenant in self._tenant_of.items():
-            if hmac.compare_digest(one, given):
-                found = tenant  # without a break: an unknown key takes as long
-        return found
+        """The tenant of the key with this hash. The time of the search reveals nothing about other keys,
+        because nobody can choose a key by its hash."""
+        return self._known.by_hash.get(hashed)
 
     def of(self, key: str | None) -> Tenant:
         """The tenant of the key. ``NotAuthorized`` if the key is unknown, or required and missing. The time
@@ -348,9 +350,9 @@ class Tenants:
     def current(self, tenant: Tenant) -> Tenant:
         """The current settings of a tenant, for callers that keep it longer than one request.
         ``NotAuthorized`` if the tenant was removed."""
-        for now in self:
-            if now.name == tenant.name:
-                return now
+        now = self._known.by_name.get(tenant.name)
+        if now is not None:
+            return now
         raise NotAuthorized(f"the tenant {tenant.name!r} no longer has an API key")
 
     def find(self, name: str) -> Tenant:
@@ -361,9 +363,9 @@ class Tenants:
     def reload(self) -> None:
         """Reads the file again. ``BadArgument`` for an invalid file; then nothing changes. Blocks, so call it
         outside of the event loop."""
-        self._tenant_of = self._read()
+        self._known = self._read()
 
-    def _read(self) -> dict[bytes, Tenant]:
+    def _read(self) -> _KnownTenants:
         tenant_of = {_hashed_argument(key): DEFAULT_TENANT for key in self._keys}
         for hashed, tenant in read_keys_file(self._file).items() if self._file is not None else ():
             if tenant.name == DEFAULT_TENANT.name and self._keys:
@@ -371,15 +373,16 @@ class Tenants:
                     f"{self._file}: tenants.{tenant.name} is also the tenant of keys on the command line: "
                     "choose another name, or move the keys into the file"
                 )
-            if hashed.encode() in tenant_of:
+            if hashed in tenant_of:
                 raise BadArgument(
                     f"{self._file}: tenants.{tenant.name} has a key that is also on the command line"
                 )
-            tenant_of[hashed.encode()] = tenant
-        return tenant_of
+            tenant_of[hashed] = tenant
+        own = () if self.need_keys else (ANONYMOUS,)
+        return _KnownTenants(tenant_of, {tenant.name: tenant for tenant in (*own, *tenant_of.values())})
 
 
-def _hashed_argument(key: str) -> bytes:
+def _hashed_argument(key: str) -> str:
     if not _API_KEY.fullmatch(key):
         raise BadArgument("an API key must be printable ASCII, not empty, and without spaces at its ends")
-    return hashed_key(key).encode()
+    return hashed_key(key)

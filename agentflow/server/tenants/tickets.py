@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,7 +59,8 @@ class SessionTickets:
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
         self._unused: OrderedDict[bytes, _Unused] = OrderedDict()
-        self._num_of: Counter[str] = Counter()
+        # The times at which each tenant's tickets expire, by their hashes, the oldest first.
+        self._expires_ns_of: dict[str, dict[bytes, int]] = {}
 
     def __len__(self) -> int:
         """The number of tickets in memory."""
@@ -69,33 +70,35 @@ class SessionTickets:
         """See ``TicketStore``."""
         now_ns = self._clock_ns()
         self._drop_expired(now_ns)
-        if self._num_of[tenant.name] >= MAX_UNUSED_TICKETS:
-            oldest = next(one for one in self._unused.values() if one.tenant == tenant.name)
-            raise too_many_tickets((oldest.expires_ns - now_ns) / 1e9)
+        own = self._expires_ns_of.get(tenant.name, {})
+        if len(own) >= MAX_UNUSED_TICKETS:
+            raise too_many_tickets((next(iter(own.values())) - now_ns) / 1e9)
         ticket = secrets.token_urlsafe(TICKET_BYTES)
-        expires_ns = now_ns + TICKET_LIFE_S * 1_000_000_000
-        self._unused[hashed_ticket(ticket)] = _Unused(tenant.name, hashed_key, expires_ns)
-        self._num_of[tenant.name] += 1
+        digest, expires_ns = hashed_ticket(ticket), now_ns + TICKET_LIFE_S * 1_000_000_000
+        self._unused[digest] = _Unused(tenant.name, hashed_key, expires_ns)
+        self._expires_ns_of.setdefault(tenant.name, own)[digest] = expires_ns
         return SessionTicket(ticket, TICKET_LIFE_S)
 
     async def redeem(self, ticket: str) -> tuple[str, str] | None:
         """See ``TicketStore``."""
         self._drop_expired(self._clock_ns())
         # By its hash, so that the time of the search reveals nothing about existing tickets.
-        found = self._unused.pop(hashed_ticket(ticket), None)
+        digest = hashed_ticket(ticket)
+        found = self._unused.pop(digest, None)
         if found is None:
             return None
-        self._forget(found)
+        self._forget(digest, found)
         return found.tenant, found.hashed_key
 
     def _drop_expired(self, now_ns: int) -> None:
         while self._unused and next(iter(self._unused.values())).expires_ns <= now_ns:
-            self._forget(self._unused.popitem(last=False)[1])
+            self._forget(*self._unused.popitem(last=False))
 
-    def _forget(self, one: _Unused) -> None:
-        self._num_of[one.tenant] -= 1
-        if not self._num_of[one.tenant]:
-            del self._num_of[one.tenant]
+    def _forget(self, digest: bytes, one: _Unused) -> None:
+        own = self._expires_ns_of[one.tenant]
+        del own[digest]
+        if not own:
+            del self._expires_ns_of[one.tenant]
 
 
 def too_many_tickets(retry_after_s: float) -> RateLimited:

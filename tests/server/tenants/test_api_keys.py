@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clocks import ClockNs
+from support.counted_lines import counted_lines
 
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, NotAuthorized
@@ -19,6 +21,7 @@ from agentflow.server.tenants.keys import (
     new_key,
     read_keys_file,
 )
+from agentflow.server.tenants.rate_limit import TenantGate
 
 ANN, BOB = "af-ann", "af-bob"
 WHOLE = f"""
@@ -237,6 +240,31 @@ def test_the_file_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path) ->
     tenants.reload()
     with pytest.raises(NotAuthorized):
         tenants.current(before)
+
+
+@pytest.mark.timeout(60)
+def test_f37_a_request_takes_as_many_steps_with_thousands_of_tenants(tmp_path: Path) -> None:
+    """Each look-up walked through all tenants: milliseconds of the event loop for a request at 10,000."""
+
+    def steps(num_others: int) -> int:
+        others = [f'[tenants.t{n}]\nkeys = ["{hashed_key(f"af-{n}")}"]' for n in range(num_others)]
+        tenants = Tenants(file=written(tmp_path, "\n".join([*others, WHOLE])))
+        gate = TenantGate(ClockNs(), current=tenants.current)
+        with counted_lines() as lines:
+            tenant = tenants.of_request({"authorization": f"Bearer {ANN}"}, "192.0.2.1")
+            gate.check(tenant)
+            with gate.request(tenant, prompt_tokens=3):
+                gate.state(tenant)
+            assert not gate.is_unlimited(tenant)
+            assert not gate.limits_cost(tenant)
+            assert tenants.find("ann") is tenant
+            assert tenants.still_names(ANN, tenant)
+            with pytest.raises(NotAuthorized):
+                tenants.of("af-wrong")
+        return lines.num
+
+    steps(1)  # the first use imports or compiles
+    assert steps(1) == steps(2_000)
 
 
 @given(

@@ -9,6 +9,7 @@ import httpx2
 import pytest
 from support.api_server import ApiServer, api_server
 from support.clocks import ClockNs
+from support.counted_lines import counted_lines
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
@@ -131,6 +132,25 @@ async def test_the_unused_tickets_of_a_tenant_are_limited(clock: ClockNs) -> Non
     for _ in range(MAX_UNUSED_TICKETS):
         await tickets.issue(ann, "a")
     assert len(tickets) == MAX_UNUSED_TICKETS
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(60)
+async def test_f37_a_refusal_takes_as_many_steps_with_thousands_of_tickets(clock: ClockNs) -> None:
+    """A refusal walked through the tickets of all tenants to the oldest one of its tenant."""
+
+    async def steps(num_others: int) -> int:
+        tickets, ann = SessionTickets(clock), Tenant("ann")
+        for number in range(num_others):
+            await tickets.issue(Tenant(f"t{number}"), "t")
+        for _ in range(MAX_UNUSED_TICKETS):
+            await tickets.issue(ann, "a")
+        with counted_lines() as lines, pytest.raises(RateLimited):
+            await tickets.issue(ann, "a")
+        return lines.num
+
+    await steps(1)
+    assert await steps(1) == await steps(2_000)
 
 
 @pytest.mark.anyio
