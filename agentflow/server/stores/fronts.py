@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from agentflow.errors import EngineDown, Overloaded
+from agentflow.runtime.limits import tenant_part
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.stores.shared import SharedStore
 
@@ -32,7 +34,7 @@ _INBOX_LIFE_MS = 60_000
 _WAIT_S = 2
 """The longest time that one command waits for a message; less than Redis's time limit for answers."""
 MAX_ASKED = 256
-"""The limit of requests of other fronts that run concurrently."""
+"""The limit of requests of other fronts that run concurrently; of one tenant, its part of them."""
 
 
 class ForwardedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +84,7 @@ class _Pending:
 @dataclass(frozen=True)
 class _Running:
     sender: str
+    tenant: str
     scope: anyio.CancelScope
 
 
@@ -94,6 +97,7 @@ class Fronts:
         self._answer = answer
         self._pending: dict[str, _Pending] = {}
         self._running: dict[str, _Running] = {}
+        self._num_running_of: Counter[str] = Counter()  # by tenant
         self._messages: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
     @property
@@ -193,9 +197,13 @@ class Fronts:
     def _take(self, message: _Message) -> None:
         match message:
             case _Ask() as ask if ask.number not in self._running:
-                scope = anyio.CancelScope()
-                self._running[ask.number] = _Running(ask.sender, scope)
-                self._tasks.start_soon(self._run, ask, scope, len(self._running) > MAX_ASKED)
+                if self._is_full(ask.request.tenant):
+                    self._tasks.start_soon(self._refuse, ask)
+                    return
+                one = _Running(ask.sender, ask.request.tenant, anyio.CancelScope())
+                self._running[ask.number] = one
+                self._num_running_of[one.tenant] += 1
+                self._tasks.start_soon(self._run, ask, one)
             case _Answer():
                 pending = self._pending.get(message.number)
                 if pending is not None:
@@ -206,12 +214,24 @@ class Fronts:
             case _:
                 pass
 
-    async def _run(self, ask: _Ask, scope: anyio.CancelScope, is_full: bool) -> None:
-        answer: ForwardedAnswer | None = None
+    def _is_full(self, tenant: str) -> bool:
+        """Whether no further request of the tenant may run now."""
+        return len(self._running) >= MAX_ASKED or (
+            self._num_running_of[tenant] >= tenant_part(MAX_ASKED, tenant)
+        )
+
+    async def _refuse(self, ask: _Ask) -> None:
+        """Answers that the front is busy. Refusals count in no limit, so that a flood of one tenant's
+        requests takes no room of other tenants."""
+        with suppress(Overloaded):
+            await self._send(ask.sender, _Answer(ask.number, None))
+
+    async def _run(self, ask: _Ask, running: _Running) -> None:
         try:
-            with scope:
-                answer = None if is_full else await self._answer(ask.request)
-            if not scope.cancelled_caught:
+            answer: ForwardedAnswer | None = None
+            with running.scope:
+                answer = await self._answer(ask.request)
+            if not running.scope.cancelled_caught:
                 await self._send(ask.sender, _Answer(ask.number, answer))
         except Overloaded as error:
             logger.warning("a request of the server %s is not answered: %s", ask.sender, error)
@@ -221,6 +241,9 @@ class Fronts:
                 await self._send(ask.sender, _Answer(ask.number, None))
         finally:
             del self._running[ask.number]
+            self._num_running_of[running.tenant] -= 1
+            if not self._num_running_of[running.tenant]:
+                del self._num_running_of[running.tenant]
 
 
 def gone(front: str) -> EngineDown:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx2
 import msgspec
 import pytest
-from support.api_server import ApiServer, api_server
+from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
 from support.redis_server import RedisServer
 
@@ -24,6 +26,7 @@ from agentflow.server.programs.shared_values import KeptUsage, KeptValue, Shared
 from agentflow.server.stores import fronts
 from agentflow.server.stores.entries import SharedEntries
 from agentflow.server.stores.shared import SharedStore
+from agentflow.server.tenants.keys import Tenants, hashed_key
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +170,37 @@ def test_a_foreign_value_is_no_program(two: tuple[ApiServer, ApiServer]) -> None
     entries = values_of(here)._entries
     here.call(partial(entries.add, "", "prog_x/", b"\xc1"))
     assert get(here, "prog_x", "y").status_code == 404
+
+
+@pytest.mark.timeout(60)
+def test_f37_waits_of_one_tenant_leave_room_for_other_tenants(
+    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fronts, "MAX_ASKED", 4)
+    file, prefix = tmp_path / "keys.toml", f"{secrets.token_hex(8)}:"
+    file.write_text("\n".join(f'[tenants.{name}]\nkeys = ["{hashed_key(name)}"]' for name in ("ann", "bob")))
+    first, second = (SharedStore(redis.url, prefix=prefix, front=name) for name in "ab")
+    with (
+        api_server(FakeEngine(), constraints=False, shared=first, tenants=Tenants(file=file)) as here,
+        api_server(FakeEngine(), constraints=False, shared=second, tenants=Tenants(file=file)) as there,
+        httpx2.Client(headers={"x-api-key": "ann"}, timeout=30) as ann,
+        httpx2.Client(headers={"x-api-key": "bob"}, timeout=30) as bob,
+        ThreadPoolExecutor() as threads,
+    ):
+        here.call(here.engine.gate.allow, 0)
+        program = f"/v1/programs/{ann.post(f'{here.url}/v1/programs', json={}).json()['id']}"
+        placeholder = {"name": "o", "in_out": "out", "semantic_var_id": "x"}
+        body = {"prompt": "Say {{o}}", "placeholders": [placeholder]}
+        assert ann.post(f"{here.url}{program}/submit", json=body).status_code == 200
+        waits = [threads.submit(ann.get, f"{there.url}{program}/variables/x") for _ in range(6)]
+        running = here.service.fronts._running
+        try:
+            here.wait_until(lambda: len(running) + sum(wait.done() for wait in waits) == len(waits))
+            assert len(running) == 2
+            asked = {"model": MODEL, "input": "Say", "background": True}
+            response = bob.post(f"{here.url}/v1/responses", json=asked).json()["id"]
+            polled = bob.get(f"{there.url}/v1/responses/{response}")
+            assert (polled.status_code, polled.json()["id"]) == (200, response)
+        finally:
+            here.call(here.engine.gate.open)
+        assert sorted(wait.result().status_code for wait in waits) == [200] * 2 + [503] * 4

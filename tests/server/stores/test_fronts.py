@@ -33,9 +33,11 @@ class Peer:
 
     def __init__(self) -> None:
         self.has_begun, self.was_cancelled = anyio.Event(), anyio.Event()
+        self.tenants: list[str] = []
 
     async def answer(self, asked: ForwardedRequest) -> ForwardedAnswer:
         self.has_begun.set()
+        self.tenants.append(asked.tenant)
         if asked.path == "/fails":
             raise ValueError("a fault")
         if asked.path == "/never":
@@ -46,8 +48,8 @@ class Peer:
         return ForwardedAnswer(status=201, headers=((b"a", b"b"),), body=asked.tenant.encode() + asked.body)
 
 
-def asked(path: str = "/") -> ForwardedRequest:
-    return ForwardedRequest(method="GET", path=path, query=b"", tenant="ann", headers=(), body=BODY)
+def asked(path: str = "/", tenant: str = "ann") -> ForwardedRequest:
+    return ForwardedRequest(method="GET", path=path, query=b"", tenant=tenant, headers=(), body=BODY)
 
 
 @asynccontextmanager
@@ -140,6 +142,39 @@ async def test_a_message_that_comes_twice_runs_once(redis: RedisServer) -> None:
         await here._send(there.own, fronts_module._Drop("1"))
         await peer.was_cancelled.wait()
         assert (await here.ask(there.own, asked())).status == 201
+
+
+async def test_f37_a_flood_of_one_tenant_leaves_room_for_others(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fronts_module, "MAX_ASKED", 4)
+    async with two_fronts(redis) as (here, there, peer):
+        requests = [("ann", "/never")] * 10 + [("bob", "/never")] * 2 + [("cid", "/")]
+        for number, (tenant, path) in enumerate(requests):  # refusals are still under way
+            there._take(fronts_module._Ask(str(number), here.own, asked(path, tenant)))
+        with anyio.fail_after(10):
+            await until(lambda: len(peer.tenants) == 4)
+            with pytest.raises(Overloaded):
+                await here.ask(there.own, asked(tenant="cid"))
+        assert peer.tenants == ["ann", "ann", "bob", "bob"]
+        await here._send(there.own, fronts_module._Drop("0"))
+        await peer.was_cancelled.wait()
+        with pytest.raises(Overloaded):
+            await here.ask(there.own, asked(tenant="bob"))
+        for tenant in ("ann", "cid"):
+            assert (await here.ask(there.own, asked(tenant=tenant))).status == 201
+
+
+async def test_without_keys_the_one_tenant_has_all_the_room(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fronts_module, "MAX_ASKED", 4)
+    async with two_fronts(redis) as (here, there, peer):
+        for number in range(5):
+            await here._send(there.own, fronts_module._Ask(str(number), here.own, asked("/never", "")))
+        with pytest.raises(Overloaded):
+            await here.ask(there.own, asked(tenant=""))
+        assert peer.tenants == [""] * 4
 
 
 async def test_a_beat_asks_once_for_each_front(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
