@@ -9,6 +9,9 @@
 Until the first part of an answer has arrived, the request can be sent to another target. After that nothing
 is retried: a stream that breaks ends with an error, in the format of its API. An answer is read as fast as
 the client reads it. If the client disconnects, the request to the target is cancelled.
+
+An answer that is late, or stops, is no failure of its target: a long generation without a stream, or a wait
+for a variable of a program, takes as long at a healthy server. The health checks find a target that hangs.
 """
 
 from __future__ import annotations
@@ -215,15 +218,13 @@ class HttpProxy:
             if (received is None or scope.cancelled_caught) and not body.is_read:
                 text = f"the body did not arrive within {self._limits.first_byte_s:g} s"
                 raise ApiError(408, "request_timeout", text)  # not the target's fault
-            if received is None or scope.cancelled_caught:
-                self._placement.failed(target, attempt, "it does not answer in time")
+            if received is None or scope.cancelled_caught:  # no failure: see the top of this file
                 text = f"the server did not answer within {self._limits.first_byte_s:g} s"
                 raise ApiError(504, "timeout", text)
-            attempt.begun()
             status = received.status
-            if status in (502, 504):
+            if status == 502:
                 self._placement.failed(target, attempt, f"it answers with the status {status}")
-            else:
+            elif status != 504:  # a proxy's error if the server behind it is slow
                 attempt.succeeded()
             if status == 503:
                 target.busy_until_s = time.monotonic() + received.pause_s
@@ -239,7 +240,8 @@ class HttpProxy:
             is_unreached = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
             why = str(error) or type(error).__name__
             is_gone = isinstance(error, httpx2.ConnectError)
-            self._placement.failed(target, attempt, why, is_gone=is_gone)
+            if not isinstance(error, httpx2.ReadTimeout):
+                self._placement.failed(target, attempt, why, is_gone=is_gone)
             if answer.has_begun:
                 await answer.break_off(_broken())
                 return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ from support.server.gateways import (
 from support.server.http_clients import only_asyncio
 
 from agentflow.cluster.routing.text_router import TextRouter
+from agentflow.runtime.circuit import MAX_FAILURES, MAX_PAUSE_S
 from agentflow.runtime.task_group import open_task_group
+from agentflow.server.gateway import target as target_module
 from agentflow.server.gateway.defaults import GatewayLimits
 from agentflow.server.http import protocol
 
@@ -462,6 +465,61 @@ async def test_a_slow_client_is_no_failure_of_its_target() -> None:
                 await client.send(b"x" * 50)
                 assert (await client.receive()).startswith(b"HTTP/1.1 408 ")
         assert route.gateway.targets[0].circuit.num_failures == 0
+
+
+WAIT = "/v1/programs/prog_1/variables/x"
+LATE: dict[str, tuple[Answer, GatewayLimits]] = {
+    "no beginning": (Answer([Hold()]), GatewayLimits(first_byte_s=0.2)),
+    "no end": (Answer([b"{", Hold()]), GatewayLimits(stall_s=0.2)),
+    "no further event": (Answer([b"data: 1\n\n", Hold()], content_type=EVENTS), GatewayLimits(stall_s=0.2)),
+    "a proxy's time limit": (refused(504), GatewayLimits()),
+}
+
+
+@pytest.mark.parametrize("kind", LATE)
+async def test_f37_late_answers_are_no_failures_of_their_target(kind: str) -> None:
+    late, limits = LATE[kind]
+
+    def play(request: Received) -> Answer:
+        return late if request.path == WAIT else completion()
+
+    async with routed_fakes(play, limits=limits) as route:
+
+        async def wait() -> None:
+            with suppress(httpx2.RemoteProtocolError):  # the answer is not complete
+                await route.http.get(WAIT)
+
+        async with open_task_group() as group:
+            for _ in range(MAX_FAILURES):
+                group.start_soon(wait)
+        assert len(route.asked(0)) == MAX_FAILURES
+        assert (await route.chat()).status_code == 200
+        [target] = route.gateway.targets
+        assert (target.circuit.num_failures, target.why_down) == (0, "")
+
+
+async def test_f37_a_late_answer_of_a_trial_does_not_close_the_circuit() -> None:
+    async with routed_fakes(always(refused(504))) as route:
+        circuit = route.gateway.targets[0].circuit
+        circuit._clock = lambda: now_s
+        now_s = 0.0
+        for _ in range(MAX_FAILURES):
+            circuit.attempt().failed()
+        assert (await route.chat()).status_code == 503
+        now_s = MAX_PAUSE_S
+        assert (await route.chat()).status_code == 504
+        assert (circuit.status, circuit.is_ready) == ("half_open", True)
+
+
+async def test_a_target_that_hangs_is_found_by_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "CHECK_TIMEOUT_S", 0.3)
+    async with routed_fakes(ok, ok) as route:
+        route.fakes[0]._script = always(Answer([Hold()]))
+        for _ in range(MAX_FAILURES):
+            await route.gateway.check_all()
+        assert [target.is_up for target in route.gateway.targets] == [False, True]
+        for number in range(4):
+            assert (await route.chat(f"{number} " * 300)).headers["x-agentflow-target"] == "1"
 
 
 async def test_a_check_that_is_refused_as_too_frequent_forgets_no_models() -> None:
