@@ -212,6 +212,9 @@ class _Answer:
             raise _wrong(f"the headers of {self._host} are too large")
         try:
             self._parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:  # no HttpParserError
+            if not self.is_whole:
+                raise _wrong(f"{self._host} changes the protocol") from None
         except httptools.HttpParserError:
             if not self.is_whole:  # bytes after the announced length are ignored
                 raise

@@ -28,6 +28,8 @@ OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 ONE_CHUNK = b"%x\r\n%b\r\n" % (len(PNG), PNG)
 LENGTH = b"content-length: %d\r\n\r\n" % len(PNG)
+UPGRADE = b"connection: upgrade\r\nupgrade: h2c\r\n"
+SWITCHING = b"HTTP/1.1 101 Switching Protocols\r\n" + UPGRADE + b"\r\n"
 Answers = Callable[[str], bytes]
 
 
@@ -74,6 +76,8 @@ ANSWERS = {
     "of another type": OK + b"content-type: text/html\r\n" + LENGTH + PNG,
     "after an informational one": b"HTTP/1.1 103 Early Hints\r\n\r\n" + OK + LENGTH + PNG,
     "with more behind it": OK + LENGTH + PNG + b"HTTP/1.1 200 OK\r\n\r\nmore",
+    "with an offer to upgrade": OK + UPGRADE + LENGTH + PNG,
+    "before another protocol": OK + LENGTH + PNG + SWITCHING,
 }
 
 
@@ -123,6 +127,15 @@ async def test_other_answers_are_refused_without_showing_them(
     async with _host(lambda path: WRONG[name], monkeypatch):
         why = await _refused(ImageFetcher(["localhost"]), "https://localhost/")
     assert "secret" not in why
+
+
+@pytest.mark.parametrize("more", [b"", PNG, OK + LENGTH + PNG])
+async def test_f37_a_host_that_changes_the_protocol_is_refused(
+    more: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _host(lambda path: SWITCHING + more, monkeypatch):
+        why = await _refused(ImageFetcher(["localhost"]), "https://localhost/")
+    assert "changes the protocol" in why
 
 
 async def test_a_redirect_is_followed_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
