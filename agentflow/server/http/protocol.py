@@ -11,6 +11,9 @@ connection by sending headers without end, stopping in the middle of them, or ne
         │            ▼           ▼                  │      WRITE_WATCH_S: without progress in reading
         │           408, 414, 431, 400              │
         └───────────────────────────────────────────┘
+
+Bytes after a request that is not answered wait unparsed. So a connection has at most one open request, which
+is told of a disconnect, and a client that sends requests without end costs little memory.
 """
 
 from __future__ import annotations
@@ -25,10 +28,13 @@ from typing import Any, ClassVar
 
 import httptools
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 from websockets.http11 import Request
+
+from agentflow.server.http.request_ends import RequestEnds
 
 # The limits of a request's headers, including names and the trailers of a chunked body, and of its URL.
 MAX_HEADER_BYTES = 65_536
@@ -36,6 +42,11 @@ MAX_HEADERS = 256
 MAX_URL_BYTES = 16_384
 # Data are parsed in pieces of this size. The unfinished header line in the parser is counted by pieces.
 PIECE_BYTES = 16_384
+# While more bytes than this wait for the answer to the request before them, nothing is read.
+MAX_WAITING_BYTES = 65_536
+# A disconnect is not noticed while nothing is read. If the answer takes longer than this, the waiting bytes
+# and all later ones are dropped, and the connection closes after the answer.
+UNREAD_S = 10.0
 # A client that reads nothing is disconnected after this time, or at most twice as long.
 WRITE_WATCH_S = 10.0
 # A websocket's data are parsed in pieces of this size: 200 frames without data take a millisecond, and larger
@@ -91,11 +102,36 @@ class _WriteWatch:
         self._start()
 
 
+class _Flow(FlowControl):
+    """Keeps reading paused from ``hold`` to ``release``. Otherwise an application that waits for a disconnect
+    would resume it."""
+
+    _is_held = False
+
+    @property
+    def is_held(self) -> bool:
+        return self._is_held
+
+    def hold(self) -> None:
+        self._is_held = True
+        self.pause_reading()
+
+    def release(self) -> None:
+        self._is_held = False
+        self.resume_reading()
+
+    def resume_reading(self) -> None:
+        if not self._is_held:
+            super().resume_reading()
+
+
 class TimedHttpProtocol(HttpToolsProtocol):
     """Rejects a request whose URL or headers exceed the limits above (414, 431), or whose headers are not
     complete after ``header_timeout_s`` (408), and closes the connection. Closes a new connection on which no
     request begins within ``header_timeout_s``, and a used one after ``idle_timeout_s``. ``on_lost`` is called
-    once, when the connection has closed, also if it has become a websocket."""
+    once, when the connection has closed, also if it has become a websocket.
+
+    Parses a pipelined request only after the answer to the request before it."""
 
     header_timeout_s: ClassVar[float] = 20.0
     idle_timeout_s: ClassVar[float] = 75.0
@@ -113,9 +149,13 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_hosts = 0
         self._num_pending_bytes = 0  # parsed since the last callback
+        self._is_complete = False  # the last request, with its body
+        self._ends = RequestEnds()
+        self._waiting = bytearray()  # for the answer to the last request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = self._flow = _Flow(transport)
         self._start_timer(min(self.header_timeout_s, self.idle_timeout_s))
         self._watch = _WriteWatch(
             self.loop, transport, lambda: self.flow.write_paused or transport.is_closing()
@@ -124,19 +164,38 @@ class TimedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_watch()
+        self._waiting.clear()
         super().connection_lost(exc)
         self.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        if len(data) <= PIECE_BYTES:
-            if not self._is_rejected:
-                self._parse(data)
-            return
         pieces = memoryview(data)
-        for start in range(0, len(data), PIECE_BYTES):
-            if self._is_rejected or self.transport.get_protocol() is not self:
+        start = 0
+        while start < len(data) and not self._is_rejected and self.transport.get_protocol() is self:
+            if self._is_answering():
+                self._wait(pieces[start:])
                 return
-            self._parse(pieces[start : start + PIECE_BYTES])
+            end = self._ends.find(data, start, min(start + PIECE_BYTES, len(data)))
+            self._parse(pieces[start:end])
+            start = end
+
+    def _is_answering(self) -> bool:
+        """Whether a request has come completely and its answer has not ended."""
+        return self._is_complete and self.cycle is not None and not self.cycle.response_complete
+
+    def _wait(self, data: memoryview) -> None:
+        """Keeps the data until the open request is answered, unless the connection closes then."""
+        if not self.cycle.keep_alive:
+            return
+        self._waiting += data
+        if len(self._waiting) > MAX_WAITING_BYTES and not self._flow.is_held:
+            self._flow.hold()
+            self._start_timer(UNREAD_S)
+
+    def _drop_waiting(self) -> None:
+        self.cycle.keep_alive = False
+        self._waiting.clear()
+        self._flow.release()
 
     def _parse(self, piece: bytes | memoryview) -> None:
         self._has_progressed = False
@@ -145,6 +204,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             if self._should_upgrade():
                 self.handle_websocket_upgrade()
+            elif self._has_body():
+                self.cycle.keep_alive = False  # the parser takes the body for the next request
         except httptools.HttpParserError as error:
             cause = error.__context__
             if isinstance(cause, _Unreadable):
@@ -162,6 +223,9 @@ class TimedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._has_progressed = self._is_in_headers = True
         self._num_headers = self._num_header_bytes = self._num_hosts = 0
+        if self._is_answering():  # ``RequestEnds`` and the parser disagree
+            raise _Unreadable(400, "Invalid HTTP request received.")
+        self._is_complete = False
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -188,6 +252,9 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self._has_progressed, self._is_in_headers = True, False
         if not self._num_hosts and self.parser.get_http_version() == "1.1":
             raise _Unreadable(400, "The Host header is missing.")
+        headers = dict(self.headers)
+        is_chunked = b"transfer-encoding" in headers
+        self._ends.begin_body(None if is_chunked else int(headers.get(b"content-length", 0)))
         cycle = self.cycle
         super().on_headers_complete()
         if self.cycle is not cycle:  # a websocket has no cycle
@@ -201,7 +268,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._has_progressed = True
+        self._has_progressed = self._is_complete = True
+        self._ends.end_body()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -209,11 +277,11 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
-        elif self._timer is None:  # otherwise another request has begun
-            self._start_timer(self.idle_timeout_s)
+        self._start_timer(self.idle_timeout_s)
+        self._flow.release()
+        waiting = bytes(self._waiting)
+        self._waiting.clear()
+        self.data_received(waiting)
 
     def resume_writing(self) -> None:
         if self._watch is not None:
@@ -222,7 +290,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         self._stop_timer()
-        if any(name in BODY_HEADERS and value != b"0" for name, value in self.headers):
+        if self._has_body():
             # The websocket protocol would wait for the body forever.
             self._reject(400, "The request for a websocket must not have a body.")
             return
@@ -231,6 +299,9 @@ class TimedHttpProtocol(HttpToolsProtocol):
             TimedWebSocketProtocol, on_lost=self.on_lost, handshake_timeout_s=self.header_timeout_s
         )
         super().handle_websocket_upgrade()
+
+    def _has_body(self) -> bool:
+        return any(name in BODY_HEADERS and value != b"0" for name, value in self.headers)
 
     def _reject(self, status: int, reason: str) -> None:
         """Answers with an error and closes the connection. Nothing more is parsed."""
@@ -264,6 +335,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self._timer = None
         if self._is_in_headers:
             self._reject(408, f"The headers are not complete after {self.header_timeout_s:g} s.")
+        elif self._flow.is_held:
+            self._drop_waiting()
         else:
             self.transport.close()
 

@@ -175,6 +175,18 @@ async def test_a_client_that_leaves_cancels_the_request() -> None:
                 assert route.gateway.targets[0].num_running == 0
 
 
+async def test_f37_a_client_that_has_sent_another_request_and_leaves_cancels_the_first() -> None:
+    async with routed_fakes(always(Answer([Hold()]))) as route:
+        host, _, port = route.url.removeprefix("http://").rpartition(":")
+        async with await anyio.connect_tcp(host, int(port)) as client:
+            await client.send(b"GET /v1/x HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2)
+            await route.fakes[0].wait_until(lambda: bool(route.asked(0)))
+        await route.fakes[0].wait_until_gone()
+        with anyio.fail_after(10):
+            await route.gateway.until_idle()
+        assert len(route.asked(0)) == 1
+
+
 LOST: dict[str, AnyAnswer] = {
     "reset": RawAnswer([Reset()]),
     "closed": RawAnswer([Close()]),

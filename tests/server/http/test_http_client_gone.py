@@ -57,6 +57,23 @@ def test_a_client_that_goes_while_its_request_is_computed(
 
 @pytest.mark.parametrize("stream", [True, False])
 @EACH_API
+def test_f37_a_client_that_has_sent_another_request_goes(
+    server: ApiServer, engine: FakeEngine, api: Api, stream: bool
+) -> None:
+    requests = server.observe_requests()
+    engine.gate.allow(16)
+    live = b"GET /health/live HTTP/1.1\r\nhost: here\r\n\r\n"
+    connection = post(server, api.path, body(api, stream), then=live)
+    server.call(requests.wait_for, 1)
+    server.call(engine.gate.held)
+    disconnect(server, connection)
+    engine.gate.open()
+    server.assert_idle()
+    assert len(engine.gate.batches) == 17
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@EACH_API
 def test_a_client_that_goes_while_its_request_waits(
     server: ApiServer, engine: FakeEngine, api: Api, stream: bool
 ) -> None:

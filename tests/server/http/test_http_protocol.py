@@ -252,6 +252,16 @@ async def test_a_client_that_does_not_read_the_answer_is_cut_off(
 
 
 @pytest.mark.anyio
+async def test_f37_a_websocket_begins_after_the_answer_to_the_request_before_it() -> None:
+    async with connected() as stream:
+        await stream.send(LIVE + b"\r\n" + HANDSHAKE + b"\r\n")
+        answer = b""
+        while b"HTTP/1.1 101 " not in answer:
+            answer += await stream.receive()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.anyio
 async def test_a_connection_serves_one_request_after_the_other() -> None:
     async with connected() as stream:
         for _ in range(2):

@@ -9,13 +9,13 @@ import msgspec
 from support.api_server import ApiServer
 
 
-def post(server: ApiServer, path: str, body: Any) -> socket.socket:
-    """Sends a request and returns its connection."""
+def post(server: ApiServer, path: str, body: Any, *, then: bytes = b"") -> socket.socket:
+    """Sends a request, followed by ``then``, and returns its connection."""
     data = msgspec.json.encode(body)
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
+    connection.sendall(head.encode() + data + then)
     return connection
 
 
