@@ -10,7 +10,7 @@ import httpx2
 import pytest
 from support.api_server import ApiServer
 from support.engine.tool_template_shapes import LLAMA
-from support.server.apis import CHAT, MESSAGES, RESPONSES, Api, post
+from support.server.apis import CHAT, MESSAGES, OLLAMA, RESPONSES, Api, post
 from support.server.module_servers import module_fixture
 from support.server.openai_peer import any_text_server
 from support.server.scripted_model import scripted_server
@@ -32,7 +32,8 @@ EACH_API = pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES], ids=lambd
 def calling(api: Api, schema: Any, *, words: str = "valid", **tool: Any) -> dict[str, Any]:
     """A request with a tool, which the model must call."""
     tools = [{"name": "find", "parameters": schema, **tool}]
-    return api.body(f"Call it with {words} arguments.", tools=tools, choice="required", max_tokens=200)
+    choice = "" if api is OLLAMA else "required"  # the API has no choice; the model calls it anyway
+    return api.body(f"Call it with {words} arguments.", tools=tools, choice=choice, max_tokens=200)
 
 
 def scripted(before: str) -> str:
@@ -61,6 +62,18 @@ def test_headers_name_relaxed_and_violated_constraints(
         assert notes == ([f": x-agentflow-violated: {PLACE}"] if words == "invalid" else [])
     else:
         assert answer.headers.get("x-agentflow-violated") == (PLACE if words == "invalid" else None)
+
+
+@pytest.mark.parametrize("words", ["valid", "invalid"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_f37_every_line_of_an_ollama_stream_is_json(server: ApiServer, words: str, is_streamed: bool) -> None:
+    answer = post(server, OLLAMA, {**calling(OLLAMA, SCHEMA, words=words), "stream": is_streamed})
+    assert answer.status_code == 200
+    lines = [json.loads(line) for line in answer.text.split("\n") if line]
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    place = PLACE if words == "invalid" else None
+    assert answer.headers.get("x-agentflow-violated") == (None if is_streamed else place)
+    assert lines[-1].get("x-agentflow-violated") == (place if is_streamed else None)
 
 
 @EACH_API

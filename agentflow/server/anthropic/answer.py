@@ -36,6 +36,7 @@ from agentflow.server.completion.request import (
     ToolCallBegun,
     object_so_far,
 )
+from agentflow.server.completion.streaming import CommentedEvents
 from agentflow.server.errors import ApiError
 from agentflow.server.event_stream import CONTENT_TYPE, EVENT_END, event, event_head
 from agentflow.server.tenants.limit_headers import anthropic_limit_headers
@@ -162,7 +163,7 @@ def make_usage(usage: Usage) -> MessageUsage:
     )
 
 
-class AnswerEvents:
+class AnswerEvents(CommentedEvents):
     """Writes the events of one answer."""
 
     def __init__(self, frame: AnswerFrame) -> None:

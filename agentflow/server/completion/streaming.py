@@ -25,6 +25,9 @@ class EventWriter(Protocol):
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
         """The events of these deltas."""
 
+    def report(self, violated: str) -> bytes:
+        """Reports the paths of violated schema keywords, before ``end``. Returns the bytes to send now."""
+
     def end(self, usage: Usage) -> bytes:
         """The events after the last delta. ``usage``: the usage of all answers."""
 
@@ -33,6 +36,14 @@ RELAXED = "x-agentflow-relaxed"
 VIOLATED = "x-agentflow-violated"
 """Headers with paths in the client's schemas: keywords that the grammar does not enforce, and keywords that
 the answer violates. ``checks.write_paths`` writes them."""
+
+
+class CommentedEvents:
+    """The base of writers of server-sent events: they report in comments, which clients skip."""
+
+    def report(self, violated: str) -> bytes:
+        """A comment with the paths of violated schema keywords."""
+        return comment(f"{VIOLATED}: {violated}".encode())
 
 
 def announce(call: ApiCall, completion: Completion) -> None:
@@ -68,7 +79,7 @@ async def stream_completion(
     """Sends all answers.
 
     If the request is rejected, the error is raised before the status is sent. A later error is the last event
-    of the stream. Violations of relaxed schemas are a comment before the last event, since the headers were
+    of the stream. Violations of relaxed schemas are reported before the last event, since the headers were
     sent at the beginning.
 
     Args:
@@ -87,5 +98,5 @@ async def stream_completion(
         if on_end is not None:
             await on_end()
         violated = call.record.violated
-        note = comment(f"{VIOLATED}: {violated}".encode()) if violated else b""
-        await stream.end(note + writer.end(completion.usage))
+        reported = writer.report(violated) if violated else b""
+        await stream.end(reported + writer.end(completion.usage))

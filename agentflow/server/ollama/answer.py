@@ -96,6 +96,7 @@ class AnswerLines:
         self._num_calls = 0
         self._call: tuple[ToolCallBegun, list[str]] | None = None
         self._end: AnswerEnded | None = None
+        self._violated: str | None = None
 
     def start(self, prompt_tokens: int) -> bytes:
         """Returns no bytes: each answer begins with its first text."""
@@ -123,10 +124,15 @@ class AnswerLines:
                     self._end = delta
         return b"".join(parts)
 
+    def report(self, violated: str) -> bytes:
+        """Returns no bytes: the last line has the paths, because clients parse every line."""
+        self._violated = violated
+        return b""
+
     def end(self, usage: Usage) -> bytes:
         """The last line."""
         assert self._end is not None
-        return self._encoded("", **self._ending(self._end, self._prompt_ids))
+        return self._encoded("", **self._ending(self._end, self._prompt_ids), violated=self._violated)
 
     def whole(self, answer: Answer) -> bytes:
         """The whole answer."""

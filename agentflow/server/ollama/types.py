@@ -201,7 +201,7 @@ class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The fields that answers and their parts have in common. Only the last part has ``done_reason``, counts
     and durations. Durations are in nanoseconds. ``load_duration``: until the request is in the engine's
     queue; ``prompt_eval_duration``: from then to the first token; ``eval_duration``: from there to the last.
-    """
+    ``x-agentflow-violated``: the value of this header, in the last line of a stream."""
 
     model: str
     created_at: datetime
@@ -214,6 +214,7 @@ class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
     eval_count: int | None = None
     eval_duration: int | None = None
     logprobs: list[OllamaLogprob] | None = None
+    violated: str | None = msgspec.field(default=None, name="x-agentflow-violated")
 
 
 class OllamaChatAnswer(_Line, kw_only=True, omit_defaults=True):

@@ -13,6 +13,7 @@ import msgspec
 from agentflow.protocol.events import Usage
 from agentflow.server.completion.completion import Completion
 from agentflow.server.completion.request import Answer, AnswerToken
+from agentflow.server.completion.streaming import CommentedEvents
 from agentflow.server.event_stream import EVENT_END, event, event_head
 from agentflow.server.openai.types import (
     CompletionDetails,
@@ -96,7 +97,7 @@ class AnswerIdentity:
         return cls(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), model, fingerprint)
 
 
-class ChunkWriter:
+class ChunkWriter(CommentedEvents):
     """The chunks of one request. Subclasses write the deltas.
 
     Thousands of chunks are written per second, so all but the content is encoded in advance: ``fronts`` (one

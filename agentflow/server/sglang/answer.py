@@ -25,6 +25,7 @@ from agentflow.server.completion.request import (
     PromptDelta,
     TextDelta,
 )
+from agentflow.server.completion.streaming import CommentedEvents
 from agentflow.server.event_stream import event
 from agentflow.server.sglang.types import (
     LoggedToken,
@@ -132,7 +133,7 @@ class _Written:
         return self.parts[0]
 
 
-class AnswerEvents:
+class AnswerEvents(CommentedEvents):
     """The events of one stream."""
 
     def __init__(self, form: AnswerForm, completion: Completion) -> None:

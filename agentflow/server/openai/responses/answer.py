@@ -26,6 +26,7 @@ from agentflow.server.completion.request import (
     ToolArguments,
     ToolCallBegun,
 )
+from agentflow.server.completion.streaming import CommentedEvents
 from agentflow.server.errors import ApiError
 from agentflow.server.event_stream import EVENT_END, event, event_head
 from agentflow.server.openai.answer import encode_json
@@ -54,7 +55,7 @@ class ResponsesErrorFormat(OpenAIErrorFormat):
         return event(body, b"error")
 
 
-class ResponseWriter:
+class ResponseWriter(CommentedEvents):
     """Writes the response to one request. ``answer``: the response so far. ``has_logprobs``: its text has
     log-probabilities."""
 
