@@ -113,14 +113,15 @@ def _blocks(deltas: Sequence[CompletionDelta], shows_reasoning: bool) -> list[Bl
     blocks: list[Block] = []
     parts: list[str] = []
     for delta in deltas:
-        is_text = bool(blocks) and isinstance(blocks[-1], AnswerTextBlock)
+        last = blocks[-1] if blocks else None
         match delta:
             case ReasoningDelta(text=text) if text:
-                if not blocks:
+                if not isinstance(last, AnswerThinkingBlock):
+                    _finish(blocks, parts)
                     blocks.append(AnswerThinkingBlock(thinking="", signature=""))
                 parts.append(text)
             case TextDelta(text=text) if text:
-                if not is_text:
+                if not isinstance(last, AnswerTextBlock):
                     _finish(blocks, parts)
                     blocks.append(AnswerTextBlock(text=""))
                 parts.append(text)
@@ -130,8 +131,9 @@ def _blocks(deltas: Sequence[CompletionDelta], shows_reasoning: bool) -> list[Bl
             case ToolArguments():
                 parts.append(delta.text)
     _finish(blocks, parts)
-    if blocks and isinstance(blocks[0], AnswerThinkingBlock) and not shows_reasoning:
-        blocks[0].thinking = ""
+    for block in blocks:
+        if isinstance(block, AnswerThinkingBlock) and not shows_reasoning:
+            block.thinking = ""
     return blocks
 
 
@@ -231,6 +233,7 @@ class AnswerEvents(CommentedEvents):
         signed, index = b"", self._num_blocks - 1
         if self._kind is ReasoningDelta:
             delta = {"type": "signature_delta", "signature": _signature(self._reasoning)}
+            self._reasoning = []
             signed = _event("content_block_delta", {"index": index, "delta": delta})
         self._kind = None
         return signed + _event("content_block_stop", {"index": index})

@@ -250,20 +250,28 @@ class _Answer:
         self._notation = ReplyReader()
         self._call = -1
         self._arguments: list[str] = []  # the arguments of the latest call
+        self._is_in_call = False
+        self._held: list[str] = []  # reasoning within the arguments of a call, which comes after them
 
     def add_text(self, text: str) -> None:
         self._emit(TextDelta(self.index, text), text)
 
     def add_reasoning(self, text: str) -> None:
-        self._emit(ReasoningDelta(self.index, text), text)
+        if self._is_in_call:
+            self._held.append(text)
+        else:
+            self._emit(ReasoningDelta(self.index, text), text)
 
     def add_notation(self, text: str) -> None:
         """Reads more of a reply, in which tool calls are notation."""
         for piece in self._notation.push(text):
             match piece:
                 case TextPiece():
+                    self._end_call()
                     self.add_text(piece.text)
                 case CallBegun():
+                    self._end_call()
+                    self._is_in_call = True
                     self._call += 1
                     self._arguments = []
                     self._emit(ToolCallBegun(self.index, self._call, piece.id, piece.name), piece.name)
@@ -271,7 +279,12 @@ class _Answer:
                     self._arguments.append(piece.text)
                     self._emit(ToolArguments(self.index, self._call, piece.text), piece.text)
 
+    def _end_call(self) -> None:
+        held, self._held, self._is_in_call = "".join(self._held), [], False
+        self.add_reasoning(held)
+
     def end(self, generated: Generated, stops: Sequence[str]) -> None:
+        self._end_call()
         stop = stops[0] if generated.finish_reason == "stop" and len(stops) == 1 else None
         self._on_delta(AnswerEnded(self.index, self._reason(generated), _counted(generated.usage), stop))
 

@@ -101,7 +101,8 @@ class PromptDelta:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More text of answer ``index``, with its tokens if log-probabilities were requested."""
+    """More text of answer ``index``, with its tokens if log-probabilities were requested. The tokens may also
+    come alone, before their text or within a call, whose tokens they are: an empty text ends nothing."""
 
     index: int
     text: str
@@ -110,8 +111,8 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More text of the model's reasoning before answer ``index``, with its tokens if log-probabilities were
-    requested."""
+    """More text of the model's reasoning, with its tokens if log-probabilities were requested. Reasoning
+    mostly precedes answer ``index``, but may follow a text or a call."""
 
     index: int
     text: str
@@ -130,7 +131,8 @@ class ToolCallBegun:
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """More text of a call's arguments, which are a JSON object."""
+    """More text of the arguments of the latest call, which are a JSON object. No text and no reasoning comes
+    within them."""
 
     index: int
     call: int

@@ -110,8 +110,12 @@ class AnswerLines:
                 case PromptDelta():
                     self._prompt_ids = delta.token_ids
                 case TextDelta():
-                    parts += (self._finish_call(), self._encoded(delta.text, tokens=delta.tokens))
+                    if delta.text:
+                        parts.append(self._finish_call())
+                    parts.append(self._encoded(delta.text, tokens=delta.tokens))
                 case ReasoningDelta():
+                    if delta.text:
+                        parts.append(self._finish_call())
                     parts.append(self._encoded("", tokens=delta.tokens, thinking=delta.text))
                 case ToolCallBegun():
                     parts.append(self._finish_call())

@@ -122,6 +122,28 @@ async def test_reasoning_is_passed_on(api: Api) -> None:
     assert (answer.text, answer.reasoning) == ("Yes.", "Hm, hm.")
 
 
+@each_tool_api
+@each_form
+async def test_f37_reasoning_is_apart_wherever_it_comes(api: Api, stream: bool) -> None:
+    begun, *arguments = of_openai.call_chunks(("call_1", "weather", ['{"city": ', '"Os', 'lo"}']))
+    chunks = [
+        of_openai.text_chunks("I look."),
+        of_openai.reasoning_chunks("Oslo"),
+        begun,
+        arguments[0],
+        of_openai.reasoning_chunks(", hm"),
+        arguments[1],
+        of_openai.reasoning_chunks("."),
+        arguments[2],
+        of_openai.ending("tool_calls"),
+    ]
+    async with served_apis([of_openai.stream(*chunks)], MODELS) as served:
+        answer = await ask(served, api, "Is it cold in Oslo?", model="own", stream=stream, tools=[WEATHER])
+    assert (answer.text, answer.reasoning) == ("I look.", "Oslo, hm.")
+    assert answer.arguments == [{"city": "Oslo"}]
+    assert answer.reason == "calls"
+
+
 async def test_plain_text_goes_to_servers_that_continue_text() -> None:
     chunk = {"choices": [{"index": 0, "text": " there", "finish_reason": "stop"}]}
     body = [f"data: {json.dumps(chunk)}\n\n".encode(), of_openai.DONE]

@@ -9,7 +9,7 @@ import anthropic
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
 from support.fake_engine import FakeEngine
-from support.reasoning_models import DEEPSEEK_MODEL, QWEN_MODEL
+from support.reasoning_models import CHANNEL_MODEL, DEEPSEEK_MODEL, QWEN_MODEL
 from support.server.apis import CHAT, MESSAGES, OLLAMA, OLLAMA_TEXT, RESPONSES, Api, ask, events, post
 from support.server.openai_peer import sync_client
 
@@ -29,6 +29,9 @@ ON: dict[Api, Any] = {
 }
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 MODELS = {"qwen": QWEN_MODEL, "deepseek": DEEPSEEK_MODEL}
+PREAMBLE = "«channel»commentary«message»I look.«end»«start»assistant"
+THINK = f"«channel»analysis«message»{REASONING}«end»«start»assistant"
+FINAL = f"«channel»final«message»{ANSWER}"
 
 
 def over(*apis: Api) -> Any:
@@ -36,7 +39,7 @@ def over(*apis: Api) -> Any:
 
 
 def served(name: str) -> Iterator[ApiServer]:
-    model = MODELS[name]
+    model = {**MODELS, "channels": CHANNEL_MODEL}[name]
     engine = FakeEngine(runner=model.runner(), tokenizer=model.tokenizer)
     with api_server(engine, template=model.template) as running:
         yield running
@@ -46,6 +49,11 @@ def served(name: str) -> Iterator[ApiServer]:
 @pytest.fixture(scope="module")
 def qwen() -> Iterator[ApiServer]:
     yield from served("qwen")
+
+
+@pytest.fixture(scope="module")
+def channels() -> Iterator[ApiServer]:
+    yield from served("channels")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -253,3 +261,33 @@ def test_a_call_keeps_its_reasoning_item_until_the_next_turn(qwen: ApiServer, is
     if is_stored:
         respond("Hello", previous_response_id=second.id)
         assert shown not in prompt_text(qwen, requests.submits[-1])
+
+
+@STREAMS
+@over(CHAT, RESPONSES, MESSAGES, OLLAMA)
+def test_f37_reasoning_after_text_is_apart_from_it(channels: ApiServer, api: Api, stream: bool) -> None:
+    script = f"{PREAMBLE}{THINK}{PREAMBLE}{THINK}{FINAL}"
+    answer = ask(channels, api, script, stream=stream, temperature=0, extra=ON[api])
+    assert answer.text == f"I look.\n\nI look.\n\n{ANSWER}"
+    assert answer.reasoning == f"{REASONING}\n\n{REASONING}"
+
+
+@STREAMS
+def test_f37_a_stored_answer_with_reasoning_after_text_is_whole(channels: ApiServer, stream: bool) -> None:
+    sent = channels.observe_requests()
+    first = ask(channels, RESPONSES, f"{PREAMBLE}{THINK}{FINAL}", stream=stream, temperature=0)
+    then = {"previous_response_id": first.id}
+    assert ask(channels, RESPONSES, FINAL, temperature=0, extra=then).text == ANSWER
+    prompt = prompt_text(channels, sent.submits[-1])
+    assert "I look." in prompt.rpartition("<|start|>assistant")[0].rpartition("<|start|>assistant")[2]
+    assert f"I look.\n\n{ANSWER}" in prompt
+
+
+@STREAMS
+def test_f37_hidden_reasoning_after_text_is_not_shown(channels: ApiServer, stream: bool) -> None:
+    hidden = {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}}
+    script = f"{THINK}{PREAMBLE}{THINK}{FINAL}"
+    answer = ask(channels, MESSAGES, script, stream=stream, temperature=0, extra=hidden)
+    assert (answer.text, answer.reasoning) == (f"I look.\n\n{ANSWER}", "")
+    kinds = [block["type"] for block in answer.turns[0]["content"]]
+    assert kinds == ["thinking", "text", "thinking", "text"]

@@ -65,6 +65,7 @@ class ResponseWriter(CommentedEvents):
         self._num_events = 0
         self._parts: list[str] = []
         self._logprobs: list[ChatTokenLogprob] = []
+        self._early: list[ChatTokenLogprob] = []  # tokens that came outside of a message, before its text
         self._open: OutputItem | None = None
         self._head = b""
 
@@ -149,22 +150,31 @@ class ResponseWriter(CommentedEvents):
         return begun + self._delta(text)
 
     def _begin_reasoning(self) -> bytes:
+        closed = self._close("completed")
         item = OutputReasoning(id=f"rs_{secrets.token_hex(12)}", status="in_progress", content=[])
         added = self._add(item)
         position = {"item_id": item.id, "output_index": self._index, "content_index": 0}
         begun = self._event("response.content_part.added", {**position, "part": ReasoningTextPart(text="")})
         item.content.append(ReasoningTextPart(text=""))
         self._prepare("response.reasoning_text.delta", position)
-        return added + begun
+        return closed + added + begun
 
     def _text(self, delta: TextDelta) -> bytes:
         if not delta.text and not delta.tokens:
             return b""
-        begun = b"" if isinstance(self._open, OutputMessage) else self._begin_text()
-        self._parts.append(delta.text)
         logprobs = [token_logprob(token) for token in delta.tokens] if self._has_logprobs else []
+        is_open = isinstance(self._open, OutputMessage)
+        if not delta.text and not is_open:
+            self._early += logprobs
+            return b""
+        begun = b"" if is_open else self._begin_text()
+        return begun + self._append_text(delta.text, logprobs)
+
+    def _append_text(self, text: str, logprobs: Sequence[ChatTokenLogprob]) -> bytes:
+        logprobs, self._early = [*self._early, *logprobs], []
+        self._parts.append(text)
         self._logprobs += logprobs
-        return begun + self._delta(delta.text, logprobs)
+        return self._delta(text, logprobs)
 
     def _begin_text(self) -> bytes:
         closed = self._close("completed")
@@ -178,6 +188,7 @@ class ResponseWriter(CommentedEvents):
 
     def _begin_call(self, delta: ToolCallBegun) -> bytes:
         closed = self._close("completed")
+        self._early = []  # the tokens of the call's notation, for which the API has no place
         item = FunctionCall(
             id=f"fc_{secrets.token_hex(12)}",
             call_id=delta.id,
@@ -229,9 +240,14 @@ class ResponseWriter(CommentedEvents):
 
     def _finish(self, end: AnswerEnded) -> bytes:
         status: ItemStatus = "incomplete" if end.finish_reason == "length" else "completed"
-        begun = b"" if self.answer.output else self._begin_text()
+        answer, begun = self.answer, b""
+        if not answer.output:
+            begun = self._begin_text() + (self._append_text("", ()) if self._early else b"")
+        for item in reversed(answer.output):  # under a constraint, all tokens come at the end
+            if isinstance(item, OutputMessage) and self._early:
+                item.content[0].logprobs += self._early
+                break
         closed = self._close(status)
-        answer = self.answer
         answer.status = status
         answer.incomplete_details = Incomplete("max_output_tokens") if status == "incomplete" else None
         answer.usage = make_usage(end.usage)
