@@ -27,6 +27,7 @@ from agentflow.server.anthropic.types import (
     StopReason,
 )
 from agentflow.server.completion.request import (
+    NO_ARGUMENTS,
     AnswerEnded,
     CompletionDelta,
     FinishReason,
@@ -34,7 +35,7 @@ from agentflow.server.completion.request import (
     TextDelta,
     ToolArguments,
     ToolCallBegun,
-    object_so_far,
+    arguments_json,
 )
 from agentflow.server.completion.streaming import CommentedEvents
 from agentflow.server.errors import ApiError
@@ -127,7 +128,7 @@ def _blocks(deltas: Sequence[CompletionDelta], shows_reasoning: bool) -> list[Bl
                 parts.append(text)
             case ToolCallBegun():
                 _finish(blocks, parts)
-                blocks.append(AnswerToolUseBlock(id=delta.id, name=delta.name, input={}))
+                blocks.append(AnswerToolUseBlock(id=delta.id, name=delta.name, input=NO_ARGUMENTS))
             case ToolArguments():
                 parts.append(delta.text)
     _finish(blocks, parts)
@@ -147,7 +148,7 @@ def _finish(blocks: list[Block], parts: list[str]) -> None:
         case [AnswerTextBlock() as block]:
             block.text = text
         case [AnswerToolUseBlock() as call]:
-            call.input = object_so_far(text)
+            call.input = arguments_json(text)
 
 
 def _signature(reasoning: Sequence[str]) -> str:
@@ -208,7 +209,7 @@ class AnswerEvents(CommentedEvents):
                 case ToolArguments():
                     parts += (self._head, _encode_json(delta.text), _END_OF_DELTA)
                 case ToolCallBegun():
-                    block = AnswerToolUseBlock(id=delta.id, name=delta.name, input={})
+                    block = AnswerToolUseBlock(id=delta.id, name=delta.name, input=NO_ARGUMENTS)
                     parts.append(self._begin(ToolArguments, block))
                 case AnswerEnded():
                     parts += (self._end_block(), self._ended(delta))

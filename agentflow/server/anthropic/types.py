@@ -6,7 +6,7 @@ field whose only value is null is not supported.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -280,7 +280,7 @@ class AnswerToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="to
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
     caller: DirectCaller = msgspec.field(default_factory=lambda: DirectCaller(type="direct"))
 
 

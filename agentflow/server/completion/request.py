@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import jiter
+import msgspec
 
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import FREE_CHOICE, CalledTool, Conversation, Message, ToolChoice, ToolSpec
@@ -139,18 +140,34 @@ class ToolArguments:
     text: str
 
 
-def object_so_far(arguments: str) -> dict[str, Any]:
-    """Parses the arguments of a call. If a truncated answer ends within them, returns the complete part, as
-    clients read it from a stream.
+def arguments_json(arguments: str) -> msgspec.Raw:
+    """The arguments of a call as a JSON object in one line, for APIs whose answers have an object, not its
+    text. The values are as the model wrote them: Python has no number for ``1e999``, and limits the depth. If
+    a truncated answer ends within the arguments, returns the complete part, as clients read it from a stream.
 
-    >>> object_so_far('{"city": "Oslo", "da')
-    {'city': 'Oslo'}
+    >>> bytes(arguments_json('{"city": "Oslo",\\n"far": 1e999}'))
+    b'{"city":"Oslo","far":1e999}'
+    >>> bytes(arguments_json('{"city": "Oslo", "da'))
+    b'{"city":"Oslo"}'
     """
+    if CalledTool("", "", arguments).is_whole:
+        return msgspec.Raw(msgspec.json.format(arguments.encode(), indent=-1))
     try:
-        read = jiter.from_json(arguments.encode(), partial_mode=True)
+        read = jiter.from_json(
+            arguments.encode(), partial_mode=True, float_mode="lossless-float", allow_inf_nan=False
+        )
     except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
+        return NO_ARGUMENTS
+    return msgspec.Raw(_encode_object(read)) if isinstance(read, dict) else NO_ARGUMENTS
+
+
+def _encode_number(number: object) -> msgspec.Raw:
+    """A ``jiter.LosslessFloat`` as it was written."""
+    return msgspec.Raw(str(number).encode())
+
+
+NO_ARGUMENTS = msgspec.Raw(b"{}")
+_encode_object = msgspec.json.Encoder(enc_hook=_encode_number).encode
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]

@@ -27,6 +27,7 @@ from agentflow.server.completion.request import (
     Times,
     ToolArguments,
     ToolCallBegun,
+    arguments_json,
 )
 from agentflow.server.errors import ApiError
 from agentflow.server.ollama.types import (
@@ -199,8 +200,7 @@ class AnswerLines:
 
 
 def _shown(index: int, call: CalledTool) -> OllamaToolCall:
-    arguments = msgspec.json.decode(call.arguments, type=dict[str, Any])
-    function = CalledFunction(index=index, name=call.name, arguments=arguments)
+    function = CalledFunction(index=index, name=call.name, arguments=arguments_json(call.arguments))
     return OllamaToolCall(id=call.id, function=function)
 
 

@@ -175,7 +175,7 @@ class CalledFunction(msgspec.Struct, kw_only=True):
 
     index: int
     name: str
-    arguments: dict[str, Any]
+    arguments: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
 
 
 class OllamaToolCall(msgspec.Struct, kw_only=True):

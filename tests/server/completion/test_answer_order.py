@@ -7,12 +7,13 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import jiter
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.tool_template_shapes import LLAMA
-from support.server.apis import CHAT, OLLAMA, RESPONSES, Api, ask, events
+from support.server.apis import CHAT, MESSAGES, OLLAMA, RESPONSES, Api, ask, events
 from support.server.scripted_model import scripted_server
 
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -27,6 +28,7 @@ from agentflow.server.completion.request import (
     TextDelta,
     ToolArguments,
     ToolCallBegun,
+    arguments_json,
     join_answers,
     merge_deltas,
 )
@@ -257,3 +259,49 @@ def test_f37_log_probabilities_within_a_call_do_not_end_it(api: Api, stream: boo
     assert (answer.text, answer.arguments, answer.reason) == ("", [{"tags": ["a", "a"]}], "calls")
     if api is RESPONSES:
         assert [item["type"] for item in answer.turns] == ["function_call"]
+
+
+LARGE = '{"n": 1' + "0" * 400 + "}"
+ODD_ARGUMENTS = ['{"n": 1e999}', '{"n": [-1e999, 1.50]}', '{\n  "n": [\n    1\n  ]\n}', LARGE]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES, OLLAMA], ids=lambda api: api.name)
+def test_f37_arguments_have_the_values_that_the_model_wrote(api: Api, stream: bool) -> None:
+    written = [*ODD_ARGUMENTS]
+    tools = [{"name": "find", "parameters": {"type": "object", "properties": {"n": {}}}}]
+    options: Any = {"opening": "<|end_header_id|>\n\n", "template": ChatTemplate(LLAMA)}
+    with scripted_server(lambda _: f'{{"name": "find", "parameters": {written[0]}}}', **options) as server:
+        while written:
+            answer = ask(server, api, "Call it.", stream=stream, tools=tools, max_tokens=900)
+            assert (answer.arguments, answer.reason) == ([json.loads(written.pop(0))], "calls")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), st.sampled_from([None, 1]), st.booleans())
+def test_f37_whole_arguments_are_unchanged_and_on_one_line(
+    value: dict[str, Any], indent: int | None, is_ascii: bool
+) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=is_ascii).replace("Infinity", "1e999")
+    text = text.replace("NaN", "-0.0")
+    written = bytes(arguments_json(text))
+    assert b"\n" not in written
+    assert json.loads(written) == json.loads(text)
+    assert msgspec.json.decode(written, type=dict[str, msgspec.Raw]).keys() == value.keys()
+    for cut in range(len(text)):  # a truncated call: the part that a client reads from the stream
+        try:
+            so_far = jiter.from_json(text[:cut].encode(), partial_mode=True)
+        except ValueError:  # nothing yet, or half of a pair of surrogates
+            so_far = {}
+        assert json.loads(bytes(arguments_json(text[:cut]))) == so_far
+
+
+def test_f37_deep_arguments_are_not_lost() -> None:
+    text = '{"n":' + "[" * 500 + "]" * 500 + "}"
+    assert bytes(arguments_json(text)) == text.encode()
