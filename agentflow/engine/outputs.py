@@ -124,28 +124,28 @@ class Outputs:
             return
         [token_id] = row.token_ids
         text, constrained = self._texts[request.id], self._constrained.get(request.id)
+        is_free, answer_at, jump = False, None, None
         if token_id in self._end_ids and not params.ignore_eos:
-            jump = None if constrained is None else constrained.end_reasoning()
-            if constrained is None or jump is None:
+            if constrained is None or not constrained.must_answer:
                 self._finish(request, "eos")
-            else:
-                self._report(row, "", constrained.answer_at)
-                self._jump(request, text, jump)
+                return
+            jump = constrained.end_reasoning()
+            if jump is None:  # there is no room for the end mark
+                self._finish(request, "length")
+                return
+            self._report(row, "", constrained.answer_at)
         elif token_id in params.stop_token_ids and not (
             text.is_in_call or (constrained is not None and constrained.is_reasoning)
         ):
             self._finish(request, "stop", token_id)
+            return
         elif text.may_stop:
-            is_free = constrained is not None and not constrained.read(token_id)
-            answer_at = None if constrained is None else constrained.answer_at
+            if constrained is not None:
+                is_free, answer_at = not constrained.read(token_id), constrained.answer_at
             self._report(row, text.push(token_id, is_free=is_free), answer_at)
             if constrained is not None and not text.stopped:
                 jump = constrained.update()
-                if jump is not None:
-                    self._jump(request, text, jump)
-            self.end_if_complete(request)
         else:
-            is_free, answer_at, jump = False, None, None
             is_over = request.num_tokens - request.num_prompt >= request.max_new_tokens
             if constrained is not None:
                 is_free = not constrained.read(token_id)
@@ -156,9 +156,9 @@ class Outputs:
                 self._aside.append((row, is_free, answer_at))
                 return
             self._report(row, text.push(token_id, is_free=is_free), answer_at)
-            if jump is not None:
-                self._jump(request, text, jump)
-            self.end_if_complete(request)
+        if jump is not None:
+            self._jump(request, text, jump)
+        self.end_if_complete(request)
 
     def report(self) -> list[tuple[Request, Exception]]:
         """Reports the tokens that were put aside, before all other messages: they are the oldest. Returns the

@@ -154,14 +154,25 @@ class ConstrainedRequest:
         """Returns the tokens that are forced after the ``read`` ones."""
         return self._update()
 
+    @property
+    def must_answer(self) -> bool:
+        """Whether the output is within its reasoning, and the grammar requires an answer after it."""
+        return self._text is not None and self._is_within_reasoning
+
     def end_reasoning(self) -> Jump | None:
-        """The model ended the generation within its reasoning, before the answer that the grammar requires.
-        Returns the end mark, which replaces the model's end token; None if the generation may end."""
-        reasoning = self._reasoning
-        if self._text is None or reasoning is None or not reasoning.is_reasoning:
-            return None
+        """The model ended the generation although it ``must_answer``. Returns the end mark, which replaces
+        the model's end token; None if the output has no room for it."""
         self._words = None
-        return self._append(reasoning.end_mark)
+        return self._append(self._end_mark())
+
+    @property
+    def _is_within_reasoning(self) -> bool:
+        return self._reasoning is not None and self._reasoning.is_reasoning
+
+    def _end_mark(self) -> str:
+        """The text that ends reasoning."""
+        assert self._reasoning is not None
+        return self._reasoning.end_mark
 
     @property
     def _num_before(self) -> int:
@@ -204,8 +215,8 @@ class ConstrainedRequest:
     def _update(self) -> Jump | None:
         reasoning, text, jump = self._reasoning, self._text, None
         is_spent = self._budget is not None and reasoning is not None and reasoning.num_inside >= self._budget
-        if reasoning is not None and reasoning.is_reasoning and is_spent:
-            jump = self._append(reasoning.end_mark)
+        if is_spent and self._is_within_reasoning:
+            jump = self._append(self._end_mark())
         elif text is not None and self._is_answer:
             jump = self._jump(text)
         self._words = None
@@ -322,16 +333,11 @@ class ChannelRequest(ConstrainedRequest):
             self._is_read = True
         return not is_free
 
-    def end_reasoning(self) -> Jump | None:
-        """The model ended the generation within its reasoning, before the answer that the grammar requires.
-        Returns the end of reasoning, which replaces the model's end token; None if the generation may end."""
-        channels = self._channels
-        if self._text is None or not channels.is_reasoning:
-            return None
-        self._words = None
-        return self._append(self._end_of_channel())
+    @property
+    def _is_within_reasoning(self) -> bool:
+        return self._channels.is_reasoning
 
-    def _end_of_channel(self) -> str:
+    def _end_mark(self) -> str:
         # With tools, the model decides what follows its reasoning.
         answer = "" if self._reasoning_format.calls else self._reasoning_format.answer
         return self._channels.rest_of_end().decode() + answer
@@ -352,8 +358,8 @@ class ChannelRequest(ConstrainedRequest):
         channels, text, jump = self._channels, self._text, None
         # With tools, the model decides what follows its reasoning.
         answer = "" if self._reasoning_format.calls else self._reasoning_format.answer
-        if self._is_spent and channels.is_reasoning:
-            jump = self._append(self._end_of_channel())
+        if self._is_spent and self._is_within_reasoning:
+            jump = self._append(self._end_mark())
         elif self._is_spent and channels.is_undecided and answer and not channels.num_held:
             jump = self._append(answer)
         elif text is not None and self._is_answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.direct_compiler import direct_compiler
 from support.fake_engine import FakeEngine
-from support.reasoning_models import DEEPSEEK_MODEL, MODELS, QWEN_MODEL, SPELLED_MODEL, ReasoningModel
+from support.reasoning_models import (
+    CHANNEL_MODEL,
+    DEEPSEEK_MODEL,
+    MODELS,
+    QWEN_MODEL,
+    SPELLED_MODEL,
+    ReasoningModel,
+)
 from support.server.module_servers import module_fixture
 
 from agentflow.engine.generator.generator import EngineGenerator
@@ -305,3 +312,47 @@ async def test_f32e_an_end_within_reasoning_ends_the_reasoning_if_the_answer_may
         assert answer.reasoning == "I am done."
         assert answer.usage.output_tokens < 100
         assert answer.finish_reason == ("tool_calls" if mode == "required" else "stop")
+
+
+def ending_early(model: ReasoningModel, answer: str) -> Callable[[Sequence[int]], int]:
+    """A model that ends the generation within its reasoning, and writes ``answer`` after the end of it."""
+    begin, end = "<think>\n", "</think>"
+    if model is CHANNEL_MODEL:
+        begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+
+    def next_token(tokens: Sequence[int]) -> int:
+        text = model.tokenizer.decode(tokens, skip_special=False, continues=True)
+        output = text.partition(model.user)[2].partition(model.assistant)[2]
+        reasoning, is_over, after = output.partition(end)
+        script, written = (answer, after.lstrip("\n")) if is_over else (f"{begin}I am done.", reasoning)
+        rest = script.removeprefix(written) if script.startswith(written) else ""
+        return model.tokenizer.encode_written(rest)[0] if rest else 0
+
+    return next_token
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+@pytest.mark.parametrize("params", [{}, {"logprobs": True}], ids=["plain", "logprobs"])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("model", [*MODELS.values(), CHANNEL_MODEL], ids=[*MODELS, "channels"])
+async def test_f37_an_end_within_reasoning_keeps_the_limit_of_tokens(
+    model: ReasoningModel, mode: str, params: dict[str, bool], budget: int | None
+) -> None:
+    """Wherever the limit is: before the mark that the engine appends, within it or behind it."""
+    text, call = "Hello.", CALL
+    if model is CHANNEL_MODEL:
+        text = "<|channel|>final<|message|>Hello."
+        call = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{}"
+    tools = {"tools": (LOOK,), "tool_choice": ToolChoice(mode), "reasoning_budget": budget}
+    next_token = ending_early(model, text if mode == "auto" else call)
+    async with generator_of(model, next_token=next_token) as generator:
+        whole = await ask(generator, asking("Hi", params=dict(params), **tools))
+        assert whole.finish_reason == ("stop" if mode == "auto" else "tool_calls")
+        if model is not SPELLED_MODEL or mode == "auto":  # otherwise the constraint begins at once
+            assert whole.reasoning.startswith("I a")
+        for max_tokens in range(1, whole.usage.output_tokens + 2):
+            answer = await ask(generator, asking("Hi", max_tokens, params=dict(params), **tools))
+            assert answer.usage.output_tokens <= max_tokens
+            assert len(answer.tokens) == (len(answer.token_ids) if params else 0)
+            is_whole = max_tokens >= whole.usage.output_tokens
+            assert answer.finish_reason == (whole.finish_reason if is_whole else "length"), max_tokens
