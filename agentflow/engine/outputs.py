@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
+from typing import NamedTuple
 
 from agentflow.engine.constrained.constrained_request import ConstrainedRequest, constrained_request
 from agentflow.engine.constrained.grammar_cache import GrammarCache
@@ -27,8 +28,30 @@ MAX_TENANTS = 4096
 """Tenants whose time for searches is remembered."""
 
 
-_Aside = tuple[Row, bool, int | None]
-"""A row with one token, whether stops ignore the token, and ``ConstrainedRequest.answer_at`` after it."""
+class _Place(NamedTuple):
+    """The place of a token in its output."""
+
+    is_free: bool = False  # stops ignore the token
+    calls_from: int = 0  # ``ConstrainedRequest.calls_from`` after it
+
+
+_Aside = tuple[Row, _Place, int | None]
+"""A row with one token, its place, and ``ConstrainedRequest.answer_at`` after it."""
+
+_ANSWER = _Place()
+
+
+def _read(constrained: ConstrainedRequest | None, token_id: int) -> _Place:
+    """Reads a token of an output that may begin with reasoning."""
+    if constrained is None:
+        return _ANSWER
+    is_free = not constrained.read(token_id)
+    return _Place(is_free, constrained.calls_from)
+
+
+def _push(text: TextEnd, token_id: int, place: _Place) -> str:
+    """Appends a token to the text of its output. Returns the text that may be delivered now."""
+    return text.push(token_id, is_free=place.is_free, calls_from=place.calls_from)
 
 
 def _progress(row: Row, text: str, answer_at: int | None) -> Progress:
@@ -93,7 +116,7 @@ class Outputs:
             constrained = constrained_request(request, message, self._grammars, self._tokenizer)
             self._constrained[request.id] = constrained
         for token_id in message.generated_ids:
-            text.push(token_id, is_free=constrained is not None and not constrained.read(token_id))
+            _push(text, token_id, _read(constrained, token_id))
         if message.generated_text:
             text.resume(message.generated_text)
         jump = None if constrained is None else constrained.begin(message.generated_forced)
@@ -124,7 +147,7 @@ class Outputs:
             return
         [token_id] = row.token_ids
         text, constrained = self._texts[request.id], self._constrained.get(request.id)
-        is_free, answer_at, jump = False, None, None
+        answer_at, jump = None, None
         if token_id in self._end_ids and not params.ignore_eos:
             if constrained is None or not constrained.must_answer:
                 self._finish(request, "eos")
@@ -140,22 +163,22 @@ class Outputs:
             self._finish(request, "stop", token_id)
             return
         elif text.may_stop:
+            place = _read(constrained, token_id)
             if constrained is not None:
-                is_free, answer_at = not constrained.read(token_id), constrained.answer_at
-            self._report(row, text.push(token_id, is_free=is_free), answer_at)
+                answer_at = constrained.answer_at
+            self._report(row, _push(text, token_id, place), answer_at)
             if constrained is not None and not text.stopped:
                 jump = constrained.update()
         else:
             is_over = request.num_tokens - request.num_prompt >= request.max_new_tokens
-            if constrained is not None:
-                is_free = not constrained.read(token_id)
-                if not constrained.is_open:
-                    answer_at, jump = constrained.answer_at, constrained.update()
-                    is_over = is_over or (jump is None and constrained.is_complete())
+            place = _read(constrained, token_id)
+            if constrained is not None and not constrained.is_open:
+                answer_at, jump = constrained.answer_at, constrained.update()
+                is_over = is_over or (jump is None and constrained.is_complete())
             if jump is None and not is_over:
-                self._aside.append((row, is_free, answer_at))
+                self._aside.append((row, place, answer_at))
                 return
-            self._report(row, text.push(token_id, is_free=is_free), answer_at)
+            self._report(row, _push(text, token_id, place), answer_at)
         if jump is not None:
             self._jump(request, text, jump)
         self.end_if_complete(request)
@@ -166,12 +189,12 @@ class Outputs:
         aside, self._aside = self._aside, []
         messages: list[FromEngine] = []
         failed: list[tuple[Request, Exception]] = []
-        for row, is_free, answer_at in aside:
+        for row, place, answer_at in aside:
             text = self._texts.get(row.request.id)
             if text is None:
                 continue
             try:
-                messages.append(_progress(row, text.push(row.token_ids[0], is_free=is_free), answer_at))
+                messages.append(_progress(row, _push(text, row.token_ids[0], place), answer_at))
             except Exception as error:
                 failed.append((row.request, error))
         self._outbox[:0] = messages
@@ -185,7 +208,8 @@ class Outputs:
         """Appends the tokens that the grammar, or the budget of reasoning, forces, up to a stop among
         them."""
         num_dropped = request.num_generated - jump.num_kept
-        delta = text.replace(jump.num_kept, jump.token_ids, is_free=jump.is_free)
+        calls_from = self._constrained[request.id].calls_from
+        delta = text.replace(jump.num_kept, jump.token_ids, is_free=jump.is_free, calls_from=calls_from)
         token_ids = jump.token_ids[: text.num_ids - jump.num_kept]
         self._scheduler.replace_output(request, jump.num_kept, token_ids)
         answer_at = self._constrained[request.id].answer_at

@@ -90,6 +90,11 @@ class ConstrainedRequest:
         """Whether reasoning has begun, and the answer has not."""
         return self._reasoning is not None and (self._reasoning.is_reasoning or self._reasoning.is_gap)
 
+    @property
+    def calls_from(self) -> int:
+        """The character of the output from which on it may have calls; -1 within reasoning."""
+        return -1 if self.is_reasoning else max(0, self.answer_at or 0)
+
     def forced_spans(self, num_chars: int) -> list[tuple[int, int]]:
         """Like ``ConstrainedText.forced_spans``, of the whole output."""
         if self._text is None:

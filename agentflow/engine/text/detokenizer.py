@@ -128,8 +128,12 @@ class _CallScan:
 
     def __init__(self, marks: CallMarks) -> None:
         self._marks = marks
+        self.restart()
+
+    def restart(self) -> None:
+        """The text begins with the next one: the text so far was reasoning, where a mark is a quotation."""
         self._held = ""  # the end of the text, which may be the beginning of a mark
-        self._is_decided = bool(marks.begin)
+        self._is_decided = bool(self._marks.begin)
         self.is_inside = False
 
     def read(self, text: str) -> None:
@@ -206,9 +210,16 @@ class TextEnd:
         """Whether the text so far ends inside a tool call."""
         return self._calls is not None and self._calls.is_inside
 
-    def push(self, token_id: int, *, is_free: bool = False) -> str:
+    def push(self, token_id: int, *, is_free: bool = False, calls_from: int = 0) -> str:
         """Appends a sampled id. Returns the text that may be delivered now. Tokens that end the generation
-        are not pushed. ``is_free``: no stop begins in its text, as for the first ``min_tokens``."""
+        are not pushed.
+
+        Args:
+            token_id: the id.
+            is_free: no stop begins in its text, as for the first ``min_tokens``.
+            calls_from: the character of the whole text from which on it may have calls; -1: the text so far
+                has none.
+        """
         if self.stopped:
             return ""
         is_free = is_free or self.is_in_call or len(self._detokenizer.ids) < self._min_tokens
@@ -217,8 +228,10 @@ class TextEnd:
         if self._detokenizer.num_chars - len(new) < before:  # text already read, in other tokens
             new = new[before - self._detokenizer.num_chars + len(new) :]
         self._num_read += len(new)
-        if self._calls is not None:
-            self._calls.read(new)
+        if self._calls is not None and calls_from < 0:
+            self._calls.restart()
+        elif self._calls is not None:
+            self._calls.read(new[max(0, calls_from - before) :])
         if is_free and self._pattern is not None:
             self._pattern.skip(new)
         if is_free and self._held:  # a stop that began before does not end in it
@@ -234,14 +247,17 @@ class TextEnd:
         self._num_delivered += delta_length
         return delta
 
-    def replace(self, num_kept: int, token_ids: Iterable[int], *, is_free: bool = False) -> str:
+    def replace(
+        self, num_kept: int, token_ids: Iterable[int], *, is_free: bool = False, calls_from: int = 0
+    ) -> str:
         """Keeps the first ``num_kept`` ids and appends ``token_ids``, which continue with the same text in
-        other tokens; its end may still have to be pushed. ``is_free`` is as for ``push``. Returns the text
-        that may be delivered now."""
+        other tokens; its end may still have to be pushed. ``is_free`` and ``calls_from`` are as for ``push``.
+        Returns the text that may be delivered now."""
         if self.stopped:
             return ""
         self._detokenizer.rewind(num_kept)
-        return "".join([self.push(token_id, is_free=is_free) for token_id in token_ids])
+        pushed = [self.push(one, is_free=is_free, calls_from=calls_from) for one in token_ids]
+        return "".join(pushed)
 
     def resume(self, text: str) -> None:
         """Continues a generation that had delivered ``text``. Its ids must have been pushed; ``text`` may be

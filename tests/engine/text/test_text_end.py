@@ -320,3 +320,37 @@ def test_f31a_an_answer_of_json_is_one_call(text: str, is_call: bool) -> None:
     for token in BYTES.encode(text + "stop"):
         end_of_text.push(token)
     assert end_of_text.stopped != is_call
+
+
+@pytest.mark.parametrize("marks", [CallMarks("<c>", "</c>"), CallMarks("<c>", ""), CallMarks("", "")])
+@given(
+    reasoning=st.text(st.sampled_from("<c>/{[a "), max_size=8),
+    answer=st.lists(st.sampled_from(["<c>", "</c>", "b;", "{", " ", "a"]), max_size=8).map("".join),
+    is_known_late=st.booleans(),
+)
+@example(reasoning="x<c>y", answer="ab;", is_known_late=False)
+@example(reasoning="<c", answer=">b;", is_known_late=True)
+def test_f37_calls_are_searched_in_the_answer_alone(
+    marks: CallMarks, reasoning: str, answer: str, is_known_late: bool
+) -> None:
+    """``is_known_late``: the last token of the reasoning shows that all were reasoning."""
+    whole, alone = TextEnd(BYTES, ["b;"], calls=marks), TextEnd(BYTES, ["b;"], calls=marks)
+    tokens = BYTES.encode(reasoning)
+    for number, token in enumerate(tokens, start=1):
+        is_known = not is_known_late or number == len(tokens)
+        whole.push(token, is_free=True, calls_from=-1 if is_known else 0)
+    for token in BYTES.encode(answer):
+        whole.push(token, calls_from=len(reasoning))
+        alone.push(token)
+        assert (whole.stopped, whole.is_in_call) == (alone.stopped, alone.is_in_call)
+    assert whole.finish().text == reasoning + alone.finish().text
+
+
+def test_f37_a_token_of_reasoning_and_answer_may_begin_a_call() -> None:
+    end_of_text = TextEnd(TINY, ["b"], calls=CallMarks("ab", ""))
+    end_of_text.push(one("ab"), is_free=True, calls_from=-1)
+    end_of_text.push(one("abab"), is_free=True, calls_from=3)  # the answer begins with its second character
+    assert end_of_text.is_in_call
+    end_of_text = TextEnd(TINY, ["b"], calls=CallMarks("ab", ""))
+    end_of_text.push(one("abab"), is_free=True, calls_from=3)
+    assert not end_of_text.is_in_call

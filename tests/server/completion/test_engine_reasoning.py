@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import pytest
 from anyio.from_thread import start_blocking_portal
@@ -356,3 +357,46 @@ async def test_f37_an_end_within_reasoning_keeps_the_limit_of_tokens(
             assert len(answer.tokens) == (len(answer.token_ids) if params else 0)
             is_whole = max_tokens >= whole.usage.output_tokens
             assert answer.finish_reason == (whole.finish_reason if is_whole else "length"), max_tokens
+
+
+CALL_WITH_STOP = CALL.replace("{}", '{"what": "I stop."}')
+CHANNEL_CALL = '«channel»commentary to=functions.look «constrain»json«message»{"what": "I stop."}'
+# A mark of calls that reasoning may show, and a call that contains a stop.
+CALLS_OF = {
+    "qwen": (QWEN_MODEL, "<tool_call>", CALL_WITH_STOP),
+    "deepseek": (DEEPSEEK_MODEL, "<tool_call>", CALL_WITH_STOP.replace("\n", "")),
+    "spelled": (SPELLED_MODEL, "<tool_call>", CALL_WITH_STOP),
+    "channels": (CHANNEL_MODEL, "to=functions.look", CHANNEL_CALL),
+}
+WHAT = ToolSpec("look", "Looks.", {"type": "object", "properties": {"what": {"type": "string"}}})
+
+
+@pytest.mark.parametrize("params", [{"stop": ("stop",)}, {"stop_regex": "st.p"}, {"stop_token_ids": ()}])
+@pytest.mark.parametrize(("model", "shown", "call"), CALLS_OF.values(), ids=CALLS_OF)
+async def test_f37_a_call_in_reasoning_turns_off_no_stops_and_one_in_the_answer_does(
+    model: ReasoningModel, shown: str, call: str, params: dict[str, Any]
+) -> None:
+    if "stop_token_ids" in params:
+        params = {"stop_token_ids": tuple(model.tokenizer.encode(" stop", continues=True)[:1])}
+    async with generator_of(model) as generator:
+        for before in (shown, f"I may write {shown} now.", "No call."):
+            if model is CHANNEL_MODEL:
+                script = f"«channel»analysis«message»{before}«end»«start»assistant"
+                text = f"{script}«channel»final«message»{ANSWER}"
+            else:
+                script = f"<think>\n{before}\n</think>\n\n"
+                text = script + ANSWER
+            stopped = await ask(generator, asking(text, tools=(WHAT,), params=dict(params)))
+            assert ANSWER.startswith(stopped.text)
+            assert stopped.text != ANSWER
+            assert stopped.finish_reason == "stop"
+            called = await ask(generator, asking(script + call, tools=(WHAT,), params=dict(params)))
+            assert [json.loads(one.arguments) for one in called.tool_calls] == [{"what": "I stop."}]
+
+
+@given(num_tokens=st.integers(1, 60), before=st.sampled_from(["I may write <tool_call> now.", "No call."]))
+def test_f37_a_resumed_request_finds_calls_in_its_answer_alone(
+    check_qwen_resumed: CheckResumed, num_tokens: int, before: str
+) -> None:
+    script = f"<think>\n{before}\n</think>\n\n{CALL_WITH_STOP}\nHello. I stop."
+    check_qwen_resumed(asking(script, tools=(WHAT,), params={"stop": ("stop",)}), num_tokens)
