@@ -79,6 +79,17 @@ ALWAYS_INLINE void add_sums(const Sums& to, const Sums& other, int64_t dims) {
     to.total = total;
 }
 
+// Vector v of the scores of one query, which are in panels: [panels][MAX_TILE_ROWS][PANEL], from the query's first score on.
+ALWAYS_INLINE float* scores_at(float* scores, int v) { return scores + v / 2 * MAX_TILE_ROWS * PANEL + v % 2 * LANES; }
+
+// Whether the first `num_vecs` vectors of scores contain NaN. Maximums may drop it. If another score is above minus infinity, the
+// sum of the weights has the NaN; otherwise the scores would seem to be hidden.
+inline bool has_nan(float* scores, int num_vecs) {
+    uint32_t are_numbers = 0xFFFF;
+    for (int v = 0; v < num_vecs; v++) are_numbers &= at_least(load(scores_at(scores, v)), broadcast(MINUS_INFINITY));
+    return are_numbers != 0xFFFF;
+}
+
 // Turns the scores of some queries with up to KEY_BLOCK keys into weights relative to the largest score of each query. `scale`
 // includes log2(e); `cap`: as in Queries. seen_of(i): the start and the end of the keys to which query i attends; sums_of(i): its
 // sums. Finds all largest scores first: otherwise the weights of each query would wait for the last comparisons.
@@ -87,16 +98,15 @@ ALWAYS_INLINE void weigh(float* scores, int num_queries, int num_lanes, const Se
                          float cap, RowOf<S>* weights) {
     constexpr int MOST_VECS = KEY_BLOCK / LANES;
     const int num_vecs = num_lanes / LANES;
-    const auto place = [](float* row, int v) { return row + v / 2 * MAX_TILE_ROWS * PANEL + v % 2 * LANES; };
     const float factor = cap != 0 ? LOG2_E : scale;
     for (int i = 0; i < num_queries; i++) {
         const auto [from, num_seen] = seen_of(i);
         Vec highest = broadcast(MINUS_INFINITY);
         if (from == 0 && num_seen == num_lanes && cap == 0) {
-            for (int v = 0; v < num_vecs; v++) highest = max(highest, load(place(scores + i * PANEL, v)));
+            for (int v = 0; v < num_vecs; v++) highest = max(highest, load(scores_at(scores + i * PANEL, v)));
         } else {
             for (int v = 0; v < num_vecs; v++) {
-                float* at = place(scores + i * PANEL, v);
+                float* at = scores_at(scores + i * PANEL, v);
                 Vec seen = load(at);
                 const int num = num_seen - v * LANES, hidden = from - v * LANES;
                 if (cap != 0) seen = capped(seen, scale * (1 / LOG2_E), cap);
@@ -112,14 +122,17 @@ ALWAYS_INLINE void weigh(float* scores, int num_queries, int num_lanes, const Se
         const Sums sums = sums_of(i);
         RowOf<S>* to = weights + i * KEY_BLOCK;
         if (sums.most == MINUS_INFINITY) {
-            sums.total = 0;
-            for (int v = 0; v < num_vecs; v++) store(to + v * LANES, zero());
-            continue;
+            if (!has_nan(scores + i * PANEL, num_vecs)) {
+                sums.total = 0;
+                for (int v = 0; v < num_vecs; v++) store(to + v * LANES, zero());
+                continue;
+            }
+            sums.most = std::numeric_limits<float>::quiet_NaN();
         }
         const Vec factors = broadcast(factor), top = broadcast(-sums.most);
         Vec all = zero();
         const auto add_weight = [&](int v) {
-            const Vec weight = exp2<std::is_same_v<S, bf16>>(fma(load(place(scores + i * PANEL, v)), factors, top));
+            const Vec weight = exp2<std::is_same_v<S, bf16>>(fma(load(scores_at(scores + i * PANEL, v)), factors, top));
             all = add(all, weight);
             store(to + v * LANES, weight);
         };

@@ -9,6 +9,7 @@
 
 #if defined(__AVX512VNNI__)
 
+#include <bit>
 #include <vector>
 
 #include "quantised.h"
@@ -45,12 +46,14 @@ struct ByteRows {
         grow(groups, num_rows * num_groups);
     }
 
-    // Rounds each value of a row to the nearest of 255 values.
+    // Rounds each value of a row to the nearest of 255 values. The scale of a group with NaN or infinity is not finite either.
     template <class Row>
     void set(int64_t row, const Row* from) {
         for (int64_t g = 0; g < num_groups; g++) {
             const __m512 low = load(from + g * GROUP).v, high = load(from + g * GROUP + LANES).v;
-            const float scale = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))) / 127.0f;
+            // As integers, absolute values have the same order, and NaN is the largest; maximums of floats drop it.
+            const __m512i sizes = _mm512_max_epi32(_mm512_castps_si512(_mm512_abs_ps(low)), _mm512_castps_si512(_mm512_abs_ps(high)));
+            const float scale = std::bit_cast<float>(_mm512_reduce_max_epi32(sizes)) / 127.0f;
             const __m512 inverse = _mm512_set1_ps(scale > 0 ? 1.0f / scale : 0.0f);
             const __m128i first = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)));
             const __m128i second = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(high, inverse)));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -99,6 +100,13 @@ void route(const S* scores, const Experts& experts, int32_t row, std::vector<flo
         for (auto at = first; at < last; at++) value(*at) /= total;
     };
     if (!experts.normalises) to_shares(likely.begin(), likely.end(), [](float& value) -> float& { return value; });
+    // NaN has no place in an order, so its expert could be passed over: any experts make the row NaN.
+    bool has_nan = false;
+    for (float value : likely) has_nan |= value != value;
+    if (has_nan) {
+        for (int32_t e = 0; e < experts.num_used; e++) uses.push_back({e, row, std::numeric_limits<float>::quiet_NaN()});
+        return;
+    }
     // The indices of the `wanted` largest values, in ascending order. Among equal values, the first come first.
     const auto largest = [](const std::vector<float>& values, int64_t wanted) {
         std::vector<int32_t> order(values.size());

@@ -48,6 +48,7 @@ ALWAYS_INLINE void weigh_all(float* scores, int num, float scale, float& most, f
         for (int v = 0; v < 2; v++) highest[v] = max(highest[v], load(scores + panel * STEP + v * LANES));
     }
     most = largest(max(highest[0], highest[1])) * scale;
+    if (most == MINUS_INFINITY && has_nan(scores, 2 * num_panels)) most = std::numeric_limits<float>::quiet_NaN();
     const Vec factor = broadcast(scale), top = broadcast(-most);
     for (int panel = 0; panel < num_panels; panel++) {
         for (int v = 0; v < 2; v++) {

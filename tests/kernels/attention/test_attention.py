@@ -165,6 +165,21 @@ def test_segments_of_an_encoder(
     assert Exact(exact.out[first:end], exact.bound[first:end]).excess(found) <= 1
 
 
+@pytest.mark.parametrize("kernels", [pytest.param(REFERENCE, id="reference"), *QUICK_KERNELS.args[1]])
+@DTYPES
+@pytest.mark.parametrize(("num_keys", "place"), [(20, 3), (40, 39), (1025, 1024), (1030, 0), (2048, 1500)])
+def test_f37_a_segment_with_a_key_that_is_not_a_number(
+    kernels: Kernels, dtype: torch.dtype, num_keys: int, place: int
+) -> None:
+    """Also if the key is alone among the last ones that are laid out together."""
+    sizes = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 2}
+    case = make_case([Shape(-1, 0, 0, num_keys)], dtype=dtype, consecutive=True, **sizes)
+    kv = case.kv_layer[:num_keys].clone()
+    kv[place, 0] = math.nan
+    found = kernels.attention.attend_segments(case.q.contiguous(), kv, np.array([0, num_keys]), 0, SCALE)
+    assert found.isnan().all()
+
+
 @given(batches(), st.integers(0, 1000))
 def test_dense_attention_of_gpus_equals_float64(batch: Batch, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
     NATIVE_PARAMS,
@@ -111,6 +112,45 @@ def test_each_row_sees_its_window(
     case, rows = with_trees(make_case(made[0], seed=seed), made[1], seed)
     case = in_both_directions(case, seed) if both_ways else case
     assert_windows(kernels, case, rows, rule, has_sinks)
+
+
+@pytest.mark.parametrize("kernels", [pytest.param(REFERENCE, id="reference"), *NATIVE_PARAMS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@SAME_EXAMPLES
+@given(
+    num_cached=st.integers(0, 300),
+    num_new=st.integers(1, 40),
+    window=st.sampled_from([0, 1, 7, 130]),
+    cap=st.sampled_from([0.0, 1.5]),
+    heads=st.sampled_from([(4, 2, 8), (2, 1, 64)]),
+    is_last=st.booleans(),
+    has_sinks=st.booleans(),
+    data=st.data(),
+)
+@example(128, 1, 0, 0.0, (4, 2, 8), True, False, None).via("the key is alone in its block")
+def test_f37_rows_that_see_a_key_that_is_not_a_number_are_not_numbers(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    num_cached: int,
+    num_new: int,
+    window: int,
+    cap: float,
+    heads: tuple[int, int, int],
+    is_last: bool,
+    has_sinks: bool,
+    data: Any,
+) -> None:
+    """Wherever the key is in its block, and if nothing else of the block is seen. Other rows are numbers."""
+    num = num_cached + num_new
+    place = num - 1 if is_last else data.draw(st.integers(0, num - 1))
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": heads[2]}
+    case = make_case([Shape(-1, 0, num_cached, num_new)], seed=num, dtype=dtype, **sizes)
+    case.kv_layer[case.req_to_token[case.req_rows[0], place], 0] = math.nan  # the keys of all heads
+    sinks = torch.linspace(-2, 2, heads[0]).to(dtype) if has_sinks else None
+    found = all_attended(kernels, case, None, AttentionRule(heads[2] ** -0.5, window, cap), sinks)
+    for row, position in enumerate(range(num_cached, num)):
+        is_seen = place <= position and (not window or place > position - window)
+        assert found[row].isnan().all() if is_seen else found[row].isfinite().all()
 
 
 @pytest.mark.gpu

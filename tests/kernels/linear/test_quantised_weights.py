@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,6 +131,29 @@ def test_a_row_does_not_depend_on_other_rows(kernels: NativeAt, block_type: str)
     together = kernels.linear.multiply_exactly(x, weight)
     alone = torch.cat([kernels.linear.multiply_exactly(row[None], weight) for row in x])
     assert torch.equal(together, alone)
+
+
+@NATIVE_KERNELS
+@TYPES
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("num_rows", [3, 14, 40])
+def test_f37_a_row_that_is_not_finite_has_no_finite_products(
+    kernels: NativeAt, block_type: str, value: float, num_rows: int
+) -> None:
+    """Wherever the value is in its group, next to zeros or numbers. Other rows are the same to the bit."""
+    weight = kernels.linear.pack_blocks([random_matrix(block_type, 40, seed=3)], None)
+    x = torch.randn(num_rows, IN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x[0] = 0
+    intact = kernels.linear.multiply_exactly(x, weight)
+    assert intact.isfinite().all()
+    for place in [*range(32), IN - 32, IN - 1]:
+        for row in (0, 1):
+            damaged = x.clone()
+            damaged[row, place] = value
+            found = kernels.linear.multiply_exactly(damaged, weight)
+            assert not found[row].isfinite().any(), (row, place)
+            found[row] = intact[row]
+            assert torch.equal(found, intact)
 
 
 @NATIVE_KERNELS

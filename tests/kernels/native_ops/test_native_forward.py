@@ -4,6 +4,7 @@ and the team of threads that runs it."""
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -411,6 +412,29 @@ def test_many_rows_use_experts(kernels: Kernels, sizes: Sizes) -> None:
     step, expected = many_rows(sizes)
     hidden, _ = step.run(model_of(sizes, kernels, torch.float32), kernels)
     torch.testing.assert_close(hidden, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kernels", [pytest.param(REFERENCE, id="reference"), *NATIVE_KERNELS.args[1]])
+@DTYPES
+@pytest.mark.parametrize(
+    "sizes", [each for each in SIZES if each.routing is not None], ids=lambda s: s.activation
+)
+def test_f37_a_row_with_a_score_of_an_expert_that_is_not_a_number(
+    kernels: Kernels, dtype: torch.dtype, sizes: Sizes
+) -> None:
+    """Whichever expert it is: the row is not a number, as if the expert had been chosen."""
+    step = step_of(sizes, [Shape(-1, 0, 20, 1), Shape(-1, 0, 0, 3)], [True], dtype, 3)
+    model = model_of(sizes, kernels, dtype)
+    first, *others = model.weights.layers
+    assert isinstance(first.mlp, Experts)
+    head = kernels.linear.pack(torch.zeros(VOCAB, sizes.hidden, dtype=dtype), None, exact_output=True)
+    for expert in range(sizes.num_experts):
+        scores = torch.linspace(-1, 1, sizes.num_experts).to(dtype)
+        scores[expert] = math.nan
+        router = kernels.linear.pack(torch.zeros(sizes.num_experts, sizes.hidden, dtype=dtype), scores)
+        layers = [replace(first, mlp=replace(first.mlp, router=router)), *others]
+        damaged = Decoder(kernels, replace(model.weights, layers=layers), head)
+        assert step.run(damaged, kernels)[0].isnan().all()
 
 
 def with_given_rows(step: Step, sizes: Sizes, num_deep: int, has_axes: bool, seed: int) -> Step:
