@@ -87,6 +87,48 @@ async def test_a_run_raises_what_its_program_did_not_await():
         assert await flow.run(program) == "done"
 
 
+@pytest.mark.parametrize("awaits", [False, True])
+@pytest.mark.parametrize("on_invalid", ["retry", "reask"])
+async def test_f37_a_run_does_not_fail_with_an_attempt_that_the_backend_refused(on_invalid, awaits):
+    refused = af.InvalidValue("no number")
+    refused.text = "one"
+
+    @af.program
+    async def program(s: af.State) -> int:
+        s += "Even? " + af.gen("n", schema=Even, on_invalid=on_invalid)
+        return await s["n"] if awaits else 2
+
+    async def run(answers: list[Any], used: Any) -> Any:
+        async with af.session(backend=af.Scripted(answers)) as flow:
+            return await used(flow)
+
+    async def streamed(flow: af.Session) -> Any:
+        done = [event async for event in flow.stream(program)][-1]
+        assert isinstance(done, af.RunDone)
+        return done.result
+
+    answers = [refused, "2"]
+    with anyio.fail_after(30):
+        assert await run(answers, lambda flow: flow.run(program)) == 2
+        assert await run(answers * 2, lambda flow: flow.map(program, [(), ()], concurrency=1)) == [2, 2]
+        assert await run(answers, streamed) == 2
+
+
+async def test_f37_a_program_that_catches_the_last_refusal_does_not_fail_with_it():
+    @af.program
+    async def program(s: af.State) -> str:
+        s += even(max_retries=1)
+        try:
+            await s["n"]
+        except af.InvalidValue:
+            return "none"
+        return "some"
+
+    with anyio.fail_after(30):
+        async with af.session(backend=af.Scripted([af.InvalidValue("no number")] * 2)) as flow:
+            assert await flow.run(program) == "none"
+
+
 async def test_a_failed_attempt_is_not_repeated():
     backend = Observed(af.Scripted(["1", af.errors.EngineFailed("no power"), "2"]))
     async with af.session(backend=backend) as flow, flow.state() as s:

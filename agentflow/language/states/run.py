@@ -136,7 +136,8 @@ class Run:
         provided = [*self._failed, *self._unfinished.values()]
         for variable in provided:
             await variable.settled()
-        errors = [state.error for state in self.states] + [variable.error for variable in provided]
+        errors = [state.error for state in self.states]
+        errors += [variable.error for variable in provided if not variable.state.is_dropped]
         for error in errors:
             if error is not None and error.code != Cancelled.code and error.origin not in self._raised:
                 raise located(error, self.link.states)
@@ -159,10 +160,12 @@ class Run:
         return stream
 
     def drop(self, state: StateNode) -> None:
-        """Ends a state whose failure is reported elsewhere."""
+        """Ends a state whose failure is reported elsewhere, as are those of its variables."""
         state.close()
+        state.is_dropped = True
         if state in self.states:
             self.states.remove(state)
+        self._failed = [variable for variable in self._failed if variable.state is not state]
 
     def wake_streams(self) -> None:
         """Makes the streams check whether they are over."""
@@ -223,6 +226,7 @@ class StateNode:
         self._writer = SingleWriter()
         self.span: StateSpan | None = None  # the parent of its gens' spans
         self.is_hidden = False  # whether it is a detail of how a variable is generated
+        self.is_dropped = False  # whether its failures, and those of its variables, are reported elsewhere
         self._deadline: float = math.inf if parent is None else parent._deadline
 
     def runs_on(self, model: str) -> bool:
