@@ -17,6 +17,8 @@ from agentflow.protocol.wire import Ops, encode
 FRAME_OVERHEAD_BYTES = 64
 # The size of an ``Upload`` without its data: the names of its fields, a digest and two numbers.
 UPLOAD_OVERHEAD_BYTES = 256
+# The size of a ``Provide`` without its text: the names of its fields and a number.
+PROVIDE_OVERHEAD_BYTES = 128
 # A server decodes a frame in one step and limits the number of values in it, so a long queue of small ops is
 # sent in several frames.
 USUAL_FRAME_BYTES = 128 * 1024
@@ -38,10 +40,15 @@ class OpQueue:
         return len(self._waiting) + len(self._sent)
 
     def fitting(self, op: ops.Op) -> Sequence[ops.Op]:
-        """The op, or the parts of an upload that would not fit into a frame."""
-        if not isinstance(op, ops.Upload):
-            return (op,)
-        room = self.frame_bytes - FRAME_OVERHEAD_BYTES - UPLOAD_OVERHEAD_BYTES
+        """The op, or the parts of an upload or a provided text that would not fit into a frame."""
+        room = self.frame_bytes - FRAME_OVERHEAD_BYTES
+        if isinstance(op, ops.Upload):
+            return self._cut_upload(op, room - UPLOAD_OVERHEAD_BYTES)
+        if isinstance(op, ops.Provide) and op.error is None:
+            return self._cut_text(op, room - PROVIDE_OVERHEAD_BYTES)
+        return (op,)
+
+    def _cut_upload(self, op: ops.Upload, room: int) -> Sequence[ops.Op]:
         most = room if self._binary else room // 4 * 3  # base64
         if len(op.data) <= most or most <= 0:
             return (op,)
@@ -49,6 +56,14 @@ class OpQueue:
             msgspec.structs.replace(op, at=op.at + first, data=op.data[first : first + most])
             for first in range(0, len(op.data), most)
         ]
+
+    def _cut_text(self, op: ops.Provide, room: int) -> Sequence[ops.Op]:
+        most = room // (4 if self._binary else 6)  # bytes of a character: UTF-8, or an escape of JSON
+        if len(op.text) <= most or most <= 0:
+            return (op,)
+        *texts, last = [op.text[first : first + most] for first in range(0, len(op.text), most)]
+        parts = [ops.Provide(op.var, text, more=True) for text in texts]
+        return [*parts, ops.Provide(op.var, last, more=op.more)]
 
     def encoded(self, op: ops.Op) -> bytes:
         """The encoded op. ``FrameTooLarge`` if it does not fit into a frame, ``BadArgument`` if its text is

@@ -124,3 +124,14 @@ def test_an_upload_is_cut_to_the_frames_of_the_server(binary: bool, num_bytes: i
         queue.encoded(part)  # fits
     text = ops.Text(1, ("x" * num_bytes,))
     assert queue.fitting(text) == (text,)
+
+
+@given(st.text(max_size=3_000), st.booleans(), st.booleans())
+def test_f37_a_provided_text_is_cut_to_the_frames_of_the_server(text: str, binary: bool, more: bool) -> None:
+    queue = OpQueue(binary=binary, frame_bytes=FRAME_BYTES)
+    parts = queue.fitting(ops.Provide(2**63, text, more=more))
+    assert all(isinstance(part, ops.Provide) and part.var == 2**63 for part in parts)
+    assert "".join(part.text for part in parts) == text
+    assert [part.more for part in parts] == [True] * (len(parts) - 1) + [more]
+    for part in parts:
+        queue.encoded(part)  # fits

@@ -592,3 +592,8 @@ async def test_f24d_half_a_surrogate_pair_within_a_result_is_escaped() -> None:
         return {"a": ["caf\ud83d"]}
 
     assert await answered([odd], call("odd")) == ['{"a": ["caf\\ud83d"]}']
+
+
+async def test_f37_half_a_surrogate_pair_in_the_reason_of_a_denial_is_escaped() -> None:
+    results = await answered([weather], call("weather", city="Oslo"), approve=lambda _: "caf\ud83d\u00e9")
+    assert results == [f"{ERROR}the call was denied: caf\\ud83d\u00e9"]

@@ -476,10 +476,19 @@ class _Results:
         self._contents[index] = None if content.is_text else content
         return content.text
 
-    def give(self, index: int, content: ToolContent) -> None:
-        """Sends the result of a call."""
-        self._is_given[index] = True
+    def give(self, index: int, content: ToolContent) -> ToolContent:
+        """Sends the result of a call, or, if the backend does not accept it, why. Returns the one that was
+        sent."""
+        try:
+            self._send(index, content)
+        except AgentflowError as error:
+            content = ToolContent([f"{ERROR}{shown_for_model(error)}"])
+            self._send(index, content)
         self._contents[index] = None if content.is_text else content
+        self._is_given[index] = True
+        return content
+
+    def _send(self, index: int, content: ToolContent) -> None:
         self._node.link.send([ops.Provide(self._nodes[index].id, content.value)], quiet=True)
 
     def fill(self, text: str) -> None:
@@ -627,5 +636,5 @@ async def _cancel_after(wait: Callable[[], Awaitable[None]], scope: anyio.Cancel
 
 
 def _end(results: _Results, index: int, call: ToolCall, emit: Emit, content: ToolContent) -> None:
-    results.give(index, content)
+    content = results.give(index, content)
     emit(ToolDone(call, content.text, content.text.startswith(ERROR)))

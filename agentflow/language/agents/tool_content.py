@@ -18,6 +18,7 @@ from agentflow.language.expressions import ImageExpression, MediumExpression, Vi
 from agentflow.language.markers import MARKERS
 from agentflow.language.media import split_result
 from agentflow.language.typed.json_form import json_text
+from agentflow.language.typed.tools import escape_surrogates
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Image, Video, medium_kind
 
@@ -39,10 +40,11 @@ class _Part(msgspec.Struct, omit_defaults=True):
 
 
 class ToolContent:
-    """The result of a tool. ``parts``: texts, images and videos."""
+    """The result of a tool. ``parts``: texts, images and videos. Half a surrogate pair in a text, which
+    cannot be sent, is escaped."""
 
     def __init__(self, parts: Sequence[str | MediumExpression]) -> None:
-        self.parts = tuple(parts)
+        self.parts = tuple([escape_surrogates(one) if isinstance(one, str) else one for one in parts])
 
     @property
     def is_text(self) -> bool:
@@ -114,8 +116,8 @@ def read_content(value: str, file_of: FileOf) -> ToolContent:
 
 
 def _read_text(value: Any) -> str:
-    """A value as text for the model. Half a surrogate pair, which cannot be sent, is escaped."""
+    """A value as text for the model."""
     if not isinstance(value, str):
         return json_text(value, is_read_back=False)
     MARKERS.reject([value], "the result of a tool")
-    return value.encode("utf-8", "backslashreplace").decode()
+    return value

@@ -312,6 +312,11 @@ def shown_for_model(error: BaseException) -> str:
     name = "" if type(lone) is ValueError else f"{type(lone).__name__}: "
     shown = shown_error(lone, str)
     text = f"{name}{shown}" if shown else type(lone).__name__
+    return escape_surrogates(text)
+
+
+def escape_surrogates(text: str) -> str:
+    """The text, in which half a surrogate pair, which cannot be sent, is escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
