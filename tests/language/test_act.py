@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -597,3 +598,57 @@ async def test_f24d_half_a_surrogate_pair_within_a_result_is_escaped() -> None:
 async def test_f37_half_a_surrogate_pair_in_the_reason_of_a_denial_is_escaped() -> None:
     results = await answered([weather], call("weather", city="Oslo"), approve=lambda _: "caf\ud83d\u00e9")
     assert results == [f"{ERROR}the call was denied: caf\\ud83d\u00e9"]
+
+
+@pytest.mark.parametrize("where", ["state", "parent", "session"])
+@pytest.mark.parametrize("continues", [False, True])
+async def test_f37_a_run_does_not_fail_with_a_deadline_that_its_program_caught(where, continues) -> None:
+    async def waits() -> str:
+        await anyio.sleep_forever()
+        return ""
+
+    @af.program
+    async def program(root: af.State) -> str:
+        s = root
+        if where == "parent":
+            s = root.copy()
+        if where != "session":
+            root.limit(deadline_s=0.1)
+        try:
+            await af.act(s, tools=[waits])
+        except af.DeadlineExceeded:
+            if continues:
+                s += af.user("And now?") + af.assistant(af.gen("later"))
+            return "partial"
+        return "whole"
+
+    with anyio.fail_after(30):
+        for run in ("run", "map"):
+            backend = af.Scripted({"answer": [call("waits")] * 2, "later": ["x"] * 2})
+            async with af.session(backend=backend) as flow:
+                if where == "session":
+                    flow.limit(deadline_s=0.1)
+                if run == "run":
+                    assert await flow.run(program) == "partial"
+                else:
+                    assert await flow.map(program, [(), ()]) == ["partial"] * 2
+
+
+async def test_f37_another_failure_than_the_caught_deadline_ends_the_run() -> None:
+    async def waits() -> str:
+        await anyio.sleep_forever()
+        return ""
+
+    @af.program
+    async def program(root: af.State) -> str:
+        root.limit(deadline_s=0.1)
+        other = root.copy()
+        with contextlib.suppress(af.DeadlineExceeded):
+            await af.act(root, tools=[waits])
+        other += "more"  # nothing of this program has raised its failure
+        return "partial"
+
+    with anyio.fail_after(30):
+        async with af.session(backend=af.Scripted({"answer": [call("waits")]})) as flow:
+            with pytest.raises(af.DeadlineExceeded):
+                await flow.run(program)

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, Unpack, over
 import anyio
 import msgspec
 
-from agentflow.errors import AgentflowError, BadArgument, InvalidValue, LimitExceeded, shown_error
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    DeadlineExceeded,
+    InvalidValue,
+    LimitExceeded,
+    shown_error,
+)
 from agentflow.language.agents.tool_content import ToolContent, content_of_result, read_content
 from agentflow.language.expressions import RoleExpression, Sequence_
 from agentflow.language.failures import user_code
@@ -51,7 +58,6 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import ToolChoice
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.sampling import is_whole
-from agentflow.runtime.limits import deadline_exceeded
 from agentflow.runtime.task_group import open_task_group
 
 if TYPE_CHECKING:  # of every type, such as ``Report | None``, which type[...] does not include
@@ -464,6 +470,10 @@ class _Results:
         """When the limits of the state end it."""
         return self._node.deadline
 
+    def deadline_passed(self) -> DeadlineExceeded:
+        """The error of the deadline, which is raised in the program now."""
+        return self._node.deadline_passed()
+
     @property
     def model(self) -> Capabilities:
         """The capabilities of the state's model."""
@@ -554,7 +564,7 @@ class _Calls:
                 watching.cancel_scope.cancel()
         results.raise_failure()
         if limited.cancelled_caught:
-            raise deadline_exceeded()
+            raise results.deadline_passed()
 
     async def _checked(self, received: ToolCall) -> tuple[ToolCall, DescribedTool | None, str]:
         """The call with typed arguments, and its tool; or why it does not run."""

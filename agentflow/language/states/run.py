@@ -13,7 +13,14 @@ from typing import Any, Literal, TypeVar
 
 import anyio
 
-from agentflow.errors import AgentflowError, BadArgument, Cancelled, InvalidValue, StateClosed
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidValue,
+    StateClosed,
+)
 from agentflow.language.failures.stack_frames import ProgramLine, calling_line
 from agentflow.language.link import Link
 from agentflow.language.observing.runs import RunRecord
@@ -28,7 +35,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import ReplySoFar
 from agentflow.protocol.events import Capabilities, ErrorInfo, Value
 from agentflow.protocol.ops import derived_seed, seed_place, seed_run
-from agentflow.runtime.limits import limit_op
+from agentflow.runtime.limits import deadline_exceeded, limit_op
 
 FIRST_MAPPED = 2**52
 """An op number above this names a mapped variable: this plus the variable's number."""
@@ -136,11 +143,18 @@ class Run:
         provided = [*self._failed, *self._unfinished.values()]
         for variable in provided:
             await variable.settled()
-        errors = [state.error for state in self.states]
-        errors += [variable.error for variable in provided if not variable.state.is_dropped]
-        for error in errors:
-            if error is not None and error.code != Cancelled.code and error.origin not in self._raised:
+        failures = [(state, state.error) for state in self.states]
+        failures += [(variable.state, variable.error) for variable in provided]
+        for state, error in failures:
+            if error is not None and not state.is_dropped and not self._is_known(state, error):
                 raise located(error, self.link.states)
+
+    def _is_known(self, state: StateNode, error: ErrorInfo) -> bool:
+        """Whether the program has raised the failure of ``state``, or has caused it."""
+        origin = error.origin
+        if origin.code == DeadlineExceeded.code and state.has_raised_deadline:
+            return True
+        return error.code == Cancelled.code or origin in self._raised
 
     def watch(self, is_over: Callable[[], bool], *, raw: bool = False) -> EventStream:
         """The events of all variables, from their start, until ``is_over``; see ``EventStream``."""
@@ -226,6 +240,7 @@ class StateNode:
         self._writer = SingleWriter()
         self.span: StateSpan | None = None  # the parent of its gens' spans
         self.is_hidden = False  # whether it is a detail of how a variable is generated
+        self.has_raised_deadline = False  # whether the program got its deadline's error before its failure
         self.is_dropped = False  # whether its failures, and those of its variables, are reported elsewhere
         self._deadline: float = math.inf if parent is None else parent._deadline
 
@@ -237,6 +252,12 @@ class StateNode:
     def deadline(self) -> float:
         """When the limits of the state and of its session end it, on the event loop's clock."""
         return min(self._deadline, self.link.deadline)
+
+    def deadline_passed(self) -> DeadlineExceeded:
+        """The error of the deadline, for a task that waits for no op. It is raised in the program now, so
+        ``Run.settle`` does not raise it again when the backend fails the state's next op with it."""
+        self.has_raised_deadline = True
+        return deadline_exceeded()
 
     def limit(self, deadline_s: float | None, output_tokens: int | None) -> None:
         """Limits the state and its forks."""
