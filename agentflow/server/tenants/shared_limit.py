@@ -174,9 +174,10 @@ class SharedGate(TenantGate):
                 yield
             finally:
                 group.cancel_scope.cancel()
-                with anyio.move_on_after(2, shield=True), suppress(Overloaded):
+                with anyio.move_on_after(2, shield=True):
                     for name, account in self._shared_accounts():
-                        await self._exchange(name, account, {}, is_last=True)
+                        with suppress(Overloaded):  # of this account alone, such as another value at its key
+                            await self._exchange(name, account, {}, is_last=True)
 
     def ready(self, tenant: Tenant) -> Awaitable[None] | None:
         """See ``RequestGate``. ``Overloaded`` if a lease is needed and the store does not answer."""
@@ -223,12 +224,11 @@ class SharedGate(TenantGate):
     async def _settle_all(self) -> None:
         while True:
             await anyio.sleep(SETTLE_S)  # noqa: TID251 - the time is the purpose
-            with suppress(Overloaded):  # settled when the store answers again
-                for name, account in self._shared_accounts():
-                    if account.is_unsettled(self._clock_ns()):
-                        async with account.exchanging:
-                            with anyio.CancelScope(shield=True):
-                                await self._exchange(name, account, {})
+            for name, account in self._shared_accounts():
+                if account.is_unsettled(self._clock_ns()):
+                    async with account.exchanging:
+                        with suppress(Overloaded), anyio.CancelScope(shield=True):
+                            await self._exchange(name, account, {})  # otherwise settled in a later round
 
     async def _exchange(
         self, name: str, account: SharedAccount, wanted: dict[str, int], *, is_last: bool = False

@@ -149,6 +149,26 @@ async def test_leases_are_settled_while_the_gate_runs(
         assert state.remaining >= 6_398
 
 
+async def test_f37_a_tenant_whose_key_has_another_type_stops_no_other_ones_leases(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_limit, "SETTLE_S", 0.001)
+    monkeypatch.setattr(shared_limit, "IDLE_NS", 0)
+    tenants = [Tenant(name, requests_per_minute=6_400) for name in ("ann", "bob", "cy")]
+    async with gates_of(redis, 1) as [gate], gate.running():
+        for tenant in tenants:
+            assert await is_admitted(gate, tenant)
+        key = gate._store.key("limits", "ann")
+        await gate._store.call(lambda client: client.delete(key))
+        await gate._store.call(lambda client: client.lpush(key, "x"))
+        for tenant in tenants[1:]:
+            assert await is_admitted(gate, tenant)
+            lease = gate._find_account(tenant).requests
+            with anyio.fail_after(5):
+                while lease.credit:  # type: ignore[union-attr]
+                    await anyio.lowlevel.checkpoint()
+
+
 @pytest.mark.parametrize(
     "value", ["", "x", "requests 5 5", "requests 0 1 1", "requests 5 -1 99999999999999999999", "other 5 5 5"]
 )
