@@ -186,6 +186,14 @@ HEADLINES = [
     ("quantized.single_vs_llamacpp", "one stream of the same 4-bit file, tokens/s, against llama.cpp"),
     ("quantized.batch32_vs_llamacpp", "32 streams of the same 4-bit file, tokens/s, against llama.cpp"),
     (
+        "servers.single_gemma_3_270m_q4_k_m_vs_llamacpp",
+        "one stream of Gemma 3 270M in Q4_K_M, output tokens/s, against llama.cpp's server (AMD Zen 4)",
+    ),
+    (
+        "servers.prompt2000_qwen3_0_6b_q4_k_m_vs_llamacpp",
+        "prompts of 2,000 tokens, Qwen3 0.6B's shape in Q4_K_M, against llama.cpp's server (AMD Zen 4)",
+    ),
+    (
         "servers.batch32_bf16_vs_vllm",
         "32 streams in bfloat16, output tokens/s, against vLLM's server (AMD Zen 4)",
     ),
