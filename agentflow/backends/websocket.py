@@ -88,6 +88,9 @@ def _reason_in_json(body: bytes | bytearray) -> str:
 
 
 _CLOSE_TIMEOUT_S = 1.0
+# The exceptions of anyio's streams after the peer has gone. A TLS stream raises the first also during its
+# handshake and while it sends.
+_LOST = anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError
 
 
 class WebSocketEnded(Exception):
@@ -183,7 +186,7 @@ class WebSocket:
     async def aclose(self) -> None:
         """Closes the stream, and drops queued output."""
         with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
-            with contextlib.suppress(anyio.BrokenResourceError, OSError):  # it has ended already
+            with contextlib.suppress(*_LOST):  # it has ended already
                 await self._stream.aclose()
 
     def _collect(self) -> None:
@@ -195,7 +198,7 @@ class WebSocket:
         try:
             while self._output:
                 await self._stream.send(self._output.popleft())
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
+        except _LOST as error:
             raise WebSocketEnded(f"the connection broke while sending: {error!r}") from error
 
     async def _chunk_or_ping(self) -> bytes:
@@ -214,7 +217,7 @@ class WebSocket:
             return await self._stream.receive()
         except anyio.EndOfStream:
             return b""
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
+        except _LOST as error:
             raise WebSocketEnded(f"the connection broke: {error!r}") from error
 
     def _feed(self, chunk: bytes) -> None:
@@ -264,9 +267,10 @@ async def open_websocket(
     """
     try:
         stream = await _connect(uri, ssl_context)
-    except OSError as error:
+    except _LOST as error:
+        reason = str(error) or "it closed the connection during the TLS handshake"
         raise ServerUnreachable(
-            f"no server answers at {shown_url(uri)} ({error}): start one with `agentflow serve`, "
+            f"no server answers at {shown_url(uri)} ({reason}): start one with `agentflow serve`, "
             "or check the address"
         ) from error
     # No limit on incoming messages: the server observes the frame limit that it announces.

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import socket
 import ssl
-from typing import Literal
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import anyio
 import pytest
+from anyio.abc import SocketAttribute, SocketStream
+from anyio.from_thread import start_blocking_portal
 from hypothesis import given
 from hypothesis import strategies as st
 from support.language.wire_program import check_program
 from support.server.module_servers import module_fixture
-from support.session_peer import HANG, count_words, gen, opened
+from support.session_peer import HANG, HangingGenerator, count_words, gen, opened
 from support.tcp_proxy import Budget, proxied
 from support.wire_server import ThreadServer, thread_server
 
@@ -29,10 +36,15 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo, GraphReply, LiveGraph, Watched
+from agentflow.runtime.generator import Generator
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
+from agentflow.server.models.models import one_model
+from agentflow.server.serve import Tls, running_server
 
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
+CERTIFICATE = Path(__file__).parents[1] / "support" / "localhost_for_tests.pem"
 Encoding = Literal["msgpack", "json"]
 
 
@@ -369,6 +381,52 @@ async def test_plain_text_where_tls_is_expected_is_one_error(server: ThreadServe
     with pytest.raises(ServerUnreachable, match="wss://127"):
         async with opened(Remote(f"wss://127.0.0.1:{server.port}", ssl_context=context)):
             pytest.fail("TLS without TLS")
+
+
+async def close_at_once(client: SocketStream, *, resets: bool) -> None:
+    if resets:
+        raw_socket = client.extra(SocketAttribute.raw_socket)
+        raw_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    else:
+        await client.receive()  # with unread bytes, the system resets the connection
+    await client.aclose()
+
+
+@pytest.mark.parametrize("resets", [False, True])
+async def test_f37_a_peer_that_closes_during_the_tls_handshake_is_unreachable(resets: bool) -> None:
+    async with (
+        await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
+        open_task_group() as group,
+    ):
+        group.start_soon(listener.serve, partial(close_at_once, resets=resets))
+        port = listener.extra(SocketAttribute.local_port)
+        with anyio.fail_after(30), pytest.raises(ServerUnreachable, match="no server answers at wss://127"):
+            async with opened(Remote(f"wss://127.0.0.1:{port}")):
+                pytest.fail("connected")
+        group.cancel_scope.cancel()
+
+
+async def test_f37_a_session_outlives_a_peer_that_closes_during_the_tls_handshake() -> None:
+    @asynccontextmanager
+    async def open_generator() -> AsyncIterator[Generator[Any]]:
+        yield HangingGenerator()
+
+    tls = Tls(CERTIFICATE, CERTIFICATE)
+    trusting = ssl.create_default_context(cafile=str(CERTIFICATE))
+    with anyio.fail_after(60), start_blocking_portal("asyncio") as portal:
+        running = portal.call(lambda: running_server(one_model(open_generator), tls=tls))
+        with portal.wrap_async_context_manager(running) as server:
+            async with proxied(int(server.url.rpartition(":")[2])) as proxy:
+                url = f"wss://127.0.0.1:{proxy.port}"
+                async with opened(Remote(url, ssl_context=trusting)) as (connection, listener):
+                    connection.send([ops.Open(1), ops.Text(1, ("one #2",)), gen(1, 2)])
+                    assert await listener.text(2) == count_words("one #2")
+                    proxy.answers = [b"", b""]
+                    proxy.sever()
+                    connection.send([ops.Text(1, (" two #1",)), gen(1, 3)])
+                    assert await listener.text(3)
+                    assert proxy.num_connections == 4
+                    assert listener.lost_with is None
 
 
 @pytest.mark.parametrize("url", ["localhost:8410", "ftp://host", "ws://", "ws://host:port", "ws://[::1", ""])
