@@ -177,7 +177,12 @@ class EngineRun:
             if len(token_ids) > 1:
                 self._scored = await generator.score_prompt(context, num_top)
         prompt = await generator.requests.encode_beside(
-            len(token_ids), prompt_delta, generator.tokenizer, request, token_ids, self._scored
+            len(token_ids) * (1 + (num_top or 0)),
+            prompt_delta,
+            generator.tokenizer,
+            request,
+            token_ids,
+            self._scored,
         )
         for number in range(request.n):
             self._on_delta(replace(prompt, index=self._first_index + number))
@@ -257,7 +262,10 @@ class EngineRun:
         if self._scored is not None:
             end = msgspec.structs.replace(end, cached_tokens=self._scored.cached_tokens)
         times.ended = time.perf_counter_ns()
-        reader.finish(end)
+        rest: list[AnswerToken] = []
+        if logprobs is not None:
+            rest = await self._generator.requests.encode_beside(logprobs.num_left(end), logprobs.finish, end)
+        reader.finish(end, rest)
         checks = await check_answer(self._generator, request, end, reader.outputs(), unkept) if unkept else ()
         # Before the end is sent: the client may send its next request as soon as it has it.
         await self._generator.keep_answer(context, end)
@@ -392,9 +400,10 @@ class _AnswerReader:
             is_reasoning = True  # the head of a text answer, which is not part of its text
         self._emit_pieces(pieces, tokens, is_reasoning=is_reasoning)
 
-    def finish(self, end: Finished) -> None:
+    def finish(self, end: Finished, tokens: list[AnswerToken]) -> None:
+        """Ends the text. ``tokens``: the rest of the tokens with log-probabilities."""
         rest = end.text[self._num_chars :]
-        tokens = self._undecided + ([] if self._logprobs is None else self._logprobs.finish(end))
+        tokens = self._undecided + tokens
         if reasoning := tokens[: max(0, end.reasoning_tokens - self._num_tokens)]:
             self._on_delta(ReasoningDelta(self._index, "", tuple(reasoning)))
             tokens = tokens[len(reasoning) :]

@@ -47,6 +47,10 @@ class LogprobReader:
         self._num_emitted += len(emitted)
         return emitted
 
+    def num_left(self, end: Finished) -> int:
+        """The log-probabilities of the remaining tokens."""
+        return (len(end.token_ids) - self._num_emitted) * (1 + self._num_top)
+
     def finish(self, end: Finished) -> list[AnswerToken]:
         """The remaining tokens."""
         start = self._num_emitted

@@ -9,7 +9,8 @@ from typing import Protocol
 from agentflow.protocol.events import Usage
 from agentflow.server.completion.checks import write_paths
 from agentflow.server.completion.completion import Completion
-from agentflow.server.completion.request import CompletionDelta
+from agentflow.server.completion.large_answers import count_logprobs, write_beside
+from agentflow.server.completion.request import AnswerEnded, CompletionDelta, ToolCallBegun
 from agentflow.server.event_stream import comment
 from agentflow.server.http.call import ApiCall
 
@@ -44,6 +45,33 @@ class CommentedEvents:
     def report(self, violated: str) -> bytes:
         """A comment with the paths of violated schema keywords."""
         return comment(f"{VIOLATED}: {violated}".encode())
+
+
+class PartWriter:
+    """Writes the deltas of answers in parts, in a thread where they have many log-probabilities.
+
+    Args:
+        call: the request.
+        writer: writes the events in the format of the API.
+    """
+
+    def __init__(self, call: ApiCall, writer: EventWriter) -> None:
+        self._call = call
+        self._writer = writer
+        self.num_logprobs = 0  # so far
+
+    async def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
+        """The events of these deltas."""
+        num_logprobs = count_logprobs(deltas)
+        self.num_logprobs += num_logprobs
+        # The end of an item or of the answer may have all of its log-probabilities again.
+        if any(isinstance(delta, AnswerEnded | ToolCallBegun) for delta in deltas):
+            num_logprobs = self.num_logprobs
+        return await write_beside(self._call, num_logprobs, self._writer.write, deltas)
+
+    async def end(self, usage: Usage) -> bytes:
+        """The events after the last delta."""
+        return await write_beside(self._call, self.num_logprobs, self._writer.end, usage)
 
 
 def announce(call: ApiCall, completion: Completion) -> None:
@@ -90,13 +118,14 @@ async def stream_completion(
     """
     await completion.until_accepted()
     announce(call, completion)
+    parts = PartWriter(call, writer)
     async with call.streaming() as stream:
         await stream.send(writer.start(completion.num_prompt_tokens))
         while deltas := await completion.next():
-            await stream.send(writer.write(deltas))
+            await stream.send(await parts.write(deltas))
         report(call, completion)
         if on_end is not None:
             await on_end()
         violated = call.record.violated
         reported = writer.report(violated) if violated else b""
-        await stream.end(reported + writer.end(completion.usage))
+        await stream.end(reported + await parts.end(completion.usage))

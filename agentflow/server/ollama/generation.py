@@ -11,6 +11,7 @@ import time
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.server.compatible.field_errors import naming_field
 from agentflow.server.completion.completion import completing
+from agentflow.server.completion.large_answers import count_logprobs, write_beside
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.http.call import ApiCall
@@ -100,4 +101,4 @@ async def _answer(
                 return
             [answer] = await completion.answers()
     report(call, completion)
-    await call.reply(lines.whole(answer))
+    await call.reply(await write_beside(call, count_logprobs([answer]), lines.whole, answer))

@@ -17,6 +17,7 @@ from agentflow.server.compatible.fields import is_given
 from agentflow.server.compatible.forms import ANY_OBJECT
 from agentflow.server.compatible.logprobs import token_logprob
 from agentflow.server.completion.completion import completing
+from agentflow.server.completion.large_answers import count_logprobs, reply_beside
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
@@ -87,8 +88,9 @@ async def create_chat_completion(call: ApiCall) -> None:
                 return
             answers = await completion.answers()
     report(call, completion)
-    await call.reply(
-        ChatAnswer(
+
+    def answer() -> ChatAnswer:
+        return ChatAnswer(
             id=identity.id,
             created=identity.created,
             model=identity.model,
@@ -98,7 +100,8 @@ async def create_chat_completion(call: ApiCall) -> None:
             prompt_logprobs=make_prompt_logprobs(answers[0], body.prompt_logprobs),
             prompt_token_ids=list_prompt_ids(answers[0]) if body.return_token_ids else msgspec.UNSET,
         )
-    )
+
+    await reply_beside(call, count_logprobs(answers), answer)
 
 
 def _make_request(

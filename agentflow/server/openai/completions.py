@@ -14,6 +14,7 @@ from agentflow.protocol.sampling import MAX_INT
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
 from agentflow.server.compatible.prompts import Prompt, read_prompts
 from agentflow.server.completion.completion import completing
+from agentflow.server.completion.large_answers import count_logprobs, reply_beside
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
@@ -109,13 +110,14 @@ async def create_completion(call: ApiCall) -> None:
                 return
             answers = await completion.answers()
     call.record.count(completion.usage)
-    best = [
-        answer
-        for start in range(0, num_answers, n)
-        for answer in _best(answers[start : start + n], body.n or 1)
-    ]
-    await call.reply(
-        TextAnswer(
+
+    def answer() -> TextAnswer:
+        best = [
+            answer
+            for start in range(0, num_answers, n)
+            for answer in _best(answers[start : start + n], body.n or 1)
+        ]
+        return TextAnswer(
             id=identity.id,
             created=identity.created,
             model=identity.model,
@@ -123,7 +125,8 @@ async def create_completion(call: ApiCall) -> None:
             choices=[_choice(index, answer, body) for index, answer in enumerate(best)],
             usage=usage_body(completion.usage),
         )
-    )
+
+    await reply_beside(call, count_logprobs(answers), answer)
 
 
 def _make_requests(

@@ -19,12 +19,13 @@ from agentflow.server.compatible.forms import only_form, read_forms
 from agentflow.server.compatible.prompts import Prompt, read_prompts
 from agentflow.server.compatible.sampling import read_nucleus, read_stops
 from agentflow.server.completion.completion import completing
+from agentflow.server.completion.large_answers import count_logprobs, reply_beside
 from agentflow.server.completion.request import CompletionRequest, TokenIds
 from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.errors import invalid_field, make_api_error, unsupported
 from agentflow.server.http.call import ApiCall
 from agentflow.server.sglang.answer import AnswerEvents, AnswerForm, LogprobForm
-from agentflow.server.sglang.types import SamplingFields, SglangRequest
+from agentflow.server.sglang.types import SamplingFields, SglangAnswer, SglangRequest
 
 # The defaults of SGLang.
 MAX_NEW_TOKENS = 128
@@ -77,8 +78,12 @@ async def generate(call: ApiCall) -> None:
                 return
             answers = await completion.answers()
     report(call, completion)
-    shown = [form.ended(index, answer) for index, answer in enumerate(answers)]
-    await call.reply(shown if form.is_list else shown[0])
+
+    def answer() -> SglangAnswer | list[SglangAnswer]:
+        shown = [form.ended(index, answer) for index, answer in enumerate(answers)]
+        return shown if form.is_list else shown[0]
+
+    await reply_beside(call, count_logprobs(answers), answer)
 
 
 def _make_requests(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,8 +32,9 @@ from agentflow.server.compatible.images import check_media
 from agentflow.server.compatible.sampling import max_answer_tokens, read_nucleus
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.engine_run import prompt_ids
+from agentflow.server.completion.large_answers import reply_beside, write_beside
 from agentflow.server.completion.request import CompletionRequest, names_of_unset
-from agentflow.server.completion.streaming import announce, report, stream_completion
+from agentflow.server.completion.streaming import PartWriter, announce, report, stream_completion
 from agentflow.server.errors import ApiError, invalid_field, unsupported
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.caller import caller_with
@@ -58,6 +60,7 @@ from agentflow.server.openai.responses.types import (
     ConversationId,
     ObjectFormat,
     OutputItem,
+    OutputMessage,
     ResponseAnswer,
     ResponseRequest,
     SchemaFormat,
@@ -98,10 +101,10 @@ async def create_response(call: ApiCall) -> None:
             if body.stream:
                 await stream_completion(call, completion, turn.writer, turn.store)
                 return
-            turn.writer.write(await completion.rest())
+            await PartWriter(call, turn.writer).write(await completion.rest())
     await turn.store()
     report(call, completion)
-    await call.reply(turn.writer.answer)
+    await reply_beside(call, turn.num_logprobs, lambda: turn.writer.answer)
 
 
 def _naming_fields(generator: TextGenerator) -> AbstractContextManager[None]:
@@ -111,6 +114,7 @@ def _naming_fields(generator: TextGenerator) -> AbstractContextManager[None]:
 async def _run_in_background(call: ApiCall, turn: _Turn, generator: TextGenerator) -> None:
     """Starts the response. Answers when its request is accepted, or streams its events."""
     writer, streams = turn.writer, bool(turn.body.stream)
+    parts = PartWriter(call, writer)
     caller = caller_with(call.caller, cache_key=turn.body.prompt_cache_key)
     memory = MemoryBudget(within=call.service.bodies.of(call.tenant.name))
     memory.reserve(_RUN_BYTES + call.num_body_bytes + sum([item.num_bytes for item in turn.input_items]))
@@ -134,14 +138,14 @@ async def _run_in_background(call: ApiCall, turn: _Turn, generator: TextGenerato
                 await turn.begin()
                 accept()
                 while deltas := await completion.next():
-                    run.write(writer.write(deltas))
+                    run.write(await parts.write(deltas))
                 report(call, completion)
 
     async def finish(failure: ApiError | None, is_cancelled: bool) -> None:
+        end = writer.cancel if is_cancelled else partial(writer.end, Usage())
         if failure is not None:
-            last = writer.fail(failure.shortened())
-        else:
-            last = writer.cancel() if is_cancelled else writer.end(Usage())
+            end = partial(writer.fail, failure.shortened())
+        last = await write_beside(call, parts.num_logprobs, end)
         run.write(last, is_last=True)
         await turn.store(run.events)
 
@@ -184,6 +188,7 @@ class _Turn:
         self, call: ApiCall, body: ResponseRequest, generator: TextGenerator, continued: _Before
     ) -> None:
         self.body = body
+        self._call = call
         self._tenant, self._responses = call.tenant.name, call.service.responses
         before: Sequence[Message] = ()
         self._history, self._conversation = continued.history, continued.conversation
@@ -236,6 +241,18 @@ class _Turn:
         answer.conversation = None if self._conversation is None else ConversationId(self._conversation.id)
         self.writer = ResponseWriter(answer, has_logprobs=params.wants_logprobs)
 
+    @property
+    def num_logprobs(self) -> int:
+        """The log-probabilities of the response so far, with alternatives."""
+        return sum(
+            [
+                len(part.logprobs) + sum([len(token.top_logprobs) for token in part.logprobs])
+                for item in self.writer.answer.output
+                if isinstance(item, OutputMessage)
+                for part in item.content
+            ]
+        )
+
     async def begin(self) -> None:
         """Registers a background response, so that other servers find it."""
         body = msgspec.json.encode(self.writer.answer)
@@ -253,7 +270,9 @@ class _Turn:
     async def _store(self, events: EventLog | None) -> None:
         answer, message = self.writer.answer, self.writer.message()
         has_answer = answer.status in ("completed", "incomplete")
-        output_items = tuple([self._output_item(item) for item in answer.output])
+        if self._conversation is None and self.body.store is False:
+            return
+        output_items, body = await write_beside(self._call, self.num_logprobs, self._written)
         if self._conversation is not None and has_answer:
             turn = EndedTurn(self.input_items, output_items, message)
             await append_turn(self._responses, self._tenant, self._conversation.id, turn)
@@ -263,7 +282,7 @@ class _Turn:
             self._tenant,
             StoredResponse(
                 answer.id,
-                msgspec.json.encode(answer),
+                body,
                 History(self._history, (*self._new_messages, message)) if has_answer else None,
                 self.input_items,
                 output_items,
@@ -271,6 +290,11 @@ class _Turn:
                 events=events,
             ),
         )
+
+    def _written(self) -> tuple[tuple[Item, ...], bytes]:
+        """The items of the answer, and the whole answer."""
+        answer = self.writer.answer
+        return tuple([self._output_item(item) for item in answer.output]), msgspec.json.encode(answer)
 
     def _output_item(self, item: OutputItem) -> Item:
         """An item of the answer, with all of its fields."""

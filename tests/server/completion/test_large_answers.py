@@ -1,0 +1,179 @@
+"""Answers with many log-probabilities, of all APIs that have them: a thread of the tenant writes them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+from support.api_server import ApiServer
+from support.server.apis import CHAT, OLLAMA, RESPONSES, SGLANG, TEXT, Api, post
+from support.server.module_servers import module_fixture
+from support.server.scripted_model import scripted_server
+
+from agentflow.server.completion.large_answers import MAX_INLINE_LOGPROBS
+from agentflow.server.completion.logprobs import LogprobReader
+from agentflow.server.ollama import answer as ollama_answer
+from agentflow.server.openai import chat, completions
+from agentflow.server.openai.responses import answer as responses_answer
+from agentflow.server.sglang.answer import LogprobForm
+
+pytestmark = pytest.mark.timeout(60)
+NUM_TOP = 20
+WORDS = "Plants make sugar of light, water and air. " * 60
+LONG = "What do plants make of light? " * 60  # with 5 alternatives to each token, they are many
+FEW: dict[str, Any] = {"max_tokens": 2, "temperature": 0}
+
+
+server = module_fixture(scripted_server, lambda _: WORDS)
+
+
+def prompt_body(api: Api, *, num_top: int = NUM_TOP, stream: bool = False) -> Any:
+    """A request for the log-probabilities of a long prompt."""
+    if api is SGLANG:
+        fields: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": num_top}
+    elif api is TEXT:
+        fields = {"echo": True, "logprobs": min(num_top, 5)}
+        fields |= {} if stream else {"prompt_logprobs": num_top}
+    else:
+        fields = {"prompt_logprobs": num_top}
+    return {**api.body(LONG, extra=fields, **FEW), "stream": stream}
+
+
+class Threads:
+    """The threads that ran functions."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.names: list[str] = []
+
+    def watch(self, place: Any, name: str) -> None:
+        """Notes where the function runs, which is called as before."""
+        function: Callable[..., Any] = getattr(place, name)
+
+        def noted(*arguments: Any, **named: Any) -> Any:
+            self.names.append(threading.current_thread().name)
+            return function(*arguments, **named)
+
+        self._patch.setattr(place, name, noted)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    """The threads that make the parts of answers with log-probabilities."""
+    found = Threads(monkeypatch)
+    found.watch(chat, "make_prompt_logprobs")
+    found.watch(chat, "token_logprob")
+    found.watch(completions._OffsetLogprobs, "push")
+    found.watch(completions, "make_prompt_logprobs")
+    found.watch(ollama_answer, "token_logprob")
+    found.watch(responses_answer, "token_logprob")
+    found.watch(responses_answer.ResponseWriter, "_close")
+    found.watch(LogprobForm, "of_tokens")
+    return found
+
+
+def loop_thread(server: ApiServer) -> str:
+    return server.call(lambda: threading.current_thread().name)
+
+
+def output_body(api: Api, *, num_top: int, **fields: Any) -> Any:
+    """A request for the log-probabilities of a long answer."""
+    names = {
+        TEXT: {"logprobs": min(num_top, 5)},
+        RESPONSES: {"top_logprobs": num_top},
+        SGLANG: {"return_logprob": True, "top_logprobs_num": num_top},
+    }
+    extra = {**names.get(api, {"logprobs": True, "top_logprobs": num_top}), **fields}
+    return api.body("Hi", extra=extra, max_tokens=400, temperature=0)
+
+
+@pytest.mark.parametrize("api", [CHAT, TEXT, SGLANG], ids=lambda api: api.name)
+def test_f37_many_log_probabilities_of_a_prompt_are_written_in_a_thread(
+    server: ApiServer, threads: Threads, api: Api
+) -> None:
+    answer = post(server, api, prompt_body(api))
+    assert answer.status_code == 200, answer.text
+    assert answer.text.count("-") > MAX_INLINE_LOGPROBS  # each is negative
+    assert threads.names
+    assert loop_thread(server) not in threads.names
+    threads.names.clear()
+    few = post(
+        server, api, {**prompt_body(api, num_top=1), api.prompt_field: api.body("Hi")[api.prompt_field]}
+    )
+    assert few.status_code == 200, few.text
+    assert {*threads.names} == {loop_thread(server)}
+
+
+@pytest.mark.parametrize("api", [TEXT, SGLANG], ids=lambda api: api.name)
+def test_f37_many_log_probabilities_of_a_prompt_are_streamed_from_a_thread(
+    server: ApiServer, threads: Threads, api: Api
+) -> None:
+    whole = post(server, api, prompt_body(api))
+    threads.names.clear()
+    streamed = post(server, api, prompt_body(api, stream=True))
+    assert api.streamed(streamed.text).text == api.whole(whole.json()).text
+    assert streamed.text.count("-") > MAX_INLINE_LOGPROBS
+    assert threads.names[0] != loop_thread(server)
+
+
+@pytest.mark.parametrize("api", [CHAT, TEXT, RESPONSES, OLLAMA, SGLANG], ids=lambda api: api.name)
+def test_f37_many_log_probabilities_of_an_answer_are_written_in_a_thread(
+    server: ApiServer, threads: Threads, api: Api
+) -> None:
+    answer = post(server, api, {**output_body(api, num_top=NUM_TOP), "stream": False})
+    assert answer.status_code == 200, answer.text
+    assert answer.text.count("-") > MAX_INLINE_LOGPROBS
+    assert threads.names
+    assert loop_thread(server) not in threads.names
+    threads.names.clear()
+    few = post(server, api, {**output_body(api, num_top=0), "stream": False})
+    assert few.status_code == 200, few.text
+    assert {*threads.names} == {loop_thread(server)}
+    assert api.whole(few.json()).text == api.whole(answer.json()).text
+
+
+@pytest.mark.parametrize("api", [CHAT, RESPONSES, SGLANG], ids=lambda api: api.name)
+def test_f37_the_end_of_a_stream_with_all_log_probabilities_is_written_in_a_thread(
+    server: ApiServer, threads: Threads, api: Api
+) -> None:
+    """Under a constraint, all tokens come at the end. SGLang's and the Responses API write them only there,
+    or again."""
+    form: dict[str, Any] = {} if api is RESPONSES else {"regex": "[A-Z][a-z, .]{200,}"}
+    if api is CHAT:
+        body = output_body(api, num_top=NUM_TOP, **form)
+    elif api is SGLANG:
+        body = output_body(api, num_top=NUM_TOP, sampling_params=form)
+    else:
+        body = output_body(api, num_top=NUM_TOP)
+    streamed = post(server, api, {**body, "stream": True})
+    assert streamed.status_code == 200, streamed.text
+    assert api.streamed(streamed.text).text
+    assert streamed.text.count("-") > MAX_INLINE_LOGPROBS
+    assert threads.names[-1] != loop_thread(server)
+
+
+def test_f37_background_responses_with_many_log_probabilities_are_written_in_a_thread(
+    server: ApiServer, threads: Threads
+) -> None:
+    asked = output_body(RESPONSES, num_top=NUM_TOP, background=True, stream=True)
+    events_text = post(server, RESPONSES, asked).text
+    assert RESPONSES.streamed(events_text).text
+    assert threads.names[-1] != loop_thread(server)
+    stored = httpx2.get(f"{server.url}/v1/responses/{RESPONSES.streamed(events_text).id}", timeout=60)
+    assert RESPONSES.whole(stored.json()).text == RESPONSES.streamed(events_text).text
+
+
+def test_f37_many_tokens_that_come_at_the_end_are_read_in_a_thread(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a constraint, the tokens of an answer are known only at its end."""
+    found = Threads(monkeypatch)
+    found.watch(LogprobReader, "finish")
+    for num_top in (NUM_TOP, 0):
+        answer = post(server, CHAT, output_body(CHAT, num_top=num_top, regex="[A-Z][a-z, .]{200,}"))
+        assert answer.status_code == 200, answer.text
+    many, few = found.names
+    assert many != few == loop_thread(server)
