@@ -49,12 +49,15 @@ async def completing(
     *requests: CompletionRequest,
     caller: Caller = ANYONE,
     on_cut: Callable[[Usage], None] | None = None,
+    on_scored: Callable[[int], None] | None = None,
 ) -> AsyncIterator[Completion]:
     """Runs the requests while the scope lasts.
 
     Args:
         caller: the program that the requests belong to.
         on_cut: receives the usage so far if the scope ends before the answers are complete.
+        on_scored: receives the number of log-probabilities of a prompt, before they are read. It may reject
+            the request.
 
     Raises:
         BadArgument: an invalid prompt, constraint or tool: its ``param`` is ``prompt``, ``constraint`` or
@@ -67,7 +70,7 @@ async def completing(
                 request.constraint.check()
     num_scored = sum(request.prompt_logprobs is not None for request in requests)
     generator.check_gate(num_scored + sum(request.n for request in requests if request.generates))
-    completion = Completion(generator, requests, caller)
+    completion = Completion(generator, requests, caller, on_scored)
     try:
         async with open_task_group() as group:
             for run in completion.runs:
@@ -83,7 +86,11 @@ class Completion:
     """Running requests, and the deltas of their answers. ``completing`` creates it."""
 
     def __init__(
-        self, generator: TextGenerator, requests: Sequence[CompletionRequest], caller: Caller
+        self,
+        generator: TextGenerator,
+        requests: Sequence[CompletionRequest],
+        caller: Caller,
+        on_scored: Callable[[int], None] | None,
     ) -> None:
         self._num_answers = 0
         self.runs: list[EngineRun | ApiRun] = []
@@ -92,7 +99,12 @@ class Completion:
             if isinstance(generator, EngineGenerator):
                 most = MAX_LOGPROB_TOKENS // len(requests)
                 run: EngineRun | ApiRun = EngineRun(
-                    generator, *given, most_logprobs=most, on_delta=self._add, on_sent=self._count_sent
+                    generator,
+                    *given,
+                    most_logprobs=most,
+                    on_delta=self._add,
+                    on_sent=self._count_sent,
+                    on_scored=on_scored,
                 )
             else:
                 run = ApiRun(generator, *given, on_delta=self._add, on_sent=self._count_sent)

@@ -93,6 +93,7 @@ class EngineRun:
         most_logprobs: The limit of log-probabilities of the prompt.
         on_delta: Called with each delta.
         on_sent: Called when the request has been sent.
+        on_scored: Called with the number of log-probabilities of the prompt, before they are read.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class EngineRun:
         most_logprobs: int,
         on_delta: Callable[[CompletionDelta], None],
         on_sent: Callable[[], None],
+        on_scored: Callable[[int], None] | None,
     ) -> None:
         self._generator = generator
         self.num_answers = request.n
@@ -114,6 +116,7 @@ class EngineRun:
         self._most_logprobs = most_logprobs
         self._on_delta = on_delta
         self._on_sent = on_sent
+        self._on_scored = on_scored
         self._seed = secrets.randbits(_SEED_BITS) if request.params.seed is None else request.params.seed
         self._context: EngineContext | None = None
         self._scored: Finished | None = None
@@ -176,6 +179,8 @@ class EngineRun:
                 )
             if len(token_ids) > 1:
                 self._scored = await generator.score_prompt(context, num_top)
+            if self._on_scored is not None:
+                self._on_scored(num_logprobs)
         prompt = await generator.requests.encode_beside(
             len(token_ids) * (1 + (num_top or 0)),
             prompt_delta,

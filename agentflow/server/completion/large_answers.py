@@ -6,12 +6,14 @@ request may have take seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar, TypeVarTuple, Unpack
 
 import anyio.to_thread
 import msgspec
 
+from agentflow.runtime.limits import MemoryBudget, tenant_part
 from agentflow.server.completion.request import (
     Answer,
     AnswerToken,
@@ -27,6 +29,8 @@ ArgTs = TypeVarTuple("ArgTs")
 
 # A part of an answer with more log-probabilities is written in a thread.
 MAX_INLINE_LOGPROBS = 2_048
+# The memory of one at the peak: as a number, a token, an object of the answer, and in the body.
+LOGPROB_BYTES = 420
 
 
 def count_logprobs(parts: Sequence[CompletionDelta] | Sequence[Answer]) -> int:
@@ -64,3 +68,38 @@ async def reply_beside(
         return msgspec.json.encode(make())
 
     await call.reply(await write_beside(call, num_logprobs, written))
+
+
+class AnswerMemory:
+    """The memory of one request's answers. Answers that are written without a thread do not count.
+
+    Args:
+        memory: the tenant's memory.
+        part_bytes: the size of that memory. The largest answers count as half of it, so that they are
+            possible at all.
+    """
+
+    def __init__(self, memory: MemoryBudget, part_bytes: int) -> None:
+        self._held = MemoryBudget(within=memory, free_bytes=MAX_INLINE_LOGPROBS * LOGPROB_BYTES)
+        self._most_bytes = part_bytes // 2
+
+    def reserve(self, num_logprobs: int) -> None:
+        """Counts log-probabilities that are about to be read. ``Overloaded`` if there is no room."""
+        left = max(0, self._most_bytes - self._held.num_bytes)
+        self._held.reserve(min(num_logprobs * LOGPROB_BYTES, left))
+
+    def close(self) -> None:
+        """Releases the memory, once the answers are written."""
+        self._held.close()
+
+
+@contextmanager
+def answer_memory(call: ApiCall) -> Iterator[AnswerMemory]:
+    """The scope in which the answers of a request are in memory, which count with the tenant's bodies."""
+    tenant, service = call.tenant.name, call.service
+    part_bytes = tenant_part(service.http_limits.bodies_bytes, tenant)
+    memory = AnswerMemory(service.bodies.of(tenant), part_bytes)
+    try:
+        yield memory
+    finally:
+        memory.close()

@@ -17,7 +17,12 @@ from agentflow.server.compatible.fields import is_given
 from agentflow.server.compatible.forms import ANY_OBJECT
 from agentflow.server.compatible.logprobs import token_logprob
 from agentflow.server.completion.completion import completing
-from agentflow.server.completion.large_answers import count_logprobs, reply_beside
+from agentflow.server.completion.large_answers import (
+    AnswerMemory,
+    answer_memory,
+    count_logprobs,
+    reply_beside,
+)
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
@@ -74,6 +79,11 @@ _KIND = "chat.completion.chunk"
 
 async def create_chat_completion(call: ApiCall) -> None:
     """Continues a conversation."""
+    with answer_memory(call) as memory:
+        await _answer(call, memory)
+
+
+async def _answer(call: ApiCall, memory: AnswerMemory) -> None:
     body = await call.process(call.read, ChatRequest)
     generator = call.text_generator(body.model, body, priority=read_priority(body.priority, body.nvext))
     form, request = await call.process(_make_request, call, body, generator)
@@ -81,7 +91,9 @@ async def create_chat_completion(call: ApiCall) -> None:
     has_logprobs = request.params.wants_logprobs
     with naming_field(generator, "messages", form, effort=_reasoning_field(body)):
         caller = caller_with(call.caller, body.nvext, body.prompt_cache_key)
-        async with completing(generator, request, caller=caller, on_cut=call.record.count) as completion:
+        async with completing(
+            generator, request, caller=caller, on_cut=call.record.count, on_scored=memory.reserve
+        ) as completion:
             if body.stream:
                 chunks = _ChatChunks(identity, request.n, usage=UsageChunks.of(body, completion))
                 await stream_completion(call, completion, chunks)

@@ -14,7 +14,12 @@ from agentflow.protocol.sampling import MAX_INT
 from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
 from agentflow.server.compatible.prompts import Prompt, read_prompts
 from agentflow.server.completion.completion import completing
-from agentflow.server.completion.large_answers import count_logprobs, reply_beside
+from agentflow.server.completion.large_answers import (
+    AnswerMemory,
+    answer_memory,
+    count_logprobs,
+    reply_beside,
+)
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
@@ -95,6 +100,11 @@ class TextAnswer(msgspec.Struct, kw_only=True):
 
 async def create_completion(call: ApiCall) -> None:
     """Continues one text or several."""
+    with answer_memory(call) as memory:
+        await _answer(call, memory)
+
+
+async def _answer(call: ApiCall, memory: AnswerMemory) -> None:
     body = await call.process(call.read, TextRequest)
     generator = call.text_generator(body.model, body, priority=read_priority(body.priority, body.nvext))
     form, requests = await call.process(_make_requests, call, body, generator)
@@ -103,7 +113,9 @@ async def create_completion(call: ApiCall) -> None:
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)
     with naming_field(generator, "prompt", form):
         caller = caller_with(call.caller, body.nvext, body.prompt_cache_key)
-        async with completing(generator, *requests, caller=caller, on_cut=call.record.count) as completion:
+        async with completing(
+            generator, *requests, caller=caller, on_cut=call.record.count, on_scored=memory.reserve
+        ) as completion:
             if body.stream:
                 chunks = _TextChunks(identity, num_answers, body, usage=UsageChunks.of(body, completion))
                 await stream_completion(call, completion, chunks)

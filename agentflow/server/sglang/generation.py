@@ -19,7 +19,12 @@ from agentflow.server.compatible.forms import only_form, read_forms
 from agentflow.server.compatible.prompts import Prompt, read_prompts
 from agentflow.server.compatible.sampling import read_nucleus, read_stops
 from agentflow.server.completion.completion import completing
-from agentflow.server.completion.large_answers import count_logprobs, reply_beside
+from agentflow.server.completion.large_answers import (
+    AnswerMemory,
+    answer_memory,
+    count_logprobs,
+    reply_beside,
+)
 from agentflow.server.completion.request import CompletionRequest, TokenIds
 from agentflow.server.completion.streaming import report, stream_completion
 from agentflow.server.errors import invalid_field, make_api_error, unsupported
@@ -63,6 +68,11 @@ _NEUTRAL = {
 
 async def generate(call: ApiCall) -> None:
     """Continues one text or several, as SGLang does."""
+    with answer_memory(call) as memory:
+        await _answer(call, memory)
+
+
+async def _answer(call: ApiCall, memory: AnswerMemory) -> None:
     began_s = time.perf_counter()
     body = await call.process(call.read, SglangRequest)
     generator = call.generator(body.model, priority=body.priority)
@@ -71,7 +81,7 @@ async def generate(call: ApiCall) -> None:
     prompt_field = "input_ids" if body.text is None else "text"
     with naming_field(generator, prompt_field, constraint_field), _naming_sampling():
         async with completing(
-            generator, *requests, caller=call.caller, on_cut=call.record.count
+            generator, *requests, caller=call.caller, on_cut=call.record.count, on_scored=memory.reserve
         ) as completion:
             if body.stream:
                 await stream_completion(call, completion, AnswerEvents(form, completion))

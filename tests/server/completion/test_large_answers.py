@@ -9,12 +9,17 @@ from typing import Any
 import httpx2
 import pytest
 from support.api_server import ApiServer
-from support.server.apis import CHAT, OLLAMA, RESPONSES, SGLANG, TEXT, Api, post
+from support.server.apis import CHAT, OLLAMA, RESPONSES, SGLANG, TEXT, Api, post, refused
 from support.server.module_servers import module_fixture
 from support.server.scripted_model import scripted_server
 
-from agentflow.server.completion.large_answers import MAX_INLINE_LOGPROBS
+from agentflow.errors import Overloaded
+from agentflow.runtime.limits import MemoryBudget, TenantMemory, tenant_part
+from agentflow.server.completion import engine_run
+from agentflow.server.completion.large_answers import LOGPROB_BYTES, MAX_INLINE_LOGPROBS, AnswerMemory
 from agentflow.server.completion.logprobs import LogprobReader
+from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
+from agentflow.server.config.limits import HttpLimits
 from agentflow.server.ollama import answer as ollama_answer
 from agentflow.server.openai import chat, completions
 from agentflow.server.openai.responses import answer as responses_answer
@@ -177,3 +182,53 @@ def test_f37_many_tokens_that_come_at_the_end_are_read_in_a_thread(
         assert answer.status_code == 200, answer.text
     many, few = found.names
     assert many != few == loop_thread(server)
+
+
+@pytest.mark.parametrize(
+    ("api", "stream"), [(CHAT, False), (TEXT, False), (TEXT, True), (SGLANG, False), (SGLANG, True)]
+)
+def test_f37_log_probabilities_of_prompts_count_as_memory_of_the_tenant(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, api: Api, stream: bool
+) -> None:
+    bodies = server.service.bodies
+    held: list[int] = []
+    prompt_delta = engine_run.prompt_delta
+
+    def noted(*arguments: Any) -> Any:
+        held.append(bodies.num_bytes)
+        return prompt_delta(*arguments)
+
+    monkeypatch.setattr(engine_run, "prompt_delta", noted)
+    body = prompt_body(api, num_top=5, stream=stream)
+    assert post(server, api, body).status_code == 200
+    assert held[0] > MAX_INLINE_LOGPROBS * LOGPROB_BYTES
+    server.call(server.service.calls.until_none)
+    assert bodies.num_bytes == 0
+    other = MemoryBudget(within=bodies.of(""))
+    server.call(other.reserve, server.service.http_limits.bodies_bytes - held[0] + 1)
+    try:
+        assert refused(server, api, body)[:2] == (503, "overloaded")
+        few = prompt_body(api, num_top=0, stream=stream)
+        assert post(server, api, few).status_code == 200  # small answers do not count
+    finally:
+        server.call(other.close)
+    assert post(server, api, body).status_code == 200
+
+
+@pytest.mark.parametrize("tenant", ["", "alice"])
+def test_f37_the_largest_answers_fit_into_the_memory_of_a_tenant(tenant: str) -> None:
+    most_bytes = HttpLimits().bodies_bytes
+    bodies = TenantMemory(most_bytes, "they may have", "wait")
+    first, second, third = [
+        AnswerMemory(bodies.of(tenant), tenant_part(most_bytes, tenant)) for _ in range(3)
+    ]
+    first.reserve(MAX_LOGPROB_TOKENS // 2)
+    first.reserve(MAX_LOGPROB_TOKENS // 2)  # another prompt of the request
+    second.reserve(MAX_LOGPROB_TOKENS // 100)
+    with pytest.raises(Overloaded, match="wait"):
+        third.reserve(MAX_LOGPROB_TOKENS)
+    first.close()
+    third.reserve(MAX_LOGPROB_TOKENS)
+    second.close()
+    third.close()
+    assert bodies.num_bytes == 0
