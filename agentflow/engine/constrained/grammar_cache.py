@@ -1,7 +1,9 @@
 """The engine's compiled grammars, by the keys of their constraints.
 
 All requests under a constraint share one grammar, and with it the masks computed so far. The cache is bounded
-in number and in bytes; the least recently used grammar is dropped first.
+in number and in bytes; the least recently used grammar is dropped first. A dropped grammar lives on in the
+requests that use it. Its masks, which grow with the states that texts reach, count towards ``MAX_MASK_BYTES``
+as the masks of all others do.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from agentflow.engine.grammar.dfa import Dfa
 from agentflow.engine.grammar.grammar import Grammar, Matcher
 from agentflow.engine.grammar.json_lengths import LengthMasks, LengthMatcher
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceVocabulary
-from agentflow.engine.grammar.token_dfa import DfaGrammar, Vocabulary
+from agentflow.engine.grammar.token_dfa import MAX_MASK_BYTES, DfaGrammar, MaskMemory, Vocabulary
 from agentflow.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class GrammarCache:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._grammars: dict[str, Grammar] = {}
+        self.mask_memory = MaskMemory(MAX_MASK_BYTES)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -100,13 +103,13 @@ class GrammarCache:
         """Builds a grammar, in any thread once ``prepare`` has returned. Raises ``RequestRefused`` if the
         library rejects it."""
         if constraint.form == "dfa":
-            return DfaGrammar(Dfa.from_bytes(constraint.payload), self.vocabulary)
+            return DfaGrammar(Dfa.from_bytes(constraint.payload), self.vocabulary, memory=self.mask_memory)
         return LlguidanceGrammar(
             constraint.payload.decode(), self._llguidance_vocabulary, constraint.num_alternatives
         )
 
     def _bound(self) -> None:
-        """Drops grammars beyond the limits. A dropped grammar lives on in the requests that use it."""
+        """Drops grammars beyond the limits."""
         sizes = [grammar.nbytes for grammar in self._grammars.values()]
         total = sum(sizes)
         for key, size in zip([*self._grammars][:-1], sizes, strict=False):

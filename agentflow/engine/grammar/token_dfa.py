@@ -11,7 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,15 @@ NextStates: TypeAlias = NDArray[np.int32]
 
 # The number of masks of tokens with a common prefix that are kept: 6 kB each for 50,000 tokens.
 _MAX_PREFIX_MASKS = 512
+
+MAX_MASK_BYTES: Final = 256 * 1024 * 1024
+"""The most bytes in the masks of all grammars of one model, including grammars that only unfinished requests
+use: 14,000 different masks for a vocabulary of 150,000 tokens."""
+
+MAX_RUN_BYTES: Final = 1024 * 1024
+"""The most bytes in the forced runs that one grammar keeps."""
+_RUN_OVERHEAD: Final = 200
+"""About the bytes of an entry of a dictionary, a tuple and its objects, without the text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,6 +137,39 @@ class Vocabulary:
         self._node_of_bit[self._sorted_ids] = end_of
 
 
+class MaskMemory:
+    """Bounds the bytes in the masks of all live grammars that share it.
+
+    A grammar that has left its cache lives on in the requests that use it, so the cache cannot bound them.
+    At the limit, the grammar with the most bytes drops its masks, so a text that walks through many states
+    does not affect the grammars of others. Used from the engine's thread only, like masks.
+    """
+
+    def __init__(self, max_bytes: int = MAX_MASK_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._grammars: WeakSet[DfaGrammar] = WeakSet()  # the ones that have kept masks
+        self._most = 0  # at least the bytes in use: dropped masks are subtracted only at the limit
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes in the masks of all grammars."""
+        return sum([grammar.mask_bytes for grammar in self._grammars])
+
+    def reserve(self, num_bytes: int, grammar: DfaGrammar) -> None:
+        """Drops masks, if necessary, so that ``grammar`` may keep one more of ``num_bytes``."""
+        self._grammars.add(grammar)
+        self._most += num_bytes
+        if self._most <= self._max_bytes:
+            return
+        self._most = self.nbytes + num_bytes
+        while self._most > self._max_bytes:
+            largest = max(self._grammars, key=lambda each: each.mask_bytes)
+            if not largest.mask_bytes:  # a single mask is larger than the limit
+                return
+            self._most -= largest.mask_bytes
+            largest.drop_masks()
+
+
 Nodes: TypeAlias = NDArray[np.bool_]
 
 # Below this fraction of live nodes in a level, the walk continues over the children of live nodes only.
@@ -134,10 +177,19 @@ _SPARSE_SHARE = 0.125
 
 
 class DfaGrammar:
-    """A ``Grammar`` that follows a DFA. ``max_masks``: the number of states whose masks are kept (6 kB each
-    for 50,000 tokens; equal masks are stored once)."""
+    """A ``Grammar`` that follows a DFA.
 
-    def __init__(self, dfa: Dfa, vocabulary: Vocabulary, *, max_masks: int = 4096) -> None:
+    Args:
+        dfa: the language.
+        vocabulary: the model's tokens.
+        memory: bounds the bytes in the masks of all grammars that share it; None: of this grammar alone. A
+            mask takes 6 kB for 50,000 tokens, and equal masks of a grammar are stored once.
+        max_masks: the number of states whose masks are kept.
+    """
+
+    def __init__(
+        self, dfa: Dfa, vocabulary: Vocabulary, *, memory: MaskMemory | None = None, max_masks: int = 4096
+    ) -> None:
         self.vocabulary = vocabulary
         self.accepting: list[bool] = dfa.accepting.tolist()
         self.forced = ForcedRuns(dfa)
@@ -148,6 +200,7 @@ class DfaGrammar:
         # States are premultiplied by the number of classes: state + class is the index into the table.
         self._next: Indices = dfa.transitions.ravel().astype(np.intp) * self.num_classes
         self.next_states: memoryview[int] = memoryview(dfa.transitions.tobytes()).cast("i")
+        self._memory = memory or MaskMemory()
         self._max_masks = max_masks
         self._masks: dict[int, TokenWords] = {}
         self._distinct: dict[bytes, TokenWords] = {}
@@ -155,8 +208,13 @@ class DfaGrammar:
     @property
     def nbytes(self) -> int:
         """The approximate memory in use."""
-        mask_bytes = self.vocabulary.num_words * 4
-        return self._next.nbytes + len(self.accepting) * 32 + len(self._distinct) * 2 * mask_bytes
+        table = self._next.nbytes + self.next_states.nbytes
+        return table + len(self.accepting) * 32 + self.mask_bytes + self.forced.run_bytes
+
+    @property
+    def mask_bytes(self) -> int:
+        """The bytes in the masks that are kept."""
+        return len(self._distinct) * self.vocabulary.num_words * 4
 
     def matcher(self) -> DfaMatcher:
         return DfaMatcher(self)
@@ -166,10 +224,23 @@ class DfaGrammar:
         found = self._masks.get(state)
         if found is None:
             if len(self._masks) >= self._max_masks:
-                self._masks.clear()
-                self._distinct.clear()
-            words = self._walk(state)
-            found = self._masks[state] = self._distinct.setdefault(words.tobytes(), words)
+                self.drop_masks()
+            found = self._masks[state] = self._kept(self._walk(state))
+        return found
+
+    def drop_masks(self) -> None:
+        """Forgets all masks. A mask that is needed again is computed again."""
+        self._masks.clear()
+        self._distinct.clear()
+
+    def _kept(self, words: TokenWords) -> TokenWords:
+        """Returns the kept mask with these words."""
+        data = words.tobytes()
+        found = self._distinct.get(data)
+        if found is None:
+            self._memory.reserve(len(data), self)
+            # A view of the key: the mask is in memory once.
+            found = self._distinct[data] = np.frombuffer(data, dtype=np.uint32)
         return found
 
     def _walk(self, state: int) -> TokenWords:
@@ -211,9 +282,10 @@ class DfaGrammar:
 
 class ForcedRuns:
     """The forced bytes of a DFA. ``forced_byte`` [states]: the only byte that may follow, or -1 if several
-    may or the text may end. ``forced_next`` [states]: the state after it, or ``DEAD``."""
+    may or the text may end. ``forced_next`` [states]: the state after it, or ``DEAD``. ``max_bytes``: in the
+    runs that are kept."""
 
-    def __init__(self, dfa: Dfa) -> None:
+    def __init__(self, dfa: Dfa, *, max_bytes: int = MAX_RUN_BYTES) -> None:
         bytes_in_class = np.bincount(dfa.class_of_byte, minlength=dfa.transitions.shape[1])
         leads_on = (dfa.transitions != DEAD) & (bytes_in_class > 0)
         only_class = np.argmax(leads_on, axis=1)
@@ -224,7 +296,10 @@ class ForcedRuns:
         after = dfa.transitions[np.arange(len(dfa.transitions)), only_class]
         self.forced_byte: ForcedBytes = np.where(is_forced, byte_of_class[only_class], np.int16(-1))
         self.forced_next: NextStates = np.where(is_forced, after, np.int32(DEAD))
+        self._max_bytes = max_bytes
         self._runs: dict[int, tuple[bytes, int]] = {}
+        self.run_bytes = 0
+        """The bytes in the runs that are kept."""
 
     def run(self, state: int) -> tuple[bytes, int]:
         """Returns the bytes that must follow, and the state after them: ``b""`` and the same state if there
@@ -235,8 +310,20 @@ class ForcedRuns:
         """
         known = self._runs.get(state)
         if known is None:
-            known = self._runs[state] = self._follow(state)
+            known = self._follow(state)
+            if known[0]:
+                self._keep(state, known)
         return known
+
+    def _keep(self, state: int, run: tuple[bytes, int]) -> None:
+        """Keeps a run. Runs that begin in different states of one long run overlap, so all of them could have
+        the square of its length: beyond the limit, the others are dropped."""
+        num_bytes = len(run[0]) + _RUN_OVERHEAD
+        if self.run_bytes + num_bytes > self._max_bytes:
+            self._runs.clear()
+            self.run_bytes = 0
+        self.run_bytes += num_bytes
+        self._runs[state] = run
 
     def _follow(self, state: int) -> tuple[bytes, int]:
         text = bytearray()

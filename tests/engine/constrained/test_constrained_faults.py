@@ -3,6 +3,10 @@ parameters apply too, and when a stop_regex takes too long on forced text."""
 
 from __future__ import annotations
 
+import random
+import re
+from weakref import WeakSet
+
 import anyio
 import pytest
 from engine.constrained.test_constrained_engine import DFAS, PATTERNS, Asked, ask, check_end, constraint
@@ -10,18 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.plain_constrained import PlainConstrained
 from support.examples import examples
-from support.fake_engine import TOKENIZER
+from support.fake_engine import TOKENIZER, FakeEngine
 from support.faults import has_param
 from support.holds import Hold
 from support.logit_runner import alone_by_logits, logit_engine
 from support.plain_model import END_ID, PLAIN_IDS, plain_model_engine
 from support.process_engine import kill, process_engine
 
+from agentflow.engine.batch import Batch
 from agentflow.engine.client import EngineClient
+from agentflow.engine.constrained import grammar_cache
+from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
+from agentflow.engine.grammar.grammar import Grammar
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.errors import RequestRefused
 from agentflow.protocol.sampling import SamplingParams
 
@@ -131,3 +140,53 @@ async def test_a_hostile_stop_in_forced_text_fails_its_own_request_only() -> Non
             jump_forward=asked.jumps,
         )
         check_end(asked, end, "")
+
+
+@pytest.mark.anyio
+async def test_f37_masks_of_running_grammars_fit_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the cache has dropped the grammars, and each text walks through states with different masks."""
+    limit, vocab_size, num_tokens = 4_000_000, 150_000, 120
+    monkeypatch.setattr(grammar_cache, "MAX_MASK_BYTES", limit, raising=False)
+    monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 1)
+    live: WeakSet[Grammar] = WeakSet()
+    make = GrammarCache.make
+
+    def make_and_watch(cache: GrammarCache, constraint: CompiledConstraint) -> Grammar:
+        made = make(cache, constraint)
+        live.add(made)
+        return made
+
+    monkeypatch.setattr(GrammarCache, "make", make_and_watch)
+    used: list[int] = []
+
+    def measure(batch: Batch) -> None:
+        if len(live) == len(batch.sampled.rows) == 8:
+            used.append(sum([grammar.nbytes for grammar in live]))
+
+    dice = random.Random(0)
+    patterns = [
+        "".join(f"[{''.join(dice.sample('abcdefghijklmnop', 8))}]" for _ in range(num_tokens))
+        for _ in range(8)
+    ]
+    params = SamplingParams(max_tokens=num_tokens)
+    runner = FakeRunner(
+        vocab_size=vocab_size,
+        num_slots=4096,
+        max_context=200,
+        next_token=lambda seen: 0,  # the first token that the mask allows
+        on_step=measure,
+    )
+
+    async def generate(client: EngineClient, pattern: str) -> None:
+        dfa = build_dfa(parse_regex(pattern))
+        tables.append(dfa.transitions.size * 12 + len(dfa.transitions) * 32)
+        built = CompiledConstraint(pattern, "dfa", dfa.to_bytes())
+        end = await client.generate([5, 6], params, seed=0, on_text=lambda text: None, constraint=built)
+        assert re.fullmatch(pattern, end.text)
+
+    tables: list[int] = []
+    async with FakeEngine(runner=runner).open_client() as client, anyio.create_task_group() as group:
+        for pattern in patterns:
+            group.start_soon(generate, client, pattern)
+    assert len(used) > num_tokens // 2
+    assert max(used) <= limit + sum(tables)

@@ -7,7 +7,7 @@ from support.engine.random_dfas import dfa_of, dfas, tokens
 
 from agentflow.engine.grammar.dfa import DEAD, START, Dfa
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
-from agentflow.engine.grammar.token_dfa import DfaGrammar, Vocabulary
+from agentflow.engine.grammar.token_dfa import DfaGrammar, ForcedRuns, MaskMemory, Vocabulary
 
 
 def ids_of(words: TokenWords, vocab_size: int) -> set[int]:
@@ -37,6 +37,49 @@ def test_masks_that_do_not_fit_are_made_again(dfa: Dfa, token_bytes: list[bytes]
     grammar = DfaGrammar(dfa, vocabulary, max_masks=1)
     for state in [*range(START, len(dfa.transitions))] * 2:
         assert ids_of(grammar.mask(state), vocabulary.vocab_size) == tried(dfa, state, vocabulary)
+
+
+@given(st.lists(dfas(), min_size=1, max_size=4), tokens(), st.integers(0, 6), st.data())
+def test_f37_masks_of_all_grammars_fit_a_limit(
+    all_dfas: list[Dfa], token_bytes: list[bytes], most: int, data: st.DataObject
+):
+    """A dropped mask is computed again. At least one mask is kept."""
+    vocabulary = Vocabulary(token_bytes)
+    mask_bytes = 4 * vocabulary.num_words
+    memory = MaskMemory(most * mask_bytes)
+    grammars = [DfaGrammar(dfa, vocabulary, memory=memory) for dfa in all_dfas]
+    for number in data.draw(st.lists(st.integers(0, len(grammars) - 1), max_size=40)):
+        dfa = all_dfas[number]
+        state = data.draw(st.integers(START, len(dfa.transitions) - 1))
+        assert ids_of(grammars[number].mask(state), vocabulary.vocab_size) == tried(dfa, state, vocabulary)
+        used = [each.mask_bytes for each in grammars]
+        assert used[number]
+        assert memory.nbytes == sum(used) <= max(most, 1) * mask_bytes
+    del grammars
+    assert memory.nbytes == 0
+
+
+def test_f37_the_grammar_with_most_masks_drops_them():
+    """Other grammars keep theirs."""
+    letters = [bytes([byte]) for byte in b"abcdefgh"]
+    vocabulary, texts = Vocabulary(letters), [b"abcdefgh", b"hgf"]
+    memory = MaskMemory(6 * 4)
+    walking, resting = (DfaGrammar(dfa_of([text]), vocabulary, memory=memory) for text in texts)
+    kept = [resting.mask(state) for state in (START, START + 1)]
+    for state in range(START, START + 8):
+        walking.mask(state)
+        assert all(resting.mask(START + i) is mask for i, mask in enumerate(kept))
+
+
+@given(st.binary(min_size=1, max_size=40), st.integers(0, 3000), st.data())
+def test_f37_forced_runs_fit_a_limit(text: bytes, max_bytes: int, data: st.DataObject):
+    dfa = dfa_of([text])
+    runs, at = ForcedRuns(dfa, max_bytes=max_bytes), [START]
+    for byte in text:
+        at.append(dfa.read(at[-1], bytes([byte])))
+    for index in data.draw(st.lists(st.integers(0, len(text)), max_size=60)):
+        assert runs.run(at[index]) == (text[index:], at[-1])
+        assert runs.run_bytes <= max(max_bytes, len(text) + 200)
 
 
 @given(dfas(), tokens(), st.data())
