@@ -28,30 +28,30 @@ MAX_TENANTS = 4096
 """Tenants whose time for searches is remembered."""
 
 
-class _Place(NamedTuple):
-    """The place of a token in its output."""
+class _Position(NamedTuple):
+    """The position of a token in its output."""
 
     is_free: bool = False  # stops ignore the token
     calls_from: int = 0  # ``ConstrainedRequest.calls_from`` after it
 
 
-_Aside = tuple[Row, _Place, int | None]
-"""A row with one token, its place, and ``ConstrainedRequest.answer_at`` after it."""
+_Aside = tuple[Row, _Position, int | None]
+"""A row with one token, its position, and ``ConstrainedRequest.answer_at`` after it."""
 
-_ANSWER = _Place()
+_ANSWER = _Position()
 
 
-def _read(constrained: ConstrainedRequest | None, token_id: int) -> _Place:
+def _read(constrained: ConstrainedRequest | None, token_id: int) -> _Position:
     """Reads a token of an output that may begin with reasoning."""
     if constrained is None:
         return _ANSWER
     is_free = not constrained.read(token_id)
-    return _Place(is_free, constrained.calls_from)
+    return _Position(is_free, constrained.calls_from)
 
 
-def _push(text: TextEnd, token_id: int, place: _Place) -> str:
+def _push(text: TextEnd, token_id: int, position: _Position) -> str:
     """Appends a token to the text of its output. Returns the text that may be delivered now."""
-    return text.push(token_id, is_free=place.is_free, calls_from=place.calls_from)
+    return text.push(token_id, is_free=position.is_free, calls_from=position.calls_from)
 
 
 def _progress(row: Row, text: str, answer_at: int | None) -> Progress:
@@ -163,22 +163,22 @@ class Outputs:
             self._finish(request, "stop", token_id)
             return
         elif text.may_stop:
-            place = _read(constrained, token_id)
+            position = _read(constrained, token_id)
             if constrained is not None:
                 answer_at = constrained.answer_at
-            self._report(row, _push(text, token_id, place), answer_at)
+            self._report(row, _push(text, token_id, position), answer_at)
             if constrained is not None and not text.stopped:
                 jump = constrained.update()
         else:
             is_over = request.num_tokens - request.num_prompt >= request.max_new_tokens
-            place = _read(constrained, token_id)
+            position = _read(constrained, token_id)
             if constrained is not None and not constrained.is_open:
                 answer_at, jump = constrained.answer_at, constrained.update()
                 is_over = is_over or (jump is None and constrained.is_complete())
             if jump is None and not is_over:
-                self._aside.append((row, place, answer_at))
+                self._aside.append((row, position, answer_at))
                 return
-            self._report(row, _push(text, token_id, place), answer_at)
+            self._report(row, _push(text, token_id, position), answer_at)
         if jump is not None:
             self._jump(request, text, jump)
         self.end_if_complete(request)
@@ -189,12 +189,12 @@ class Outputs:
         aside, self._aside = self._aside, []
         messages: list[FromEngine] = []
         failed: list[tuple[Request, Exception]] = []
-        for row, place, answer_at in aside:
+        for row, position, answer_at in aside:
             text = self._texts.get(row.request.id)
             if text is None:
                 continue
             try:
-                messages.append(_progress(row, _push(text, row.token_ids[0], place), answer_at))
+                messages.append(_progress(row, _push(text, row.token_ids[0], position), answer_at))
             except Exception as error:
                 failed.append((row.request, error))
         self._outbox[:0] = messages

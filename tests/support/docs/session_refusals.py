@@ -182,7 +182,8 @@ def an_unknown_model(server: ApiServer) -> tuple[str, str]:
 def a_revoked_key(_: ApiServer) -> tuple[str, str]:
     known = tenants()
     with api_server(tenants=known, constraints=False) as server, session_on(server, key=KEY) as session:
-        known._tenant_of.clear()
+        known._known.by_hash.clear()
+        known._known.by_name.clear()
         server.call(server.service.sessions.end_revoked)
         return session.end()
 
