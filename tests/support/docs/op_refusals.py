@@ -13,7 +13,7 @@ from support.api_server import VENDOR, ApiServer, api_server
 from support.chat_template_shapes import INST
 from support.docs.http_refusals import LOUD, Opened, another
 from support.fake_engine import FakeEngine
-from support.faulty_servers import KEY, changed, failing_engine, spent, tenants
+from support.faulty_servers import KEY, failing_engine, spent, tenants
 from support.server.apis import CHAT
 from support.session_errors import ASK, OPEN, Session, gen, text
 from support.session_errors import session as session_on
