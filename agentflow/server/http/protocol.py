@@ -50,8 +50,9 @@ UNREAD_S = 10.0
 # A client that reads nothing is disconnected after this time, or at most twice as long.
 WRITE_WATCH_S = 10.0
 # A websocket's data are parsed in pieces of this size: 200 frames without data take a millisecond, and larger
-# frames take less. A websocket parses for this time before it is another one's turn.
+# frames take less.
 WEBSOCKET_PIECE_BYTES = 1_024
+# A connection parses for this time before it is another one's turn.
 TURN_S = 0.003
 # The limit of frames in a message. Clients divide a message into few frames, or send it as they generate it.
 MAX_FRAGMENTS = 16_384
@@ -131,7 +132,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
     request begins within ``header_timeout_s``, and a used one after ``idle_timeout_s``. ``on_lost`` is called
     once, when the connection has closed, also if it has become a websocket.
 
-    Parses a pipelined request only after the answer to the request before it."""
+    Parses a pipelined request only after the answer to the request before it. Parses data in turns: a chunked
+    body may have a chunk in each 6 bytes."""
 
     header_timeout_s: ClassVar[float] = 20.0
     idle_timeout_s: ClassVar[float] = 75.0
@@ -151,7 +153,9 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self._num_pending_bytes = 0  # parsed since the last callback
         self._is_complete = False  # the last request, with its body
         self._ends = RequestEnds()
-        self._waiting = bytearray()  # for the answer to the last request
+        self._waiting = bytearray()  # for the answer to the last request, or for a turn
+        self._has_turn = False  # to come
+        self._turns = _TURNS.setdefault(self.loop, _Turns(self.loop))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -169,11 +173,21 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self.on_lost()
 
     def data_received(self, data: bytes) -> None:
+        if self._has_turn:
+            self._waiting += data
+            return
         pieces = memoryview(data)
         start = 0
+        end_s = self.loop.time() + TURN_S
         while start < len(data) and not self._is_rejected and self.transport.get_protocol() is self:
             if self._is_answering():
                 self._wait(pieces[start:])
+                return
+            if start and self.loop.time() > end_s:
+                self._waiting += pieces[start:]
+                self._has_turn = True
+                self._flow.hold()
+                self._turns.add(self)
                 return
             end = self._ends.find(data, start, min(start + PIECE_BYTES, len(data)))
             self._parse(pieces[start:end])
@@ -191,6 +205,18 @@ class TimedHttpProtocol(HttpToolsProtocol):
         if len(self._waiting) > MAX_WAITING_BYTES and not self._flow.is_held:
             self._flow.hold()
             self._start_timer(UNREAD_S)
+
+    def parse_turn(self) -> None:
+        """Parses the data that wait for a turn."""
+        self._has_turn = False
+        if not self.transport.is_closing():
+            self._parse_waiting()
+
+    def _parse_waiting(self) -> None:
+        self._flow.release()
+        waiting = bytes(self._waiting)
+        self._waiting.clear()
+        self.data_received(waiting)
 
     def _drop_waiting(self) -> None:
         self.cycle.keep_alive = False
@@ -278,10 +304,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._start_timer(self.idle_timeout_s)
-        self._flow.release()
-        waiting = bytes(self._waiting)
-        self._waiting.clear()
-        self.data_received(waiting)
+        if not self._has_turn:
+            self._parse_waiting()
 
     def resume_writing(self) -> None:
         if self._watch is not None:
@@ -335,21 +359,21 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self._timer = None
         if self._is_in_headers:
             self._reject(408, f"The headers are not complete after {self.header_timeout_s:g} s.")
-        elif self._flow.is_held:
+        elif self._is_answering():
             self._drop_waiting()
         else:
             self.transport.close()
 
 
 class _Turns:
-    """Divides the event loop among the websockets with data to parse: one websocket in each iteration."""
+    """Divides the event loop among the connections with data to parse: one connection in each iteration."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: dict[TimedWebSocketProtocol, None] = {}  # a dict: an ordered set
+        self._waiting: dict[TimedHttpProtocol | TimedWebSocketProtocol, None] = {}  # an ordered set
 
-    def add(self, protocol: TimedWebSocketProtocol) -> None:
-        """Gives the websocket a turn, after all that wait already."""
+    def add(self, protocol: TimedHttpProtocol | TimedWebSocketProtocol) -> None:
+        """Gives the connection a turn, after all that wait already."""
         if not self._waiting:
             self._loop.call_soon(self._run)
         self._waiting[protocol] = None

@@ -9,6 +9,7 @@ import socket
 import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 import anyio.lowlevel
@@ -37,7 +38,7 @@ class App:
         self.is_allowed = asyncio.Event()
         self.has_begun = asyncio.Event()
         self.is_gone = asyncio.Event()
-        self.num_open = self.max_open = 0
+        self.num_open = self.max_open = self.num_received = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_open += 1
@@ -47,6 +48,7 @@ class App:
             message = await receive()
             body += message.get("body", b"")
             more = message.get("more_body", False)
+        self.num_received += len(body)
         self.has_begun.set()
         async with anyio.create_task_group() as group:
             group.start_soon(self._watch, receive)
@@ -287,15 +289,35 @@ def requests(draw: st.DrawFn) -> tuple[bytes, bytes]:
     return head + b"Transfer-Encoding: chunked\r\n\r\n" + sent, b"".join(chunks)
 
 
-@given(st.lists(requests(), min_size=1, max_size=5), st.data())
+@given(st.lists(requests(), min_size=1, max_size=5), st.sampled_from([-1.0, 60.0]), st.data())
 def test_requests_are_answered_in_order_however_their_bytes_arrive(
-    pairs: list[tuple[bytes, bytes]], data: st.DataObject
+    pairs: list[tuple[bytes, bytes]], turn_s: float, data: st.DataObject
 ) -> None:
     last = b"POST /last HTTP/1.1\r\nHost: here\r\nContent-Length: 1\r\n\r\n!"
     sent = b"".join([one for one, _ in pairs]) + last
     cuts = data.draw(st.lists(st.integers(0, len(sent)), max_size=20))
-    answers = asyncio.run(answers_to(sent, cuts, len(pairs) + 1))
+    with patch.object(http_protocol, "TURN_S", turn_s):
+        answers = asyncio.run(answers_to(sent, cuts, len(pairs) + 1))
     assert answers == [*[b"/p " + body for _, body in pairs], b"/last !"]
+
+
+@pytest.mark.anyio
+async def test_f37_small_chunks_are_parsed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "TURN_S", -1.0)
+    num_pieces = 7
+    num_bytes = num_pieces * PIECE_BYTES // len(b"1\r\nx\r\n")
+    app = App()
+    async with connected(app) as (protocol, _):
+        head = b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+        protocol.data_received(head + b"1\r\nx\r\n" * num_bytes)
+        protocol.data_received(b"0\r\n\r\n")  # of the same read, or of one that was under way
+        num_turns = 0
+        while protocol.cycle is None or protocol.cycle.more_body:
+            await anyio.lowlevel.checkpoint()
+            num_turns += 1
+        await app.has_begun.wait()
+        assert num_turns >= num_pieces
+        assert app.num_received == num_bytes
 
 
 TOKENS = [
