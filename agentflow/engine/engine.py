@@ -78,9 +78,8 @@ logger = logging.getLogger(__name__)
 _Message: TypeAlias = ToEngine | KeepMedium | BuiltGrammar | AdapterRead
 
 DeliverMessages = Callable[[list[FromEngine]], None]
+# After this many failed forward passes in a row the engine counts as broken.
 MAX_FAILURES_IN_A_ROW = 3
-"""After this many failed batches in a row the engine counts as broken. The passes that run the requests of a
-failed batch alone do not count: several of them may have the same fault."""
 MAX_REPORTED_BLOCKS = 1024
 """The most blocks in one report of the cache."""
 READ_S = 0.01
@@ -102,12 +101,11 @@ class EngineBroken(Exception):
 @dataclass(slots=True)
 class _InFlight:
     """A batch that was launched and not collected. ``num_waiting``: requests in the queue when it was
-    launched. ``isolates``: it runs a request of a failed batch alone. ``error``: why its launch failed."""
+    launched. ``error``: why its launch failed."""
 
     num_tokens: int
     num_decode: int
     num_waiting: int
-    isolates: bool
     began: float = 0.0
     handle: Any = None
     error: Exception | None = None
@@ -173,7 +171,7 @@ class Engine:
         # What that batch adds to the records of steps: its number, the requests and slots after it, and the
         # time of reading its output.
         self._unrecorded: tuple[_InFlight, int, int, int, float] | None = None
-        self._num_failures = 0  # batches in a row
+        self._num_failures = 0  # forward passes in a row
         self._num_halved = 0  # batches since the start
         self._num_unhandled = 0  # faults in messages about no request, since the start
         self._has_stop = False  # ``Stop`` was sent: all messages up to it are read
@@ -188,7 +186,7 @@ class Engine:
 
     def run(self) -> None:
         """Runs until ``Stop``. ``EngineBroken`` after an accelerator fault or ``MAX_FAILURES_IN_A_ROW``
-        failed batches."""
+        failed forward passes."""
         try:
             if not self._runner.info.embedding_size:
                 self._grammars.prepare()
@@ -238,10 +236,7 @@ class Engine:
         if batch is None:
             return is_encoding
         launched = _InFlight(
-            len(batch.token_ids),
-            self.scheduler.num_decode_tokens,
-            self.scheduler.waiting.num_waiting,
-            self.scheduler.retries.isolates,
+            len(batch.token_ids), self.scheduler.num_decode_tokens, self.scheduler.waiting.num_waiting
         )
         self._in_flight.append(launched)
         launched.began = time.perf_counter()
@@ -284,7 +279,7 @@ class Engine:
             output = self._runner.collect(launched.handle)
         except Exception as error:
             self._drain()
-            self._forward_failed(error, isolates=launched.isolates)
+            self._forward_failed(error)
             return
         self._num_failures = 0
         if self._delivery_error is not None:
@@ -616,10 +611,10 @@ class Engine:
             if request.adapter:
                 self._adapters.release(request.adapter)
 
-    def _forward_failed(self, error: Exception, *, isolates: bool) -> None:
+    def _forward_failed(self, error: Exception) -> None:
         """Called in the handler of ``error``. A batch that ran out of memory runs again in halves; a request
         that does not fit alone is failed. After any other error, each request of the batch runs again alone,
-        and is failed if that pass fails too. ``isolates``: such a pass failed."""
+        and is failed if that pass fails too."""
         if isinstance(error, AcceleratorFault):
             self._break(_logged("the accelerator failed"))
         if isinstance(error, OutOfMemory):
@@ -632,7 +627,7 @@ class Engine:
                 text = "out of memory in a forward pass (%d so far), running its batch in halves: %s"
                 logger.warning(text, self._num_halved, error)
             return
-        self._num_failures += not isolates
+        self._num_failures += 1
         failure = _logged("the forward pass failed")
         if self._num_failures == MAX_FAILURES_IN_A_ROW:
             self._break(failure)

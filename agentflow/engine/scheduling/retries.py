@@ -10,20 +10,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from agentflow.engine.request import Request, Status, Work
 from agentflow.engine.scheduling.in_flight import InFlight
 
 RECOVERY_PASSES = 100
 """After this many passes without a failure, larger ones are tried again: memory may be free by then."""
-
-
-class Part(NamedTuple):
-    """A part of a failed batch."""
-
-    work: Sequence[Work]
-    isolates: bool  # it runs alone to find the request at fault
 
 
 class Retries:
@@ -39,11 +31,8 @@ class Retries:
         self._whole_prompts = whole_prompts
         self.limit: float = math.inf
         """The most tokens of a pass."""
-        self.parts: deque[Part] = deque()
+        self.parts: deque[Sequence[Work]] = deque()
         """To be run next."""
-        self.isolates = False
-        """Whether the batch that was scheduled last finds the request at fault. If it fails too, the fault is
-        not a new one."""
         self.is_used = False
         """Whether parts are left, or the last batch was one of them."""
         self._is_dividing = False  # parts of a batch that ran out of memory are left to run
@@ -55,22 +44,21 @@ class Retries:
         """The next part of a failed batch, without requests released since. Its slots are available: the
         whole batch had them, and nothing else has run. Empty if none is left."""
         while self.parts:
-            work, self.isolates = self.parts.popleft()
-            left = [item for item in work if item[0].status is Status.RUNNING]
+            left = [item for item in self.parts.popleft() if item[0].status is Status.RUNNING]
             if left:
                 return left
-        self.is_used = self._is_dividing = self.isolates = False
+        self.is_used = self._is_dividing = False
         return ()
 
     def first_part(self, work: Sequence[Work]) -> Sequence[Work]:
         """The first part of the work, which is too large for a pass. The others are next."""
         first, *others = self._divided(work, int(self.limit))
-        self._run_next(others, isolates=self.isolates)
+        self._run_next(others)
         return first
 
     def alone(self, work: Sequence[Work]) -> None:
         """Each request of the work runs alone, before other parts."""
-        self._run_next([[item] for item in work], isolates=True)
+        self._run_next([[item] for item in work])
 
     def one_by_one(self) -> list[Request]:
         """The batch failed: runs each of its requests alone. If there is only one, returns it, and the caller
@@ -103,7 +91,7 @@ class Retries:
         parts = self._divided(work, size)
         if len(parts) == 1:
             return requests
-        self._run_next(parts, isolates=False)
+        self._run_next(parts)
         return []
 
     def fits(self) -> None:
@@ -115,9 +103,9 @@ class Retries:
             if self.limit >= self._most_failed:
                 self.limit = math.inf
 
-    def _run_next(self, parts: Sequence[Sequence[Work]], *, isolates: bool) -> None:
+    def _run_next(self, parts: Sequence[Sequence[Work]]) -> None:
         self.is_used = True
-        self.parts.extendleft([Part(work, isolates) for work in reversed(parts)])
+        self.parts.extendleft(reversed(parts))
 
     def _divided(self, work: Sequence[Work], num_tokens: int) -> list[list[Work]]:
         """Parts of at most ``num_tokens`` tokens each, or larger ones with a single prompt that must be
