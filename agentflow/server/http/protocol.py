@@ -33,6 +33,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 from websockets.http11 import Request
+from websockets.protocol import State
 
 from agentflow.server.http.request_ends import RequestEnds
 
@@ -454,6 +455,11 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
         if not self.transport.is_closing():
             self.transport.pause_reading()
             self._turns.add(self)
+
+    def shutdown(self) -> None:
+        if self.handshake_complete and self.conn.state is not State.OPEN:  # it is closing already
+            self.close_sent = True
+        super().shutdown()
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)

@@ -195,3 +195,18 @@ async def test_f27a_a_message_of_endless_frames_is_refused() -> None:
     assert transport.is_closed
     assert not made.frames
     await closed(made)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [frame(Opcode.CLOSE, b"\x03\xe8"), frame(Opcode.CLOSE), frame(Opcode.TEXT, b"\xff"), b"\xff\xff", b""],
+    ids=["closed", "closed without a code", "no text", "no frame", "open"],
+)
+async def test_f37_a_server_ends_while_a_websocket_closes(data: bytes) -> None:
+    """Before the transport reports the end of the connection."""
+    made, transport = await opened([])
+    if data:
+        made.data_received(data)
+    made.shutdown()
+    assert transport.is_closed
+    await closed(made)
