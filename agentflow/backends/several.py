@@ -13,11 +13,11 @@ under the numbers of the session. Three things cross backends:
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -44,6 +44,8 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.images import known_file
 from agentflow.protocol.op_table import declared, expanded
+
+T = TypeVar("T")
 
 
 class Several:
@@ -205,6 +207,12 @@ class _Variable:
         return ops.Provide(one.number, rest, more=not self.has_value)
 
 
+def _discard(items: list[T], item: T) -> None:
+    """Removes the item, unless another event has done so."""
+    if item in items:
+        items.remove(item)
+
+
 @dataclass(eq=False)
 class _Asked:
     """A request for the counters. ``replies``: of each backend, None until it has answered."""
@@ -231,6 +239,8 @@ class SeveralConnection:
         self._states: dict[int, _State] = {}
         self._variables: dict[int, _Variable] = {}
         self._numbers = itertools.count(-1, -1)
+        # Undoes what the op that ``send`` translates has noted. None for ops that follow from events.
+        self._undos: list[Callable[[], object]] | None = None
         self._token_limits: list[_TokenLimit] = []
         self._deadlines: list[tuple[_State | None, float]] = []
         self._asked: dict[int, _Asked] = {}  # by the tickets of ops.GetStats
@@ -264,16 +274,34 @@ class SeveralConnection:
             backend.connection.end(error)
 
     def send(self, sent: Sequence[ops.Op]) -> None:
+        """Sends ops to their backends. Ops that a backend refuses, and all after them, leave no trace."""
         outgoing: list[tuple[_OpenBackend, ops.Op]] = []
-        for op in sent:
-            outgoing += self._translated(op)
-        self._dispatch(outgoing)
+        undos: list[list[Callable[[], object]]] = []  # of each op
+        ends: list[int] = []  # of the ops in ``outgoing`` that each op has become
+        num_sent = 0
+        try:
+            for op in sent:
+                self._undos = []
+                undos.append(self._undos)
+                outgoing += self._translated(op)
+                ends.append(len(outgoing))
+            self._undos = None
+            # Each run of ops for one backend is sent together.
+            for backend, pairs in itertools.groupby(outgoing, key=lambda pair: pair[0]):
+                run = [op for _, op in pairs]
+                if backend.error is None:
+                    backend.connection.send(run)
+                num_sent += len(run)
+        except BaseException:
+            self._undos = None
+            num_whole = len([end for end in ends if end <= num_sent])
+            for undo in reversed([one for part in undos[num_whole:] for one in part]):
+                undo()
+            raise
 
-    def _dispatch(self, outgoing: Sequence[tuple[_OpenBackend, ops.Op]]) -> None:
-        """Sends ops to their backends, each run of ops for one backend together."""
-        for backend, run in itertools.groupby(outgoing, key=lambda pair: pair[0]):
-            if backend.error is None:
-                backend.connection.send([op for _, op in run])
+    def _on_refusal(self, undo: Callable[..., object], *args: Any) -> None:
+        if self._undos is not None:
+            self._undos.append(partial(undo, *args))
 
     def _react(self, outgoing: Iterable[tuple[_OpenBackend, ops.Op]]) -> None:
         """Sends the ops that follow from events. No program waits for their errors: an import whose text its
@@ -366,6 +394,7 @@ class SeveralConnection:
     def _open(self, number: int, op: ops.Open) -> _OpenBackend:
         backend = self._backend(op.model)
         self._states[number] = _State(number, backend, None, op)
+        self._on_refusal(self._states.pop, number, None)
         return backend
 
     def _add(
@@ -375,6 +404,8 @@ class SeveralConnection:
             state = _State(number, backend, parent, parent.root, is_import)
             parent.children.append(state)
             self._states[number] = state
+            self._on_refusal(self._states.pop, number, None)
+            self._on_refusal(parent.children.remove, state)
 
     def _graph(self, op: ops.SubmitGraph) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         first, *rest = op.ops
@@ -392,8 +423,13 @@ class SeveralConnection:
     def _declare(self, state: _State, op: ops.Op) -> None:
         for number, name in declared(op):
             is_reply = isinstance(op, ops.Gen) and op.reply
-            self._variables[number] = _Variable(state, name, ReplySoFar() if is_reply else None)
-            state.variables.append(number)
+            self._add_variable(number, _Variable(state, name, ReplySoFar() if is_reply else None))
+
+    def _add_variable(self, number: int, variable: _Variable) -> None:
+        self._variables[number] = variable
+        variable.state.variables.append(number)
+        self._on_refusal(self._variables.pop, number, None)
+        self._on_refusal(variable.state.variables.remove, number)
 
     def _in_stream(self, state: _State, op: ops.Op) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         """An op of the state's stream, after the imports that its text needs."""
@@ -403,6 +439,7 @@ class SeveralConnection:
                 if isinstance(part, ops.Ref) and self._crosses(part.var, state):
                     if part.var not in state.imports:
                         state.imports[part.var] = next(self._numbers)
+                        self._on_refusal(state.imports.pop, part.var)
                         yield from self._import(state, part.var, state.imports[part.var])
                     parts.append(ops.Ref(state.imports[part.var], part.transforms))
                 else:
@@ -426,14 +463,14 @@ class SeveralConnection:
             yield state.backend, provide
         if provide is None or provide.more:
             variable.imports.append(made)
+            self._on_refusal(_discard, variable.imports, made)
 
     def _fork_onto(
         self, backend: _OpenBackend, parent: _State, children: Sequence[int]
     ) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         """Opens the branches of a fork as roots of another backend, where they wait for the parent."""
         progress = next(self._numbers)
-        self._variables[progress] = _Variable(parent, "the fork")
-        parent.variables.append(progress)
+        self._add_variable(progress, _Variable(parent, "the fork"))
         yield parent.backend, ops.Done(parent.number, progress, "the fork")
         self._add(children, backend, parent, is_import=True)
         for child in children:
@@ -462,9 +499,13 @@ class SeveralConnection:
         if op.state and root is None:
             return
         if op.output_tokens is not None:
-            self._token_limits.append(_TokenLimit(root, op.output_tokens))
+            limit = _TokenLimit(root, op.output_tokens)
+            self._token_limits.append(limit)
+            self._on_refusal(_discard, self._token_limits, limit)
         if op.deadline_s is not None:
-            self._deadlines.append((root, anyio.current_time() + op.deadline_s))
+            deadline = (root, anyio.current_time() + op.deadline_s)
+            self._deadlines.append(deadline)
+            self._on_refusal(_discard, self._deadlines, deadline)
         yield from self._everywhere(root, op.deadline_s, op.output_tokens)
 
     def _everywhere(

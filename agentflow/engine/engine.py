@@ -266,7 +266,7 @@ class Engine:
         """Fails the requests that need the features of a medium, which cannot be made."""
         failure = _as_failure(error, "cannot encode an image of the request")
         for request in [*self._requests.values()]:
-            if any(run.identity == identity and run.end > request.num_computed for run in request.media):
+            if self.scheduler.needs_medium(request, identity):
                 self._fail(request.id, failure)
 
     def _collect(self) -> None:

@@ -14,15 +14,18 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from hypothesis import given
 from hypothesis import strategies as st
-from support.session_peer import HANG, HangingGenerator
+from support.session_peer import HANG, HangingGenerator, gen
+from support.session_peer import opened as opened_by
 
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.several import Several
 from agentflow.errors import (
     BudgetExceeded,
     DeadlineExceeded,
     EngineFailed,
+    FrameTooLarge,
     NotSupported,
     RunFailed,
     ServerLost,
@@ -31,6 +34,7 @@ from agentflow.errors import (
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.op_table import declared, numbers, opened
+from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models.models import Models, OneGenerator
 from agentflow.server.serve import running_server
 
@@ -642,3 +646,84 @@ async def test_backends_change_nothing_in_a_program(steps: list[Step]) -> None:
         expected = await outcome(flow, steps)
     async with several() as flow:
         assert await outcome(flow, steps) == expected
+
+
+async def test_f37_an_append_that_a_server_refuses_changes_nothing() -> None:
+    limits = ServerLimits(frame_bytes=4_096)
+    with anyio.fail_after(60), start_blocking_portal("asyncio") as portal:
+        running = portal.call(lambda: running_server(open_models, limits=limits))
+        with portal.wrap_async_context_manager(running) as server:
+            models: dict[str, Backend] = {"near": LosableBackend(generator_of("near"))}
+            models["far"] = af.Remote(server.url)
+            async with af.session(models=models, seed=1) as flow, flow.state() as near:
+                near += af.user("?") + af.gen("x")
+                async with flow.state(model="far") as far:
+                    for _ in range(2):
+                        with pytest.raises(FrameTooLarge):
+                            far += f"{near['x']}" + "y" * 5_000
+                    far += f"[{near['x']}]"
+                    assert await far.text() == f"[{await near['x']}]"
+
+
+class Refusing:
+    """A backend that refuses ops while it is told so."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.refuses = False
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        async with self._backend.connect(deliver, lost) as connection:
+            send = connection.send
+
+            def send_or_refuse(sent: Sequence[ops.Op]) -> None:
+                if self.refuses:
+                    raise FrameTooLarge("too large")
+                send(sent)
+
+            connection.send = send_or_refuse  # type: ignore[method-assign]
+            yield connection
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [ops.Text(2, (ops.Ref(3),)), ops.Set(2, 7, "y", (ops.Ref(3), ops.Ref(4)))],
+        [ops.Text(2, (ops.Ref(4),)), gen(2, 7)],
+        [ops.Expect(2, 7, "y"), ops.Provide(7, "text")],
+        [ops.Fork(2, (7, 8))],
+        [ops.Fork(1, (7, 8), "far")],
+        [ops.Open(7, model="far"), gen(7, 8)],
+        [ops.SubmitGraph(7, (ops.Open(1, model="far"), ops.Fork(1, (2,)), gen(2, 3)), outputs=(3,))],
+    ],
+    ids=lambda sent: f"{type(sent[0]).__name__} {sent[-1]}"[:40],
+)
+async def test_f37_refused_ops_leave_nothing_behind(sent: list[ops.Op]) -> None:
+    def noted() -> Any:
+        return (
+            {number: _noted(state) for number, state in connection._states.items()},
+            {number: len(variable.imports) for number, variable in connection._variables.items()},
+        )
+
+    far = Refusing(LosableBackend(generator_of("far")))
+    near = LosableBackend(generator_of("near"))
+    with anyio.fail_after(30):
+        async with opened_by(Several({"near": near, "far": far})) as (connection, listener):
+            connection.send([ops.Open(1), ops.Open(2, model="far"), gen(1, 3)])
+            await listener.text(3)
+            connection.send([ops.Expect(1, 4, "w")])  # has no value yet
+            before = noted()
+            far.refuses = True
+            with pytest.raises(FrameTooLarge):
+                connection.send([ops.Text(1, ("of another backend",)), *sent])
+            after = noted()
+            far.refuses = False
+            assert after == before
+            connection.send([*sent, ops.Provide(4, "w"), ops.Text(2, (ops.Ref(3),)), gen(2, 9)])
+            assert await listener.text(9)
+
+
+def _noted(state: Any) -> Any:
+    numbers = [child.number for child in state.children], list(state.variables)
+    return numbers, dict(state.imports), len(state.graph)

@@ -26,6 +26,7 @@ from support.faults import has_param
 
 import agentflow as af
 from agentflow.backends.local import interpreted
+from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.generator.requests import MOST_AT_ONCE
@@ -35,7 +36,14 @@ from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeEncoding, FakeRunner
 from agentflow.engine.text.state.token_state import medium_mark
-from agentflow.errors import BadArgument, EngineFailed, NotSupported, Overloaded, PromptTooLong
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    EngineFailed,
+    NotSupported,
+    Overloaded,
+    PromptTooLong,
+)
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation, Message, read_reply
@@ -290,6 +298,53 @@ async def test_an_encoding_that_cannot_begin() -> None:
             await answer(generator, ask(generator, "#bad"))
         stats = await client.stats()
         assert stats.media_encoded == 2
+
+
+async def test_f37_a_failed_encoding_fails_no_request_whose_image_is_cached() -> None:
+    is_broken, may_end = False, threading.Event()
+    may_end.set()
+
+    def encode(identity: str, _: int) -> None:
+        if identity == prepared(b"#dog").identity:
+            raise OutOfMemory("no memory")
+        if is_broken:
+            raise RuntimeError("the tower fell")
+
+    runner = vision_runner(on_slices=encode)
+    collect = runner.collect
+
+    def collect_in_time(handle: Batch) -> BatchOutput:
+        may_end.wait(20)
+        return collect(handle)
+
+    runner.collect = collect_in_time
+    async with vision(runner=runner, policy="fcfs", max_running=1) as (generator, _, client):
+        await answer(generator, ask(generator, "Look: ", "#cat", "What?"))
+        with pytest.raises(AgentflowError):
+            await answer(generator, ask(generator, "#dog"))
+        assert not runner.encodings  # all features were dropped for it
+        cached = ask(generator, "Look: ", "#cat", "Why?")
+        wanted = await expected(generator, cached, ["#cat"])
+        is_broken = True
+        may_end.clear()
+        found: dict[int, list[int] | None] = {}
+
+        async def run(number: int, context) -> None:
+            try:
+                found[number] = (await answer(generator, context))[0]
+            except EngineFailed:
+                found[number] = None
+
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                needs_features = ask(generator, "Now: ", "#cat")
+                contexts = [ask(generator, "1"), needs_features, ask(generator, "2"), cached]
+                for number, context in enumerate(contexts):
+                    group.start_soon(run, number, context)
+                    while len(client._unfinished) <= number:  # they wait in this order
+                        await anyio.lowlevel.checkpoint()
+                may_end.set()
+        assert (found[1], found[3]) == (None, wanted)
 
 
 async def test_reading_ends_with_the_first_image_that_does_not_fit() -> None:

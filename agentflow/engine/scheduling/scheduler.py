@@ -451,10 +451,20 @@ class Scheduler:
         if self.media is None or not request.media:
             return None
         if request.status is Status.WAITING:
-            return self.media.missing(request, self.memory.peek(request.cache_key, request.reusable_run()))
+            return self.media.missing(request, self._num_cached(request))
         start = request.num_computed + draft.tokens.get(request, 0)
         run = self.media.missing(request, start)
         return run if run is not None and run.start <= start else None
+
+    def needs_medium(self, request: Request, identity: str) -> bool:
+        """Whether tokens of the medium are left to compute. A waiting request may find them in the cache."""
+        runs = [run for run in request.media if run.identity == identity]
+        is_waiting = bool(runs) and request.status is Status.WAITING
+        num_done = self._num_cached(request) if is_waiting else request.num_computed
+        return any(run.end > num_done for run in runs)
+
+    def _num_cached(self, request: Request) -> int:
+        return self.memory.peek(request.cache_key, request.reusable_run())
 
     def _encode(self, request: Request, identity: str, draft: Draft) -> bool:
         """Plans slices of the encoding that the request needs, for about the time of a chunk. Returns whether

@@ -358,7 +358,7 @@ class StateNode:
     def fork(self, count: int, model: str = "") -> list[StateNode]:
         """Forks the state into ``count`` branches. With a ``model`` that is not the state's, they begin
         empty."""
-        self.link.check_alive()
+        self.check_open()
         ids = [self.link.next_id() for _ in range(count)]
         self.submit([ops.Fork(self.id, tuple(ids), model)])
         children = self.branches(ids, len(self.children), model)

@@ -484,7 +484,7 @@ class Interpreter(Generic[ContextT]):
         if state.error is not None:
             self._states.free(state)
         if state.graph is not None:
-            state.graph.state_ended()
+            state.graph.state_ended(state)
 
     async def _attempt(
         self, state: StateRecord[ContextT], pending: PendingOp[ContextT], deadline: float
@@ -526,7 +526,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Seal():
                 self._states.seal(state)
             case ops.Await(ticket=ticket):
-                state.reach(ticket)
+                (state.graph or state).reach(ticket)
             case ops.Close():
                 await self._forget(state)
             case ops.Expect():

@@ -179,19 +179,28 @@ class GraphExecution(Generic[ContextT]):
     def __init__(self, root: StateRecord[ContextT]) -> None:
         self.states: list[StateRecord[ContextT]] = []
         self.root = root
-        self._num_left = 0
+        self._left: set[StateRecord[ContextT]] = set()  # states with ops to run
+        self._ticket = GRAPH_TICKET  # which the root reaches at the end
 
     def add(self, state: StateRecord[ContextT]) -> None:
         """Adds a state of the graph. Only the root sends events."""
         self.states.append(state)
-        self._num_left += 1
+        self._left.add(state)
         state.graph = self
         state.is_silent = state is not self.root
 
-    def state_ended(self) -> None:
+    def reach(self, ticket: int) -> None:
+        """The ops of the root before the ``Await`` with this ticket are done. The graph may not be."""
+        self._ticket = max(self._ticket, ticket)
+        if not self._left:
+            self.root.reach(self._ticket)
+
+    def state_ended(self, state: StateRecord[ContextT]) -> None:
         """A state of the graph has no more ops to run."""
-        self._num_left -= 1
-        if self._num_left:
+        if state not in self._left:  # an ``Await`` of the root came later
+            return
+        self._left.remove(state)
+        if self._left:
             return
         errors = [state.error for state in self.states if state.error is not None]
         failures = [error for error in errors if not isinstance(error, Cancelled)]
@@ -199,7 +208,7 @@ class GraphExecution(Generic[ContextT]):
             self.root.error = failures[0]
             self.root.mark()
         elif self.root.error is None:
-            self.root.reach(GRAPH_TICKET)
+            self.root.reach(self._ticket)
 
 
 MAX_STATES = 10_000

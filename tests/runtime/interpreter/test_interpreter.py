@@ -594,3 +594,30 @@ async def test_f29d_nothing_is_appended_to_the_states_of_a_graph(op: ops.Op) -> 
             events = at.listen()
         failed = [event for event in events if isinstance(event, StateFailed | VarFailed)]
         assert (not failed) == is_allowed
+
+
+@pytest.mark.parametrize("when", ["with the graph", "while a fork runs", "after the end"])
+async def test_f37_a_graph_reaches_the_tickets_of_its_root_when_it_has_ended(when: str) -> None:
+    may_answer = anyio.Event()
+
+    class Slow(ScriptedGenerator):
+        async def generate(self, *args, **kwargs):
+            await may_answer.wait()
+            return await super().generate(*args, **kwargs)
+
+    graph = ops.SubmitGraph(20, (ops.Open(1), ops.Fork(1, (2,)), gen(2, 3)), outputs=(3,))
+    asked = ops.Await(20, 5)
+    async with bench(Slow("x")) as at:
+        at.submit(graph, *[asked] * (when == "with the graph"))
+        await settle()
+        at.submit(*[asked] * (when == "while a fork runs"))
+        await settle()
+        assert not at.listen()
+        may_answer.set()
+        await settle()
+        at.submit(*[asked] * (when == "after the end"))
+        await settle()
+        while at.listen():
+            pass
+        assert at.listener.reached[20] == 5
+        assert at.listener.ends[22].text == "x"

@@ -285,7 +285,7 @@ def test_a_graph_ends_with_its_last_state(errors, event, at):
             assert at.cursor.drain() == []
         if state.id in errors:
             at.tree.stop(state, errors[state.id])
-        graph.state_ended()
+        graph.state_ended(state)
     [sent] = at.cursor.drain()
     assert (sent.error.message if isinstance(sent, StateFailed) else sent) == event
     assert sent.state == 1
