@@ -91,7 +91,8 @@ class StateRecord(Generic[ContextT]):
         self.expected: list[VariableRecord] = []  # of these, the ones that the client provides
         self.children: dict[int, StateRecord[ContextT]] = {}
         self.siblings: list[StateRecord[ContextT]] = []
-        self.is_coupled = False  # in a task group with its siblings
+        # The state that fails with the task group of its siblings. It may be closed.
+        self.fails: StateRecord[ContextT] | None = None
         self.is_running = False
         self.current: PendingOp[ContextT] | None = None  # the op that runs, or ran last
         self.is_closing = False
@@ -304,7 +305,7 @@ class StateTree(Generic[ContextT]):
 
     def waits_for_fork(self, state: StateRecord[ContextT]) -> bool:
         """Whether the state still exists and has not begun."""
-        return self._states.get(state.id) is state and not state.has_begun and state.error is None
+        return self._is_open(state) and not state.has_begun and state.error is None
 
     def restrict(self, root: StateRecord[ContextT] | None, budget: Budget) -> None:
         """Makes ``root`` and all its forks (None: all states, and future ones) share the budget."""
@@ -334,7 +335,7 @@ class StateTree(Generic[ContextT]):
             raise ProtocolError("a task group names each of its states once")
         children = [parent.children[child_id] for child_id in child_ids]
         for child in children:
-            child.siblings, child.is_coupled = children, True
+            child.siblings, child.fails = children, parent
         for child in children:
             if child.error is not None and not isinstance(child.error, Cancelled):
                 error, child.error = child.error, None
@@ -346,18 +347,17 @@ class StateTree(Generic[ContextT]):
         ``MAX_STOPPED`` states now, and the others in later turns of the event loop."""
         num_left = MAX_STOPPED
         while num_left > 0:
-            if state.error is not None:
+            if state.error is not None or not self._is_open(state):
                 return
             self.stop(state, error)
-            if not state.is_coupled or isinstance(error, Cancelled):
+            if state.fails is None or isinstance(error, Cancelled):
                 return
-            assert state.parent is not None
             index = state.siblings.index(state)
             cause = root_cause(error)
             cancelled = Cancelled(f"branch {index} of its fork failed: {cause}")
             cancelled.__cause__ = cause
             num_left = self._cancel_all(state.siblings[::-1], cancelled, num_left - 1)
-            state = state.parent
+            state = state.fails
             error = derived_error(f"branch {index} of a fork failed", error, state, of_other=True)
         self._later(partial(self.end, state, error))
 
@@ -371,7 +371,9 @@ class StateTree(Generic[ContextT]):
         the caller may stop now."""
         while pending and num_left > 0:
             state = pending.pop()
-            if not state.is_cancelled:  # with its forks: each level of a failure cancels the levels below it
+            if not state.is_cancelled and self._is_open(
+                state
+            ):  # with its forks: each level of a failure cancels the levels below it
                 state.is_cancelled = True
                 pending += state.children.values()
                 self.stop(state, error)
@@ -379,6 +381,9 @@ class StateTree(Generic[ContextT]):
         if pending:
             self._later(partial(self._cancel_all, pending, error, MAX_STOPPED))
         return num_left
+
+    def _is_open(self, state: StateRecord[ContextT]) -> bool:
+        return self._states.get(state.id) is state
 
     def stop(self, state: StateRecord[ContextT], error: AgentflowError) -> None:
         """Stops the state, so that its waiting ops fail. Has no effect after a failure."""
@@ -418,15 +423,23 @@ class StateTree(Generic[ContextT]):
             state.generator.free(context)
 
     def forget(self, state: StateRecord[ContextT]) -> None:
-        """Removes the state."""
+        """Removes the state. Its forks remain forks of its parent."""
         self.free(state)
         _fail_expected(state, Cancelled("its state was closed"))
-        if self._states.get(state.id) is state:  # its number may have been reused
+        if self._is_open(state):  # its number may have been reused
             del self._states[state.id]
             self._num_limits -= state.num_limits
         if state.parent is not None and state.parent.children.get(state.id) is state:
             del state.parent.children[state.id]
-        state.siblings, state.children = [], {}  # no cycles: it is deleted with its last reference
+        if state.parent is not None:
+            for child in state.children.values():
+                child.parent = state.parent
+            state.parent.children |= state.children
+        state.siblings, state.children, state.fails = (
+            [],
+            {},
+            None,
+        )  # no cycles: it is deleted with its last reference
 
     def remove_one(self) -> bool:
         """Removes a state, even if others refer to it. False if there is none."""
@@ -434,7 +447,12 @@ class StateTree(Generic[ContextT]):
             return False
         _, state = self._states.popitem()
         self.free(state)
-        state.parent, state.siblings, state.children = None, [], {}  # it is deleted now, not with all others
+        state.parent, state.siblings, state.children, state.fails = (
+            None,
+            [],
+            {},
+            None,
+        )  # it is deleted now, not with all others
         return True
 
     def _add(

@@ -17,7 +17,7 @@ from support.session_peer import Listener
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.errors import MAX_MESSAGE_CHARS
+from agentflow.errors import MAX_MESSAGE_CHARS, EngineFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import (
     Delta,
@@ -621,3 +621,39 @@ async def test_f37_a_graph_reaches_the_tickets_of_its_root_when_it_has_ended(whe
             pass
         assert at.listener.reached[20] == 5
         assert at.listener.ends[22].text == "x"
+
+
+async def test_f37_a_task_group_outlives_the_state_that_forked_it() -> None:
+    """The failure of a branch ends its siblings and, because the fork is closed, no other state."""
+
+    def fail_x(prompt: str) -> str | EngineFailed:
+        return EngineFailed("broken") if "x" in prompt else "ok"
+
+    async with bench(ScriptedGenerator(fail_x)) as at:
+        at.submit(ops.Open(1), ops.Fork(1, (2, 3)), ops.TaskGroup(1, (2, 3)))
+        at.submit(ops.Fork(2, (4, 5)), ops.TaskGroup(2, (4, 5)), ops.Expect(3, 30, "late"))
+        at.submit(ops.Text(4, (ops.Ref(30),)), gen(4, 7), ops.Close(2))
+        await settle()
+        at.submit(ops.Provide(30, "x"), gen(1, 8), gen(3, 9))
+        await at.listen_until_all_ended([7, 8, 9])
+        await settle()
+        at.listen()
+        assert set(at.listener.failed) == {4, 5}
+        assert at.listener.failed[5].error.code == "cancelled"
+        assert at.listener.ends[8].text == "ok"
+
+
+async def test_f37_a_closed_fork_hides_no_state_from_cancellation_and_limits() -> None:
+    async with bench() as at:
+        at.submit(ops.Open(1), ops.Fork(1, (2,)), ops.Fork(2, (3, 4)), ops.Expect(1, 30, "late"))
+        at.submit(*[ops.Text(state, (ops.Ref(30),)) for state in (3, 4)], gen(3, 7), gen(4, 8), ops.Close(2))
+        await settle()
+        at.submit(ops.Limit(1, output_tokens=0), ops.Cancel(3), ops.Provide(30, "late"))
+        await at.listen_until_all_ended([7, 8])
+        assert [at.listener.ends[number].error.code for number in (7, 8)] == ["cancelled", "budget_exceeded"]
+        at.submit(ops.Open(10), ops.Fork(10, (11,)), ops.Fork(11, (12,)), ops.Expect(10, 31, "never"))
+        at.submit(ops.Text(12, (ops.Ref(31),)), gen(12, 13), ops.Close(11))
+        await settle()
+        at.submit(ops.Cancel(10))
+        await at.listen_until_all_ended([13])
+        assert at.listener.ends[13].error.code == "cancelled"
