@@ -4,12 +4,14 @@ Admission stays synchronous. Before a request, ``ready`` makes sure that this fr
 one request and one token of the tenant, taken from the shared buckets. A lease is a 32nd of a bucket, so most
 requests need no round trip; below a capacity of 64 a lease covers one request. Used tokens beyond the lease
 are a debt, which is taken from the shared bucket within ``SETTLE_S``. A lease that is unused for ``IDLE_NS``
-is given back. For costs, exactly the highest cost of each call is leased.
+is given back. For costs, exactly the highest cost of each call is leased, and a call is only admitted by its
+lease.
 
 So, with F fronts, a tenant starts within a minute at most (1 + F/32) times the requests that one front would
 start, and each front may admit one more prompt that takes the bucket of tokens below zero. The limit of costs
-is never exceeded. If a front is lost, so are its lease and the highest costs of its calls. The limit of
-unfinished requests applies to each front separately.
+is never exceeded. If a front is lost, so are its lease and the highest costs of its calls. If an answer of
+Redis is lost, the front cannot know whether its change took effect: the credit that it gave back, or asked
+for, counts as lost, and a debt as unpaid. The limit of unfinished requests applies to each front separately.
 
 The value of a tenant in Redis is the text of its buckets. It is computed in Python, whose integers are exact,
 and Redis replaces it only if it is still the value that was read. The time is Redis's.
@@ -73,6 +75,13 @@ class Lease(Bucket):
         self.used_ns = now_ns
 
     def wait_ns(self, now_ns: int, amount: int = 1) -> int:
+        refill_ns = self.refill_ns(now_ns, amount)
+        if self.period_ns == DAY_NS and not self.has(amount):
+            return max(1, refill_ns)  # another front may spend the shared level first
+        return refill_ns
+
+    def refill_ns(self, now_ns: int, amount: int) -> int:
+        """The time until the credit and the shared level together are ``amount``, as far as is known here."""
         self._fill(now_ns)
         return max(0, -((self._level + self.credit - amount * self.period_ns) // self.capacity))
 
@@ -176,8 +185,7 @@ class SharedGate(TenantGate):
                 group.cancel_scope.cancel()
                 with anyio.move_on_after(2, shield=True):
                     for name, account in self._shared_accounts():
-                        with suppress(Overloaded):  # of this account alone, such as another value at its key
-                            await self._exchange(name, account, {}, is_last=True)
+                        await self._settle(name, account, is_last=True)
 
     def ready(self, tenant: Tenant) -> Awaitable[None] | None:
         """See ``RequestGate``. ``Overloaded`` if a lease is needed and the store does not answer."""
@@ -214,28 +222,37 @@ class SharedGate(TenantGate):
     async def _lease(self, name: str, account: SharedAccount, wanted: dict[str, int]) -> None:
         has_waited = account.exchanging.locked()
         async with account.exchanging:
-            if _lacks(account, wanted):
+            while _lacks(account, wanted):
                 # Otherwise each of many requests would wait for the timeouts of all earlier ones.
                 if has_waited:
                     self._store.check_answers()
                 with anyio.CancelScope(shield=True):
                     await self._exchange(name, account, wanted)
+                # During an exchange, other calls may have taken credit, or given it back.
+                now_ns, leases = self._clock_ns(), dict(account.leases())
+                if any(leases[kind].refill_ns(now_ns, amount) for kind, amount in wanted.items()):
+                    break
 
     async def _settle_all(self) -> None:
         while True:
             await anyio.sleep(SETTLE_S)  # noqa: TID251 - the time is the purpose
             for name, account in self._shared_accounts():
                 if account.is_unsettled(self._clock_ns()):
-                    async with account.exchanging:
-                        with suppress(Overloaded), anyio.CancelScope(shield=True):
-                            await self._exchange(name, account, {})  # otherwise settled in a later round
+                    await self._settle(name, account)
+
+    async def _settle(self, name: str, account: SharedAccount, *, is_last: bool = False) -> None:
+        """Pays the debts of one account and returns its idle credit; ``is_last``: all of its credit. If the
+        store does not answer, or has a foreign value for this account, a later round settles it."""
+        async with account.exchanging:
+            with suppress(Overloaded), anyio.CancelScope(shield=not is_last):
+                await self._exchange(name, account, {}, is_last=is_last)
 
     async def _exchange(
         self, name: str, account: SharedAccount, wanted: dict[str, int], *, is_last: bool = False
     ) -> None:
-        """Pays debts, returns idle credit, and takes new leases, in one step. Must not be cancelled before
-        the server ends: granted tokens would be lost, and paid debts would be paid again. Takes at most a few
-        times ``ANSWER_TIMEOUT_S``."""
+        """Pays debts, returns idle credit, and takes new leases, in one step. The caller holds
+        ``account.exchanging``. Must not be cancelled before the server ends: credit would be lost, and paid
+        debts would be paid again. Takes at most a few times ``ANSWER_TIMEOUT_S``."""
         key = self._store.key("limits", name)
         reply = await self._store.run(_READ, [key], [])
         for _ in range(_MAX_TRIES):
@@ -252,13 +269,19 @@ class SharedGate(TenantGate):
                 changes.append((lease, change, bucket))
             # The lifetime is longer than an empty bucket needs to fill.
             arguments = [shared.value, _text(shared.buckets), 2 * DAY_NS // 1_000_000]
+            # Returned credit is gone before the change: if the answer is lost, others may have that credit.
+            returned = [(lease, -change) for lease, change, _ in changes if change < 0]
+            for lease, amount in returned:
+                lease.credit -= amount
             reply = await self._store.run(_REPLACE, [key], arguments)
             if reply == 1:
                 for lease, change, bucket in changes:
-                    lease.credit += change  # requests may have used some meanwhile
+                    lease.credit += max(0, change)  # requests may have used some meanwhile
                     lease.renew(bucket.level(shared.now_ns), self._clock_ns())
                 account.must_read = False
                 return
+            for lease, amount in returned:  # nothing has changed
+                lease.credit += amount
         raise Overloaded("the limits of this tenant change too often: try again in a moment")
 
     def _read(self, key: str, reply: list[object]) -> _Shared:
