@@ -5,6 +5,10 @@ receives a request for something that runs elsewhere, such as a background respo
 that runs it. Requests and answers are messages in a list for each front, its inbox, so a large message does
 not delay other fronts' connections. If the front that runs it disappears, the request fails so that clients
 retry it. If the front that forwards it disappears, or its client disconnects, the work is cancelled.
+
+A message can be lost with a connection: when Redis has removed it from an inbox, and the front does not get
+it. So the front that forwards a request pings the other one at each beat. A front that does not run the
+request that it is pinged for answers that it cannot, and a request that is no longer pinged for is cancelled.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 LIFE_MS = 6_000
 BEAT_S = 1.5
+SILENT_S = 30.0
+"""The time without a ping after which a forwarded request is cancelled."""
 _INBOX_LIFE_MS = 60_000
 _WAIT_S = 2
 """The longest time that one command waits for a message; less than Redis's time limit for answers."""
@@ -67,11 +73,18 @@ class _Answer(msgspec.Struct, frozen=True, tag="answer"):
     answer: ForwardedAnswer | None  # None: the front could not answer
 
 
+class _Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """The sender waits for the answer to its request."""
+
+    number: str
+    sender: str
+
+
 class _Drop(msgspec.Struct, frozen=True, tag="drop"):
     number: str
 
 
-_Message: TypeAlias = _Ask | _Answer | _Drop
+_Message: TypeAlias = _Ask | _Answer | _Ping | _Drop
 AnswerRequest: TypeAlias = Callable[[ForwardedRequest], Awaitable[ForwardedAnswer]]
 
 
@@ -81,11 +94,12 @@ class _Pending:
     answer: ForwardedAnswer | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Running:
     sender: str
     tenant: str
-    scope: anyio.CancelScope
+    heard_s: float  # when the last ping came, or the request
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
 
 class Fronts:
@@ -117,7 +131,7 @@ class Fronts:
 
     async def ask(self, front: str, request: ForwardedRequest) -> ForwardedAnswer:
         """Forwards a request to another front and returns its answer. ``EngineDown`` if that front is gone,
-        ``Overloaded`` if the store does not answer or the front is too busy."""
+        ``Overloaded`` if the store does not answer, the front is too busy, or a message is lost."""
         number = secrets.token_hex(8)
         pending = self._pending[number] = _Pending()
         try:
@@ -135,6 +149,7 @@ class Fronts:
                     raise gone(front)
                 if now != life:  # the store lost data, perhaps the request or its answer
                     raise Overloaded("the server's shared store lost a request: try again in a moment")
+                await self._send(front, _Ping(number, self.own))
         except BaseException:
             with anyio.move_on_after(1, shield=True), suppress(Overloaded):
                 await self._send(front, _Drop(number))
@@ -142,7 +157,9 @@ class Fronts:
         finally:
             del self._pending[number]
         if pending.answer is None:
-            raise Overloaded(f"the server {front!r}, which runs this, is busy: try again in a moment")
+            raise Overloaded(
+                f"the server {front!r}, which runs this, could not answer: try again in a moment"
+            )
         return pending.answer
 
     async def _send(self, front: str, message: _Message) -> None:
@@ -155,10 +172,12 @@ class Fronts:
         await self._store.call(push)
 
     async def beat(self) -> None:
-        """Renews this front's key, until it is cancelled. Requests of fronts that are gone are cancelled."""
+        """Renews this front's key, until it is cancelled. Requests of fronts that are gone, or no longer wait
+        for their answers, are cancelled."""
         while True:
             with suppress(Overloaded):
                 await self.renew()
+                self._cancel_silent()
                 # Once for each front, so that many requests do not delay the next beat.
                 for sender in {running.sender for running in self._running.values()}:
                     if not await self.is_alive(sender):
@@ -170,6 +189,13 @@ class Fronts:
         key, life = self._store.key("front", self.own), secrets.token_hex(8)
         if not await self._store.call(lambda client: client.pexpire(key, LIFE_MS)):
             await self._store.call(lambda client: client.set(key, life, px=LIFE_MS))
+
+    def _cancel_silent(self) -> None:
+        """Cancels requests that nobody waits for: the message that drops them was lost."""
+        until_s = anyio.current_time() - SILENT_S
+        for running in self._running.values():
+            if running.heard_s < until_s:
+                running.scope.cancel()
 
     def _cancel_for(self, sender: str) -> None:
         for running in self._running.values():
@@ -200,15 +226,21 @@ class Fronts:
                 if self._is_full(ask.request.tenant):
                     self._tasks.start_soon(self._refuse, ask)
                     return
-                one = _Running(ask.sender, ask.request.tenant, anyio.CancelScope())
+                one = _Running(ask.sender, ask.request.tenant, anyio.current_time())
                 self._running[ask.number] = one
                 self._num_running_of[one.tenant] += 1
                 self._tasks.start_soon(self._run, ask, one)
             case _Answer():
                 pending = self._pending.get(message.number)
-                if pending is not None:
+                if pending is not None and not pending.has_ended.is_set():
                     pending.answer = message.answer
                     pending.has_ended.set()
+            case _Ping():
+                if (running := self._running.get(message.number)) is None:
+                    # An answer that was sent is before this one in the inbox.
+                    self._tasks.start_soon(self._refuse, message)
+                else:
+                    running.heard_s = anyio.current_time()
             case _Drop() if (running := self._running.get(message.number)) is not None:
                 running.scope.cancel()
             case _:
@@ -220,30 +252,42 @@ class Fronts:
             self._num_running_of[tenant] >= tenant_part(MAX_ASKED, tenant)
         )
 
-    async def _refuse(self, ask: _Ask) -> None:
-        """Answers that the front is busy. Refusals count in no limit, so that a flood of one tenant's
-        requests takes no room of other tenants."""
+    async def _refuse(self, ask: _Ask | _Ping) -> None:
+        """Answers that this front is busy, or has no such request. Refusals count in no limit, so that a
+        flood of one tenant's requests takes no room of other tenants. If a refusal is lost, a ping asks for
+        the next one."""
         with suppress(Overloaded):
             await self._send(ask.sender, _Answer(ask.number, None))
 
     async def _run(self, ask: _Ask, running: _Running) -> None:
         try:
-            answer: ForwardedAnswer | None = None
             with running.scope:
-                answer = await self._answer(ask.request)
-            if not running.scope.cancelled_caught:
-                await self._send(ask.sender, _Answer(ask.number, answer))
-        except Overloaded as error:
-            logger.warning("a request of the server %s is not answered: %s", ask.sender, error)
-        except Exception:
-            logger.exception("a request of the server %s failed", ask.sender)
-            with suppress(Overloaded):
-                await self._send(ask.sender, _Answer(ask.number, None))
+                await self._deliver(ask.sender, _Answer(ask.number, await self._answered(ask)))
         finally:
             del self._running[ask.number]
             self._num_running_of[running.tenant] -= 1
             if not self._num_running_of[running.tenant]:
                 del self._num_running_of[running.tenant]
+
+    async def _answered(self, ask: _Ask) -> ForwardedAnswer | None:
+        try:
+            return await self._answer(ask.request)
+        except Overloaded as error:
+            logger.warning("a request of the server %s is not answered: %s", ask.sender, error)
+        except Exception:
+            logger.exception("a request of the server %s failed", ask.sender)
+        return None
+
+    async def _deliver(self, front: str, answer: _Answer) -> None:
+        """Sends an answer until the store accepts it, or it is cancelled because nobody waits for it. The
+        other front ignores further copies."""
+        while True:
+            try:
+                await self._send(front, answer)
+            except Overloaded:
+                await anyio.sleep(BEAT_S)  # noqa: TID251 - until the store may answer again
+            else:
+                return
 
 
 def gone(front: str) -> EngineDown:

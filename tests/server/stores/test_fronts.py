@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import msgspec
@@ -142,6 +143,115 @@ async def test_a_message_that_comes_twice_runs_once(redis: RedisServer) -> None:
         await here._send(there.own, fronts_module._Drop("1"))
         await peer.was_cancelled.wait()
         assert (await here.ask(there.own, asked())).status == 201
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+async def test_f37_an_answer_is_sent_until_the_store_takes_it(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, is_sent: bool
+) -> None:
+    """``is_sent``: the store has the answer, and only its reply was lost."""
+    async with two_fronts(redis) as (here, there, _):
+        send, failures = there._send, [Overloaded("the connection was reset")] * 3
+
+        async def unsure(front: str, message: fronts_module._Message) -> None:
+            if is_sent or not failures:
+                await send(front, message)
+            if failures:
+                raise failures.pop()
+
+        monkeypatch.setattr(there, "_send", unsure)
+        for status in (201, 201):
+            with anyio.fail_after(10):
+                assert (await here.ask(there.own, asked())).status == status
+        with anyio.fail_after(10):
+            await until(lambda: not there._running)
+        assert not failures
+
+
+async def test_f37_a_message_that_is_received_and_lost(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks after the store has removed a message from an inbox, and before it arrives."""
+    async with two_fronts(redis) as (here, there, peer):
+        lost: list[str] = []
+
+        def lose(front: Fronts, kind: str) -> None:
+            call = front._store.call
+
+            async def lossy(operation: Callable[[Any], Awaitable[Any]]) -> Any:
+                found = await call(operation)
+                message = msgspec.msgpack.decode(found[1]) if isinstance(found, list | tuple) else {}
+                if message.get("type") == kind and (kind == "drop" or message["number"] in here._pending):
+                    lost.append(kind)
+                    monkeypatch.setattr(front._store, "call", call)
+                    raise Overloaded("the connection was reset")
+                return found
+
+            monkeypatch.setattr(front._store, "call", lossy)
+
+        with anyio.fail_after(20):
+            for front, kind in ((there, "ask"), (here, "answer")):
+                lose(front, kind)
+                await here._send(front.own, fronts_module._Drop("unknown"))  # ends the call that waits now
+                with pytest.raises(Overloaded):
+                    await here.ask(there.own, asked())
+            lose(there, "drop")
+            with monkeypatch.context() as short:
+                short.setattr(fronts_module, "SILENT_S", 0.5)
+                async with anyio.create_task_group() as group:
+                    group.start_soon(here.ask, there.own, asked("/never"))
+                    await until(lambda: bool(there._running))
+                    group.cancel_scope.cancel()
+                await peer.was_cancelled.wait()
+            assert lost == ["ask", "answer", "drop"]
+            assert (await here.ask(there.own, asked())).status == 201
+
+
+async def test_f37_a_request_that_is_cancelled_in_error_fails(redis: RedisServer) -> None:
+    async with two_fronts(redis) as (here, there, peer):
+
+        async def cancel() -> None:
+            await peer.has_begun.wait()
+            there._cancel_for(here.own)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(cancel)
+            with anyio.fail_after(10), pytest.raises(Overloaded):
+                await here.ask(there.own, asked("/never"))
+
+
+async def test_f37_only_requests_that_their_front_has_forgotten_are_cancelled(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fronts_module, "BEAT_S", 3_600)
+    async with two_fronts(redis) as (here, there, peer):
+        await here._send(there.own, fronts_module._Ask("1", here.own, asked("/never")))
+        await peer.has_begun.wait()
+        running = there._running["1"]
+        running.heard_s -= 2 * fronts_module.SILENT_S
+        there._take(fronts_module._Ping("1", here.own))
+        there._cancel_silent()
+        assert not running.scope.cancel_called
+        running.heard_s -= 2 * fronts_module.SILENT_S
+        there._cancel_silent()
+        await peer.was_cancelled.wait()
+
+
+async def test_f37_an_answer_counts_that_crosses_a_ping(redis: RedisServer) -> None:
+    async with two_fronts(redis) as (here, there, peer):
+        answers: list[ForwardedAnswer] = []
+
+        async def ask() -> None:
+            answers.append(await here.ask(there.own, asked("/never")))
+
+        answer = ForwardedAnswer(status=200, headers=(), body=b"")
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            await peer.has_begun.wait()
+            [number] = here._pending
+            for each in (answer, None):
+                here._take(fronts_module._Answer(number, each))
+        assert answers == [answer]
 
 
 async def test_f37_a_flood_of_one_tenant_leaves_room_for_others(
