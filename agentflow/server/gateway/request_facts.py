@@ -33,7 +33,7 @@ _FIELDS = ("tools", "functions", "system", "instructions", "messages", "input", 
 """The fields of prompts, in the order in which chat templates write them."""
 _REFERENCES = ("previous_response_id", "conversation", "input_file_id")
 _STATELESS = ("completions", "embeddings", "messages", "chat", "generate", "embed", "classify", "rerank")
-"""The last parts of paths whose answers are not stored, unless ``store`` asks for it."""
+"""The last parts of paths whose answers are not stored by default."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,8 @@ def _read_body(asked: RequestFacts, body: bytes) -> None:
     asked.objective = asked.caller.objective or (
         "throughput" if fields.get("service_tier") == "flex" else "latency"
     )
-    asked.stores = asked.stores or fields.get("store") is True
+    if isinstance(store := fields.get("store"), bool):
+        asked.stores = store
     for name in _REFERENCES:
         value = fields.get(name)
         found = _text(value.get("id") if isinstance(value, dict) else value)

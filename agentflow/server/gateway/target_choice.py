@@ -27,7 +27,7 @@ from agentflow.server.gateway.target import Target, logger
 GATHER_S = 0.003
 """How long a task group waits for further members."""
 MAX_OWNED = 65_536
-"""The limit of stored objects whose target is remembered."""
+"""The limit of stored objects whose target is remembered, and the limit of sessions."""
 
 
 class Assignment:
@@ -93,6 +93,8 @@ class TargetChoice:
         self._check_s = check_s
         self._routers: dict[str, TextRouter] = {}
         self._owners: OrderedDict[str, Target] = OrderedDict()
+        self._sessions: OrderedDict[str, Target] = OrderedDict()
+        """The owners of names that only a server writes. No client can push one out with other names."""
         self._gatherings: dict[tuple[str, str, str], _Gathering] = {}
         self._numbers = itertools.count()
 
@@ -100,20 +102,23 @@ class TargetChoice:
 
     def own(self, name: str, target: Target, *, is_sure: bool = True) -> None:
         """Records that the target has the stored object with this name. ``is_sure``: False if a client may
-        have written the name. Then a known owner is kept, so that no client redirects others' requests."""
-        if not is_sure and name in self._owners:
+        have written the name. Then a known owner is kept, so that no client redirects others' requests; the
+        names of sessions are sure."""
+        if not is_sure and self.owner((name,)) is not None:
             return
-        self._owners[name] = target
-        self._owners.move_to_end(name)
-        if len(self._owners) > MAX_OWNED:
-            self._owners.popitem(last=False)
+        owners = self._sessions if is_sure else self._owners
+        owners[name] = target
+        owners.move_to_end(name)
+        if len(owners) > MAX_OWNED:
+            owners.popitem(last=False)
 
     def owner(self, names: Sequence[str]) -> Target | None:
         """The target that has one of these objects, if it is known."""
         for name in names:
-            if (found := self._owners.get(name)) is not None:
-                self._owners.move_to_end(name)
-                return found
+            for owners in (self._sessions, self._owners):
+                if (found := owners.get(name)) is not None:
+                    owners.move_to_end(name)
+                    return found
         return None
 
     # Health

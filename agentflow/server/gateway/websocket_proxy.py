@@ -14,7 +14,7 @@ no other target, which would have to reject the session for good.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from urllib.parse import parse_qs
 
@@ -113,22 +113,31 @@ class WebSocketProxy:
                 attempt.left()
             attempt.succeeded()
             given = connection.response.headers.get(SESSION_HEADER) if connection.response else None
-            for name in names:
-                self._placement.own(name, target, is_sure=False)
-            if given:
-                self._placement.own(given[:256], target)
+            sessions = [given[:256]] if given else []
+            self._own(names, sessions, target)
 
-            def welcomed(message: str | bytes, target: Target = target) -> None:
+            def welcomed(message: str | bytes, target: Target = target, known: list[str] = sessions) -> None:
                 if (name := welcomed_session(message)) is not None:
-                    self._placement.own(name, target)
+                    known.append(name)
+                    self._own((), known, target)
 
             target.num_websockets += 1
             try:
                 await _join(socket, connection, welcomed if scope["path"] == SESSION_PATH else None)
             finally:
                 target.num_websockets -= 1
+                # Many other objects may have come since. Now the client may resume.
+                self._own(session_names(scope, (SESSION,)), sessions, target)
             return
         await socket.send_denial_response(refusal)
+
+    def _own(self, asked: Sequence[str], sessions: Sequence[str], target: Target) -> None:
+        """Records the target of a session. ``asked``: names that the client wrote; ``sessions``: names
+        that the target wrote."""
+        for name in sessions:
+            self._placement.own(name, target)
+        for name in asked:
+            self._placement.own(name, target, is_sure=False)
 
     async def _connect(self, scope: Scope, target: Target) -> ClientConnection:
         url = target.url(raw_path(scope), scope.get("query_string", b""))

@@ -17,6 +17,7 @@ from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
 from agentflow.protocol.wire import Limits, Welcome, encode
+from agentflow.server.gateway import target_choice
 from agentflow.server.gateway.websocket_proxy import welcomed_session
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -203,6 +204,48 @@ async def test_a_session_whose_id_the_server_gives() -> None:
         async with opened(route, "/v1/session?session=s7"):
             assert (first.num_websockets, second.num_websockets) == (10, 0)
         await route.gateway.until_idle()
+
+
+@pytest.mark.parametrize("name", ["s7", "theirs"])
+async def test_f37_the_server_of_a_session_is_known_whatever_else_happens(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Many other objects and sessions come while a session is open. ``name``: an id that the server gave, or
+    one that the client wrote when it resumed an earlier session."""
+    monkeypatch.setattr(target_choice, "MAX_OWNED", 4)
+    async with before((echo, 101), (echo, 101)) as (route, _):
+        first, second = route.gateway.targets
+        placement = route.gateway.placement
+        for _ in range(2):
+            second.num_websockets = 9
+            async with opened(route, f"/v1/session?session={name}"):
+                assert first.num_websockets == 1
+                for number in range(4):
+                    placement.own(f"session-{number}", second)
+                    placement.own(f"resp_{number}", second, is_sure=False)
+            await route.gateway.until_idle()
+            first.num_websockets, second.num_websockets = 9, 0
+            async with opened(route, f"/v1/session?session={name}"):
+                assert (first.num_websockets, second.num_websockets) == (10, 0)
+            await route.gateway.until_idle()
+            first.num_websockets = 0
+
+
+async def test_f37_answers_push_out_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_choice, "MAX_OWNED", 4)
+    async with before((echo, 101), (echo, 101)) as (route, _):
+        first, second = route.gateway.targets
+        async with opened(route):
+            assert first.num_websockets == 1
+        await route.gateway.until_idle()
+        for number in range(4):
+            route.gateway.placement.own(f"resp_{number}", second, is_sure=False)
+        route.gateway.placement.own("s7", second, is_sure=False)
+        first.num_websockets = 9
+        async with opened(route, "/v1/session?session=s7"):
+            assert (first.num_websockets, second.num_websockets) == (10, 0)
+        await route.gateway.until_idle()
+        assert len(route.gateway.placement._owners) == 4
 
 
 WELCOME = Welcome(2, "front-a.aBcD_1-2", "secret", model="m", models={}, limits=Limits(1_000, 1.0), ack=0)

@@ -110,6 +110,8 @@ def test_the_hints_of_a_request() -> None:
         ("POST", "/v1/responses", {"conversation": "c3", "previous_response_id": None}, ("c3",), True),
         ("POST", CHAT, {"messages": []}, (), False),
         ("POST", CHAT, {"messages": [], "store": True}, (), True),
+        ("POST", "/v1/responses", {"input": "x", "store": None}, (), True),
+        ("POST", "/v1/responses", {"input": "x", "store": False}, (), False),
         ("POST", "/v1/batches", {"input_file_id": "file-1"}, ("file-1",), True),
         ("GET", "/v1/files/a%20b9/content", b"", ("a b9",), False),
     ],
