@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from typing import Final
 
 import msgspec
 
 from agentflow.engine.tenant import Tenant
+from agentflow.errors import Overloaded
 from agentflow.server.stores.shared import SharedStore
 from agentflow.server.tenants.tickets import (
     MAX_UNUSED_TICKETS,
@@ -65,5 +67,6 @@ class SharedTickets:
         if found is None:
             return None
         issued = self._store.key("tickets", found.tenant)
-        await self._store.call(lambda client: client.zrem(issued, digest))
+        with suppress(Overloaded):  # the ticket is used up, and its entry expires
+            await self._store.call(lambda client: client.zrem(issued, digest))
         return found.tenant, found.hashed_key

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 import pytest
 from support.redis_server import RedisServer, shared_store
 from support.server.http_clients import only_asyncio
 
 from agentflow.engine.tenant import Tenant
-from agentflow.errors import RateLimited
+from agentflow.errors import Overloaded, RateLimited
 from agentflow.server.tenants.keys import Tenants, hashed_key
 from agentflow.server.tenants.shared_tickets import SharedTickets
 from agentflow.server.tenants.tickets import MAX_UNUSED_TICKETS, TICKET_LIFE_S
@@ -39,6 +42,26 @@ async def test_tickets_of_a_tenant_are_limited_over_all_fronts(redis: RedisServe
         await fronts[1].issue(Tenant("bob"), "b")
         assert await fronts[1].redeem(issued[0].ticket) == ("ann", "a")
         await fronts[0].issue(ann, "a")
+
+
+async def test_f37_a_ticket_is_valid_although_the_list_of_tickets_keeps_it(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second call of the store fails, when the first one has used the ticket up."""
+    async with shared_store(redis) as store:
+        tickets = SharedTickets(store)
+        issued = await tickets.issue(Tenant("ann"), "a")
+        call, num_calls = store.call, 0
+
+        async def once(operation: Callable[[Any], Awaitable[Any]]) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1:
+                raise Overloaded("the connection was reset")
+            return await call(operation)
+
+        monkeypatch.setattr(store, "call", once)
+        assert await tickets.redeem(issued.ticket) == ("ann", "a")
 
 
 async def test_a_foreign_value_is_no_ticket(redis: RedisServer) -> None:
