@@ -293,7 +293,7 @@ steps = st.lists(
 )
 
 
-@examples(600)
+@examples(300)
 @given(steps=steps, is_certain=st.booleans())
 def test_f37_costs_are_never_exceeded(steps: list[Step], is_certain: bool) -> None:
     """Calls begin and end, fronts settle and leave, and answers are lost, in any order. If no answer is lost,
