@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from langchain_core.caches import BaseCache
 from langchain_core.utils import secret_from_env
 from pydantic import (
     BaseModel,
@@ -64,7 +65,7 @@ _ELSEWHERE: Final = ("n", "model", "model_name", "cache_salt", "max_retries", "s
 class ModelSettings(BaseModel):
     """Fields of ``ChatAgentflow`` and ``Agentflow``."""
 
-    model_config = ConfigDict(populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True)
 
     model_name: str | None = Field(default=None, alias="model")
     """One of the server's models, a model that ``agentflow pull`` knows, or a Hugging Face folder. Default:
@@ -77,7 +78,11 @@ class ModelSettings(BaseModel):
     """The server's API key."""
 
     backend: Any = Field(default=None, exclude=True, repr=False)
-    """An agentflow backend, instead of ``base_url`` and ``model``; for tests, ``af.Scripted``."""
+    """An agentflow backend, instead of ``base_url`` and ``model``; for tests, ``af.Scripted``. LangChain's
+    global cache is then off, unless ``cache=True``: its keys do not distinguish backends."""
+
+    cache: BaseCache | bool | None = Field(default=None, exclude=True)
+    """As in LangChain's models: None uses the global cache if there is one."""
 
     max_tokens: int | None = DEFAULT_MAX_TOKENS
     min_tokens: int | None = None
@@ -126,6 +131,8 @@ class ModelSettings(BaseModel):
             raise ValueError(f"n must be at least 1, not {self.n}")
         if self.backend is not None:
             self._own_connection = connection_through(self.backend)
+            if self.cache is None:  # the keys of LangChain's cache do not distinguish backends
+                self.cache = False
         return self
 
     def connection(self, model: str | None = None) -> ModelConnection:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 from langchain_agentflow import Agentflow, AgentflowInvalidRequestError, ChatAgentflow
 from langchain_agentflow.messages import logprobs_of
 from langchain_agentflow.tools import choice_of
+from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.globals import set_llm_cache
 from langchain_core.load import dumpd, load
 from langchain_core.prompts import ChatPromptTemplate
 from pydantic import BaseModel, ValidationError
@@ -371,3 +374,35 @@ def test_f25b_log_probabilities_have_the_tokens_text_and_bytes() -> None:
         },
     ]
     assert logprobs_of(replace(answer, tokens=None))[0]["token"] is None
+
+
+# LangChain's cache
+
+
+@pytest.fixture
+def llm_cache() -> Iterator[InMemoryCache]:
+    cache = InMemoryCache()
+    set_llm_cache(cache)
+    yield cache
+    set_llm_cache(None)
+
+
+@pytest.mark.parametrize("kind", [ChatAgentflow, Agentflow])
+def test_f37_the_global_cache_does_not_mix_backends(kind: Any, llm_cache: InMemoryCache) -> None:
+    for name in "AB":
+        model = kind(backend=af.Scripted(lambda prompt, name=name: f"from {name}"))
+        for answer in (model.invoke("hi"), asyncio.run(model.ainvoke("hi"))):
+            assert getattr(answer, "content", answer) == f"from {name}"
+        assert model.cache is False  # as wired chains read it
+    assert not llm_cache._cache
+
+
+@pytest.mark.parametrize("kind", [ChatAgentflow, Agentflow])
+def test_f37_a_given_cache_is_used_with_a_backend(kind: Any, llm_cache: InMemoryCache) -> None:
+    own = InMemoryCache()
+    for cache, used in ((True, llm_cache), (own, own)):
+        model = kind(backend=af.Scripted(["once"]), cache=cache)
+        assert model.invoke("hi") is not None
+        assert model.invoke("hi") is not None
+        assert len(used._cache) == 1
+    assert kind(base_url="ws://there").cache is None  # the key has the address
