@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import aclosing, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Self
 
@@ -28,7 +29,7 @@ from agentflow.integrations import (
 )
 from dspy_agentflow.answers import Asked, acomplete, astream, complete, stream
 from dspy_agentflow.call_notes import CallNotes, notes
-from dspy_agentflow.lm import DEFAULT_MAX_TOKENS, BaseAgentflowLM, EngineSettings
+from dspy_agentflow.lm import DEFAULT_MAX_TOKENS, BaseAgentflowLM, EngineSettings, is_cache_scope
 from dspy_agentflow.programs import register_callback
 
 
@@ -38,11 +39,19 @@ class AgentflowLM(BaseAgentflowLM):
     def _engine_options(self, settings: EngineSettings) -> dict[str, Any]:
         return {"engine": AgentflowEngine(settings), "async_engine": AsyncAgentflowEngine(settings)}
 
+    def _in_scope(self, request: Any) -> Any:
+        scope = self._cache_scope()
+        if not scope or not isinstance(request, lm15.Request):
+            return request
+        extensions = {**(request.config.extensions or {}), **scope}
+        return replace(request, config=replace(request.config, extensions=extensions))
+
     def dump_state(self) -> dict[str, Any]:
         """Returns the state to save, without the API key."""
         state: dict[str, Any] = super().dump_state()
         engine = state.pop("engine")
         del state["async_engine"]
+        state = {name: value for name, value in state.items() if not is_cache_scope(name)}
         return {**state, **engine["state"], "follow_adapter": self.follow_adapter}
 
     @classmethod
@@ -223,14 +232,18 @@ def _sampling(config: lm15.Config) -> dict[str, Any]:
         told["stop"] = list(config.stop)
     if config.logprobs is not None:
         told |= {"logprobs": True, "top_logprobs": max(config.logprobs, 1)}
-    told |= dict(config.extensions or {})
+    told |= _extensions(config)
     if told.get("logit_bias"):
         told["logit_bias"] = {int(token): bias for token, bias in told["logit_bias"].items()}
     return told
 
 
+def _extensions(config: lm15.Config) -> dict[str, Any]:
+    return {name: value for name, value in (config.extensions or {}).items() if not is_cache_scope(name)}
+
+
 def _check(config: lm15.Config) -> None:
-    unknown = sorted((config.extensions or {}).keys() - _EXTENSIONS)
+    unknown = sorted(_extensions(config).keys() - _EXTENSIONS)
     if unknown:
         raise af.errors.NotSupported(f"there is no parameter {', '.join(unknown)}")
     if config.reasoning is not None and not config.reasoning.is_off:

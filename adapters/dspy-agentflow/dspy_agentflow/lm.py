@@ -6,6 +6,7 @@ Both inherit their ``__init__`` from here.
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
@@ -20,6 +21,10 @@ PREFIX: Final = "agentflow/"
 DEFAULT_NAME: Final = "default"
 """The name after the prefix for the server's first model, or ``smollm2-135m`` in this process."""
 DEFAULT_MAX_TOKENS: Final = 1024
+CACHE_SCOPE: Final = "agentflow_cache_scope "
+"""Begins the name of an argument for the keys of DSPy's cache: the server, and whether answers follow the
+adapter. Without it, equal prompts to models of the same name share answers, since DSPy ignores addresses. Its
+value is None, which DSPy sends to no engine."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,11 @@ class EngineSettings:
         return {"base_url": self.base_url, "timeout": self.timeout, "cache_salt": self.cache_salt}
 
 
+def is_cache_scope(name: str) -> bool:
+    """Whether an argument is only for the keys of DSPy's cache."""
+    return name.startswith(CACHE_SCOPE)
+
+
 def name_of(model: str | None) -> str:
     """Returns a model's name in DSPy, which has a prefix."""
     return PREFIX + (model or DEFAULT_NAME).removeprefix(PREFIX)
@@ -83,6 +93,7 @@ class BaseAgentflowLM(dspy.LM):
     """
 
     follow_adapter: bool
+    _kwargs: dict[str, Any]
 
     def __init__(
         self,
@@ -107,6 +118,7 @@ class BaseAgentflowLM(dspy.LM):
             backend=backend,
         )
         self.follow_adapter = follow_adapter
+        self._base_url = settings.base_url
         if backend is not None:  # the keys of DSPy's cache do not distinguish backends
             kwargs.setdefault("cache", False)
         super().__init__(name_of(model), max_tokens=max_tokens, **self._engine_options(settings), **kwargs)
@@ -117,23 +129,46 @@ class BaseAgentflowLM(dspy.LM):
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """DSPy reads this before an adapter formats a prompt, so the callback is registered here."""
+        """DSPy reads this before an adapter formats a prompt, so the callback is registered here. The keys of
+        DSPy's cache have these arguments, and so the scope too, also after ``copy(follow_adapter=…)``."""
         register_callback()
+        scope = self._cache_scope()
+        if scope.keys() != {name for name in self._kwargs if is_cache_scope(name)}:
+            # Replaced, because another thread may iterate it.
+            others = {name: value for name, value in self._kwargs.items() if not is_cache_scope(name)}
+            self._kwargs = {**others, **scope}
         return self._kwargs
 
     @kwargs.setter
     def kwargs(self, kwargs: dict[str, Any]) -> None:
         self._kwargs = kwargs
 
+    def _cache_scope(self) -> dict[str, None]:
+        """Returns the argument for the keys of DSPy's cache; none for a model of this process."""
+        if self._base_url is None and self.follow_adapter:
+            return {}
+        return {CACHE_SCOPE + json.dumps([self._base_url, self.follow_adapter]): None}
+
+    def _in_scope(self, request: Any) -> Any:
+        """Returns a request of ``dspy.lm15`` with the scope, and other values unchanged."""
+        return request
+
     def __call__(self, *args: Any, messages: Any = None, **kwargs: Any) -> Any:
         """As ``dspy.LM``."""
+        args, kwargs = self._scoped(args, kwargs)
         with noting(messages, {**self.kwargs, **kwargs}, follow_adapter=self.follow_adapter):
             return super().__call__(*args, messages=messages, **kwargs)
 
     async def acall(self, *args: Any, messages: Any = None, **kwargs: Any) -> Any:
         """As ``dspy.LM``."""
+        args, kwargs = self._scoped(args, kwargs)
         with noting(messages, {**self.kwargs, **kwargs}, follow_adapter=self.follow_adapter):
             return await super().acall(*args, messages=messages, **kwargs)
+
+    def _scoped(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(self._in_scope, args)), {name: self._in_scope(one) for name, one in kwargs.items()}
 
     def update_history(self, entry: Any) -> None:
         """As ``dspy.LM``."""

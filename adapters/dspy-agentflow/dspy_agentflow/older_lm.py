@@ -36,7 +36,7 @@ from agentflow.integrations import (
 )
 from dspy_agentflow.answers import Asked, acomplete, astream, complete, stream
 from dspy_agentflow.call_notes import CallNotes, notes
-from dspy_agentflow.lm import DEFAULT_MAX_TOKENS, BaseAgentflowLM, EngineSettings
+from dspy_agentflow.lm import DEFAULT_MAX_TOKENS, BaseAgentflowLM, EngineSettings, is_cache_scope
 
 _PARAMS: Final = ("max_tokens", "temperature", "top_p", "stop", "n", "seed", "response_format", "tools")
 
@@ -59,6 +59,7 @@ class AgentflowLM(BaseAgentflowLM):
         state: dict[str, Any] = super().dump_state()
         for name in ("provider", "finetuning_model", "launch_kwargs", "train_kwargs"):
             state.pop(name, None)
+        state = {name: value for name, value in state.items() if not is_cache_scope(name)}
         return {**state, **self.engine_settings.dump(), "follow_adapter": self.follow_adapter}
 
     def _get_cached_completion_fn(self, completion_fn: Any, cache: Any) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import dspy
 import pytest
 from dspy import lm15
-from dspy_agentflow import AgentflowEngine, AsyncAgentflowEngine
+from dspy_agentflow import AgentflowEngine, AgentflowLM, AsyncAgentflowEngine
 from dspy_agentflow.answers import Asked
 from dspy_agentflow.call_notes import CallNotes
 from dspy_agentflow.engines import asked_of
@@ -17,6 +18,7 @@ from dspy_agentflow.lm import EngineSettings
 from scripts import Recorded
 
 import agentflow as af
+from agentflow.integrations import connection_through
 from agentflow.protocol.chat import ToolChoice
 
 MODEL = "agentflow/some-model"
@@ -233,3 +235,14 @@ def test_what_is_no_request() -> None:
     engine, _, _ = engines(["x"])
     with pytest.raises(TypeError, match="Request"):
         engine.complete("What?")
+
+
+def test_f37_a_request_is_cached_for_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = {url: connection_through(af.Scripted([f"from {url}"])) for url in ("ws://a:1", "ws://b:1")}
+    monkeypatch.setattr(EngineSettings, "connection", lambda settings, model: servers[settings.base_url])
+    request = replace(request_of(lm15.Message.user("f37")), model="agentflow/default")
+    for _ in range(2):
+        for url in servers:
+            lm = AgentflowLM(base_url=url, num_retries=0)
+            assert lm(request).text == f"from {url}"
+            assert lm(request=request).text == f"from {url}"

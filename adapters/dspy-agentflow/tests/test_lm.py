@@ -11,9 +11,11 @@ import anyio
 import dspy
 import pytest
 from dspy_agentflow import AgentflowLM
+from dspy_agentflow.lm import EngineSettings
 from scripts import answering, as_json, chat, scripted, settings_of
 
 import agentflow as af
+from agentflow.integrations import connection_through
 
 SUGAR = chat(answer="sugar")
 
@@ -351,3 +353,33 @@ def test_an_evaluation_is_many_programs() -> None:
     assert float(getattr(found, "score", found)) == 100.0
     assert len(set(model.programs)) == 4
     assert "" not in model.programs
+
+
+def test_f37_dspy_s_cache_does_not_mix_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: dict[str | None, Any] = {}
+
+    def connection(settings: EngineSettings, model: str) -> Any:
+        if settings.base_url not in servers:
+            answers = [f"{settings.base_url} {number}" for number in range(9)]
+            servers[settings.base_url] = connection_through(af.Scripted(answers))
+        return servers[settings.base_url]
+
+    monkeypatch.setattr(EngineSettings, "connection", connection)
+    urls = (None, "ws://a:1", "ws://b:1")
+    for name in (None, "same-name"):
+        for call in (lambda lm: lm("f37"), lambda lm: asyncio.run(lm.acall("f37"))):
+            found = [call(AgentflowLM(name, base_url=url, num_retries=0))[0] for url in (*urls, *urls)]
+            assert [text.split()[0] for text in found[:3]] == [str(url) for url in urls]
+            assert found[3:] == found[:3]  # from the cache
+    lm = AgentflowLM(base_url="ws://a:1", num_retries=0)
+    lm("f37")
+    assert lm("f37", rollout_id=1, temperature=1.0) != lm("f37")
+    assert set(lm.history[0]["kwargs"]) == set()
+
+
+def test_f37_dspy_s_cache_knows_whether_the_format_is_followed() -> None:
+    lm, model = scripted(answering(SUGAR), cache=True)
+    for other in (lm, lm.copy(follow_adapter=False), lm, lm.copy(follow_adapter=False)):
+        with dspy.context(lm=other):
+            assert dspy.Predict("question -> answer")(question="f37?").answer == "sugar"
+    assert [constraint is None for constraint in model.constraints] == [False, True]

@@ -10,6 +10,7 @@ from pathlib import Path
 import dspy
 import pytest
 from dspy_agentflow import AgentflowLM
+from dspy_agentflow.lm import is_cache_scope
 from scripts import answering, chat, scripted, settings_of
 
 SUGAR = chat(answer="sugar")
@@ -22,6 +23,7 @@ def test_copies_and_what_is_saved_reach_the_same_model(tmp_path: Path) -> None:
         assert other.model == "agentflow/smollm2-135m"
     state = lm.dump_state()
     assert "secret" not in json.dumps(state)
+    assert not any(map(is_cache_scope, state))
     program = dspy.Predict("question -> answer")
     program.set_lm(lm)
     program.save(tmp_path / "program.json")
