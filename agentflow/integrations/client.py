@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary, finalize
 import anyio
 from anyio.abc import TaskStatus
 
+from agentflow.backends import open_session as opening
 from agentflow.backends.local import Embedded
 from agentflow.backends.open_session import session
 from agentflow.errors import (
@@ -113,11 +114,11 @@ class ModelConnection:
     Arguments of the four kinds of calls: ``program`` is the name of the call's program, which lasts
     until ``end_program``; ``objective`` is the program's objective. Transient failures are retried
     ``max_retries`` times, as ``flow.map`` retries its inputs; a stream that has yielded an item is not
-    retried.
+    retried. ``has_backend`` is as in ``SharedSession``.
     """
 
-    def __init__(self, open_session: Callable[[], Session]) -> None:
-        self.shared = SharedSession(open_session)
+    def __init__(self, open_session: Callable[[], Session], *, has_backend: bool = False) -> None:
+        self.shared = SharedSession(open_session, has_backend=has_backend)
         # Nothing else ends the thread and the session of a connection that was dropped.
         finalize(self, self.shared.loop.close, 0.0).atexit = False
         self._programs: OrderedDict[str, CalledProgram] = OrderedDict()
@@ -332,16 +333,25 @@ class SharedSession:
     """One session for all threads and event loops of a process, in a background ``loop``.
 
     ``open_session`` is called on first use, and again after the session was lost or closed. If it fails, the
-    call that needed it fails.
+    call that needed it fails. Unless its sessions are given a backend (``has_backend``), one that was opened
+    under another substitute of tests, such as the last test's script, is opened again.
 
     >>> shared = SharedSession(af.session)
     >>> shared.run(lambda flow: flow.run(judge, essay))  # from any thread
     >>> await shared.arun(lambda flow: flow.run(judge, essay))  # from any event loop
     """
 
-    def __init__(self, open_session: Callable[[], Session], name: str = "agentflow session") -> None:
+    def __init__(
+        self,
+        open_session: Callable[[], Session],
+        name: str = "agentflow session",
+        *,
+        has_backend: bool = False,
+    ) -> None:
         self.loop = BackgroundLoop(name)
         self._open_session = open_session
+        self._has_backend = has_backend
+        self._substitute: opening.Substitute | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -363,8 +373,10 @@ class SharedSession:
         if self._process != os.getpid():
             self._begin()  # the loop of a forked process does not have the session's tasks
         async with self._opening:
-            if self._session is None or not self._session.is_alive:
+            substitute = None if self._has_backend else opening._substitute
+            if self._session is None or not self._session.is_alive or self._substitute is not substitute:
                 self._replaced.set()
+                self._session, self._substitute = None, substitute
                 self._session = await self.loop.start(self._serve)
             return self._session
 
@@ -421,14 +433,16 @@ def embedding_connection_to(
             "give a model that makes embeddings, or the url of a server that has one", param="model"
         )
     key = ("embed", url, model, api_key if url else None)
-    return _connection(key, lambda: _embedding_session(url, model, api_key))
+    return _connection(key, lambda: _embedding_session(url, model, api_key), has_backend=url is None)
 
 
-def _connection(key: tuple[str | None, ...], open_session: Callable[[], Session]) -> ModelConnection:
+def _connection(
+    key: tuple[str | None, ...], open_session: Callable[[], Session], *, has_backend: bool = False
+) -> ModelConnection:
     with _lock:
         connection = _connections.get(key)
         if connection is None:
-            connection = _connections[key] = ModelConnection(open_session)
+            connection = _connections[key] = ModelConnection(open_session, has_backend=has_backend)
         _connections.move_to_end(key)
         surplus = [_connections.popitem(last=False) for _ in range(len(_connections) - MAX_CONNECTIONS)]
     del surplus  # without the lock: the end of a connection closes its session
@@ -446,7 +460,7 @@ def connection_through(backend: Backend) -> ModelConnection:
     with _lock:
         connection = _backends.get(id(backend))
         if connection is None:
-            connection = ModelConnection(lambda: session(backend=backend))
+            connection = ModelConnection(lambda: session(backend=backend), has_backend=True)
             _backends[id(backend)] = connection
         return connection
 

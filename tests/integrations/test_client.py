@@ -16,7 +16,8 @@ from support.processes import run_in_fork
 from support.spans import recording_spans
 
 import agentflow as af
-from agentflow.errors import ServerLost
+from agentflow.backends.open_session import substituted
+from agentflow.errors import ServerLost, ServerUnreachable
 from agentflow.integrations import client
 from agentflow.integrations.client import (
     MAX_KEPT,
@@ -289,3 +290,29 @@ def test_f21o_connections_are_bounded(monkeypatch):
     connection_to("ws://127.0.0.1:1", api_key="c")
     assert connection_to("ws://127.0.0.1:1", api_key="a") is kept
     assert connection_to("ws://127.0.0.1:1", api_key="b") is not dropped
+
+
+def test_f37_a_shared_session_follows_the_substitute_of_sessions(monkeypatch):
+    monkeypatch.setenv("AGENTFLOW_URL", "ws://127.0.0.1:1")  # a session that reaches for it fails
+    first, second = (Backend(lambda prompt, name=name: f"from {name}") for name in "AB")
+    connection, own = connection_to("ws://substituted:1"), connection_through(first)
+
+    def answer(connection: ModelConnection) -> str:
+        [answer] = connection.complete(ModelCall("Is it cold?", af.gen("answer")))
+        return answer.text
+
+    try:
+        with substituted(lambda choose: (first, None)):
+            assert [answer(connection) for _ in range(2)] == ["from A"] * 2
+            assert first.num_connected == 1
+            with substituted(lambda choose: (second, None)):
+                assert [answer(connection) for _ in range(2)] == ["from B"] * 2
+                assert answer(own) == "from A"
+            assert answer(connection) == "from A"
+        with pytest.raises(ServerUnreachable):
+            answer(connection)
+        assert answer(own) == "from A"
+        assert (first.num_connected, second.num_connected) == (3, 1)  # the own one is not opened again
+    finally:
+        connection.close()
+        own.close()
