@@ -8,10 +8,11 @@ format is continued under a constraint that allows only the missing part. While 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from itertools import accumulate
+from typing import Any, Final, TypeVar
 
 import agentflow as af
 from agentflow.integrations import (
@@ -158,15 +159,53 @@ def _continued(event: Delta | Answer, answer: Answer, rest: Rest) -> Delta | Ans
 
 
 def _joined(answer: Answer, end: Answer, rest: Rest) -> Answer:
-    """Returns a truncated answer with its end. Its finish reason stays ``length``."""
+    """Returns a truncated answer with its end. Its finish reason stays ``length``. Tokens that are not within
+    the kept text, and their log-probabilities, are left out."""
     text = rest.kept + read_reply(end.text).text
+    num = _num_kept(answer, rest.kept)
+    logprobs, top, tokens = answer.logprobs, answer.top_logprobs, answer.tokens
     return replace(
         answer,
         text=json.dumps([{"text": text}], separators=(",", ":"), ensure_ascii=False),
         usage=answer.usage + end.usage,
-        logprobs=None if answer.logprobs is None else answer.logprobs + (end.logprobs or ()),
-        top_logprobs=None if answer.top_logprobs is None else answer.top_logprobs + (end.top_logprobs or ()),
+        logprobs=_with_end(logprobs, end.logprobs, num),
+        top_logprobs=_with_end(top, end.top_logprobs, num),
+        tokens=_with_end(tokens, end.tokens, num),
     )
+
+
+def _num_kept(answer: Answer, kept: str) -> int | None:
+    """Returns the number of an answer's tokens within the kept text; None if that is unknown."""
+    if kept == read_reply(answer.text).text:
+        return len(answer.logprobs or ())
+    if answer.tokens is None:
+        return None
+    ends = accumulate([len(token) for token in answer.tokens])
+    return sum([end <= len(kept) for end in ends])
+
+
+ItemT = TypeVar("ItemT")
+
+
+def _with_end(
+    first: tuple[ItemT, ...] | None, end: tuple[ItemT, ...] | None, num: int | None
+) -> tuple[ItemT, ...] | None:
+    return None if first is None or end is None or num is None else first[:num] + end
+
+
+def tokens_of(answer: Answer) -> Iterator[tuple[str, float, Sequence[Any]]]:
+    """Yields the text of each token with its log-probability, and the likeliest tokens at its place. Omits a
+    token that was re-encoded at the end of the text, which has no log-probability."""
+    logprobs = answer.logprobs or ()
+    places = answer.top_logprobs or [None] * len(logprobs)
+    texts = answer.tokens or [None] * len(logprobs)
+    for text, logprob, place in zip(texts, logprobs, places, strict=True):
+        likely = place or ()
+        if logprob is None:
+            continue
+        if text is None:  # an earlier version of the server sends no texts
+            text = next((one.text for one in likely if one.logprob == logprob), "")
+        yield text, logprob, likely
 
 
 class CertainText:

@@ -24,10 +24,9 @@ from agentflow.integrations import (
     Delta,
     ToolChoice,
     ToolSpec,
-    TopLogprobs,
     read_reply,
 )
-from dspy_agentflow.answers import Asked, acomplete, astream, complete, stream
+from dspy_agentflow.answers import Asked, acomplete, astream, complete, stream, tokens_of
 from dspy_agentflow.call_notes import CallNotes, notes
 from dspy_agentflow.lm import DEFAULT_MAX_TOKENS, BaseAgentflowLM, EngineSettings, is_cache_scope
 from dspy_agentflow.programs import register_callback
@@ -333,7 +332,7 @@ def _response_of(answer: Answer) -> lm15.Response:
         message=lm15.Message("assistant", tuple(parts)),
         finish_reason=_reason(answer, has_calls=bool(reply.tool_calls)),
         usage=_usage(answer),
-        logprobs=_logprobs(answer.logprobs, answer.top_logprobs),
+        logprobs=_logprobs(answer),
     )
 
 
@@ -359,19 +358,17 @@ def _usage(answer: Answer) -> lm15.Usage:
     )
 
 
-def _logprobs(
-    logprobs: tuple[float | None, ...] | None, top: TopLogprobs | None
-) -> tuple[lm15.TokenLogprob, ...] | None:
-    """Omits a token that was re-encoded at the end of the text, which has no log-probability."""
-    if logprobs is None:
+def _logprobs(answer: Answer) -> tuple[lm15.TokenLogprob, ...] | None:
+    if answer.logprobs is None:
         return None
-    told = []
-    for logprob, place in zip(logprobs, top or [None] * len(logprobs), strict=True):
-        likely = tuple([lm15.TopLogprob(one.text, one.logprob) for one in place or ()])
-        chosen = next((one.token for one in likely if one.logprob == logprob), "")
-        if logprob is not None:
-            told.append(lm15.TokenLogprob(chosen, logprob, top=likely))
-    return tuple(told)
+    return tuple(
+        [
+            lm15.TokenLogprob(
+                token, logprob, top=tuple([lm15.TopLogprob(one.text, one.logprob) for one in likely])
+            )
+            for token, logprob, likely in tokens_of(answer)
+        ]
+    )
 
 
 class _EventWriter:
@@ -407,7 +404,7 @@ class _EventWriter:
 
     def end(self, answer: Answer) -> Iterator[lm15.StreamDeltaEvent | lm15.StreamEndEvent]:
         """Yields the last events."""
-        logprobs = _logprobs(answer.logprobs, answer.top_logprobs)
+        logprobs = _logprobs(answer)
         if logprobs:
             yield lm15.StreamDeltaEvent(
                 lm15.TextDelta(text="", part_index=max(self._num_parts - 1, 0), logprobs=logprobs)

@@ -34,7 +34,7 @@ from agentflow.integrations import (
     describe_tool,
     read_reply,
 )
-from dspy_agentflow.answers import Asked, acomplete, astream, complete, stream
+from dspy_agentflow.answers import Asked, acomplete, astream, complete, stream, tokens_of
 from dspy_agentflow.call_notes import CallNotes, notes
 from dspy_agentflow.lm import DEFAULT_MAX_TOKENS, BaseAgentflowLM, EngineSettings, is_cache_scope
 
@@ -274,13 +274,9 @@ def _logprobs(answer: Answer) -> dict[str, Any]:
     if answer.logprobs is None:
         return {}
     content = []
-    for logprob, place in zip(
-        answer.logprobs, answer.top_logprobs or [None] * len(answer.logprobs), strict=True
-    ):
-        likely = [{"token": one.text, "logprob": one.logprob, "bytes": None} for one in place or ()]
-        chosen = next((one.text for one in place or () if one.logprob == logprob), "")
-        if logprob is not None:
-            content.append({"token": chosen, "logprob": logprob, "bytes": None, "top_logprobs": likely})
+    for token, logprob, place in tokens_of(answer):
+        likely = [{"token": one.text, "logprob": one.logprob, "bytes": None} for one in place]
+        content.append({"token": token, "logprob": logprob, "bytes": None, "top_logprobs": likely})
     return {"logprobs": {"content": content}}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import re
+from dataclasses import replace
 from typing import Any, Literal
 
 import dspy
@@ -12,13 +13,13 @@ import jsonschema
 import pydantic
 import pytest
 from dspy_agentflow.answer_format import _PROSE, AnswerFormat, format_of
-from dspy_agentflow.answers import CertainText
+from dspy_agentflow.answers import Asked, CertainText, _joined
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.integrations import Answer, Delta
 from agentflow.protocol.chat import TextPiece
-from agentflow.protocol.events import Usage
+from agentflow.protocol.events import TokenLogprob, Usage
 
 
 class Plant(pydantic.BaseModel):
@@ -353,3 +354,32 @@ def test_none_is_written_as_json() -> None:
     assert found is not None
     assert matches(found.constraint(), text)
     assert dspy.ChatAdapter().parse(signature, text) == {"field_0": None}
+
+
+@pytest.mark.parametrize(
+    "kept_tokens", [["[[ ## n ## ]]\n", "12"], ["[[ ## n", " ## ]]\n1", "2"], ["[[ ## n ## ]]"]]
+)
+def test_f37_log_probabilities_of_a_completed_answer_are_those_of_its_tokens(kept_tokens: list[str]) -> None:
+    answer_format = format_of(dspy.ChatAdapter(), dspy.Signature("q -> n: int, answer: str"))
+
+    def answer(tokens: list[str], logprob: float) -> Answer:
+        text = json.dumps([{"text": "".join(tokens)}], separators=(",", ":"))
+        top = tuple([(TokenLogprob(5, "x", logprob),) for _ in tokens])
+        return Answer(0, "m", "length", Usage(), text, (logprob,) * len(tokens), top, tuple(tokens))
+
+    first, end = answer(kept_tokens, -0.1), answer(["E", "nd"], -0.2)
+    rest = Asked([], {}, answer_format=answer_format).rest_of(first)
+    assert rest is not None
+    joined = _joined(first, end, rest)
+    assert joined.tokens is not None
+    assert joined.logprobs is not None
+    assert joined.top_logprobs is not None
+    num = len(joined.tokens)
+    assert num == len(joined.logprobs) == len(joined.top_logprobs)
+    assert joined.tokens[-2:] == ("E", "nd")
+    assert joined.logprobs == (-0.1,) * (num - 2) + (-0.2,) * 2
+    # Nothing of the dropped part, here the unfinished number.
+    assert (rest.kept + "End").startswith("".join(joined.tokens[:-2]))
+    unknown = _joined(replace(first, tokens=None), replace(end, tokens=None), rest)
+    is_whole = rest.kept == "".join(kept_tokens)
+    assert (unknown.logprobs is not None) == is_whole

@@ -13,13 +13,14 @@ from dspy import lm15
 from dspy_agentflow import AgentflowEngine, AgentflowLM, AsyncAgentflowEngine
 from dspy_agentflow.answers import Asked
 from dspy_agentflow.call_notes import CallNotes
-from dspy_agentflow.engines import asked_of
+from dspy_agentflow.engines import _response_of, asked_of
 from dspy_agentflow.lm import EngineSettings
 from scripts import Recorded
 
 import agentflow as af
-from agentflow.integrations import connection_through
+from agentflow.integrations import Answer, connection_through
 from agentflow.protocol.chat import ToolChoice
+from agentflow.protocol.events import TokenLogprob, Usage
 
 MODEL = "agentflow/some-model"
 WEATHER = lm15.FunctionTool(
@@ -246,3 +247,13 @@ def test_f37_a_request_is_cached_for_its_server(monkeypatch: pytest.MonkeyPatch)
             lm = AgentflowLM(base_url=url, num_retries=0)
             assert lm(request).text == f"from {url}"
             assert lm(request=request).text == f"from {url}"
+
+
+def test_f37_the_sampled_token_is_not_among_the_likeliest() -> None:
+    top = ((TokenLogprob(5, " Paris", -0.1), TokenLogprob(6, " Oslo", -3.0)), ())
+    answer = Answer(0, "m", "stop", Usage(), '[{"text":" Rome."}]', (-3.0, -0.5), top, (" Rome", "."))
+    told = _response_of(answer).logprobs
+    assert [(one.token, one.logprob) for one in told] == [(" Rome", -3.0), (".", -0.5)]
+    assert [one.token for one in told[0].top] == [" Paris", " Oslo"]
+    older_server = _response_of(replace(answer, tokens=None)).logprobs
+    assert [one.token for one in older_server] == [" Oslo", ""]
