@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
 import json
 import threading
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
 import anyio.to_thread
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PlainValidator, SecretStr
 from support.observed_backends import Unbatched
 
 import agentflow as af
@@ -331,6 +332,166 @@ async def test_f23k_invalid_arguments_of_a_hook_are_an_error_of_the_program(chan
     with pytest.raises(af.errors.BadArgument) as caught:
         await answered([weather], call("weather", city="a"), approve=lambda _: changed)
     assert caught.value.param == "approve"
+
+
+class Plain(BaseModel):
+    force: bool = True
+
+
+class Options(BaseModel):
+    force: bool = True
+    tags: list[str] = []
+    token: SecretStr = SecretStr("none")
+
+
+def in_place(wanted: af.ToolCall) -> Any:
+    wanted.arguments["path"] = "/tmp"
+    wanted.arguments["flags"]["force"] = False
+    wanted.arguments["options"].force = False
+    return wanted.arguments
+
+
+def in_place_and_true(wanted: af.ToolCall) -> bool:
+    in_place(wanted)
+    return True
+
+
+def in_a_shallow_copy(wanted: af.ToolCall) -> Any:
+    return dict(in_place(wanted))
+
+
+@pytest.mark.parametrize("approve", [in_place, in_place_and_true, in_a_shallow_copy])
+async def test_f37_arguments_that_a_hook_edits_reach_the_tool_and_its_event(approve):
+    ran = []
+
+    def delete(path: str, flags: dict[str, bool], options: Plain, depth: int = 1) -> str:
+        """Deletes files."""
+        ran.append({"path": path, "flags": flags, "options": options, "depth": depth})
+        return "ok"
+
+    wanted = call("delete", path="/", flags={"force": True}, options={"force": True})
+    edited = {"path": "/tmp", "flags": {"force": False}, "options": Plain(force=False), "depth": 1}
+    async with scripted(wanted, "done") as flow, flow.state() as s:
+        s += af.user("?")
+        started = []
+        async for event in af.act(s, tools=[delete], approve=approve):
+            if isinstance(event, af.ToolStarted):
+                started.append((event.call.arguments, json.loads(event.call.text)))
+    assert ran == [edited]
+    assert started == [(edited, {"path": "/tmp", "flags": {"force": False}, "options": {"force": False}})]
+
+
+async def test_f37_an_edit_of_a_value_without_json_is_an_error_and_no_permission():
+    """A hook that edits a model with a secret: the edit cannot be written, so the call does not run."""
+
+    def delete(options: Options) -> str:
+        raise AssertionError("the call runs")
+
+    def approve(wanted: af.ToolCall) -> bool:
+        wanted.arguments["options"].force = False
+        return True
+
+    with pytest.raises(af.errors.BadArgument, match="secret"):
+        await answered([delete], call("delete", options={"force": True}), approve=approve)
+
+
+class Unequal:
+    """Has no ``==`` and no form in JSON."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@dataclasses.dataclass(eq=False)
+class Numbered:
+    name: str
+    number: int = dataclasses.field(default_factory=itertools.count().__next__)
+
+
+@pytest.mark.parametrize(
+    "approve",
+    [
+        lambda _: True,
+        lambda wanted: wanted.arguments,
+        lambda wanted: dict(wanted.arguments),
+        lambda wanted: {**copy.deepcopy(wanted.arguments), "made": wanted.arguments["made"]},
+    ],
+)
+async def test_f37_a_hook_that_changes_nothing_keeps_the_text_of_the_model(approve):
+    """Byte for byte, with its white space and its order; values that are made again each time stay too."""
+    ran, shown = [], []
+
+    def look(
+        where: Options,
+        numbers: set[int],
+        one: Numbered,
+        made: Annotated[Unequal, PlainValidator(Unequal, json_schema_input_type=str)],
+        scale: float = 1.5,
+        notes: dict[str, int] = {"a": 1},  # noqa: B006
+    ) -> str:
+        ran.append((where, numbers, one.number, made.name, scale, notes))
+        return "ok"
+
+    def hook(wanted: af.ToolCall) -> Any:
+        shown.append(wanted.arguments["one"].number)
+        return approve(wanted)
+
+    text = '{ "made":"m",  "numbers": [3, 1,2, 33, 17], "one": {"name" :"n"},\n "where": {"tags": []} }'
+    wanted = af.ToolCall("look", json.loads(text), text=text)
+    async with scripted(wanted, "done") as flow, flow.state() as s:
+        s += af.user("?")
+        started = [
+            event.call.text
+            async for event in af.act(s, tools=[look], approve=hook)
+            if isinstance(event, af.ToolStarted)
+        ]
+    assert started == [text]
+    assert ran == [(Options(), {1, 2, 3, 17, 33}, *shown, "m", 1.5, {"a": 1})]
+
+
+async def test_f37_a_hook_does_not_edit_the_default_of_a_parameter():
+    ran = []
+
+    def look(notes: dict[str, int] = {}) -> str:  # noqa: B006
+        ran.append(dict(notes))
+        return "ok"
+
+    def approve(wanted: af.ToolCall) -> bool:
+        wanted.arguments["notes"]["round"] = len(ran)
+        return True
+
+    await answered([look], call("look"), approve=approve)
+    look()
+    assert ran == [{"round": 0}, {}]
+
+
+def find(what: str, function: str) -> str:
+    return f"{what} {function}"
+
+
+async def find_async(what: str, function: str) -> str:
+    return f"{what} {function}"
+
+
+def anything(**given: str) -> str:
+    return " ".join(given.values())
+
+
+@pytest.mark.parametrize(
+    ("tool", "names"),
+    [
+        (find, ["what", "function"]),
+        (find_async, ["what", "function"]),
+        (af.tool(find), ["what", "function"]),
+        *[
+            (af.tool(one, parameters={"type": "object"}), ["self", "what", "function", "args", "kwargs"])
+            for one in (anything, af.tool(anything).__call__, af.tool(anything, parameters={}))
+        ],
+    ],
+)
+async def test_f37_parameters_of_tools_may_have_any_name(tool, names):
+    named = af.tool(tool, name="one")
+    assert await answered([named], call("one", **dict.fromkeys(names, "x"))) == [" ".join("x" for _ in names)]
 
 
 # Ending early

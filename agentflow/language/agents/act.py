@@ -10,12 +10,14 @@ replays use it: neither the tools nor the approval hook run again. ``tool_conten
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, Unpack, overload
@@ -579,17 +581,18 @@ class _Calls:
             return call, None, f"not run: the limit of {self._max_calls} calls is reached"
         if tool.max_calls is not None and self._num_runs[tool.name] >= tool.max_calls:
             return call, None, f"not run: the limit of {tool.max_calls} calls of {tool.name!r} is reached"
-        verdict = True if self._approve is None else await self._called("approve", self._approve, call)
-        if isinstance(verdict, Mapping):
-            call = _changed(call, tool, verdict)
-        elif not isinstance(verdict, bool | str):
-            raise BadArgument(
-                f"act: approve returned {verdict!r:.80}: return True, False, why the call is denied, or a "
-                "dict of the arguments with which it runs",
-                param="approve",
-            )
-        elif verdict is not True:
-            return call, None, f"the call was denied: {verdict}" if verdict else "the call was denied"
+        if self._approve is not None:
+            asked = _Asked(call, tool)
+            verdict = await self._called("approve", self._approve, asked.shown)
+            if not isinstance(verdict, bool | str | Mapping):
+                raise BadArgument(
+                    f"act: approve returned {verdict!r:.80}: return True, False, why the call is denied, or "
+                    "a dict of the arguments with which it runs",
+                    param="approve",
+                )
+            if verdict is False or isinstance(verdict, str):
+                return call, None, f"the call was denied: {verdict}" if verdict else "the call was denied"
+            call = asked.approved(asked.shown.arguments if verdict is True else verdict)
         self._num_runs[tool.name] += 1
         return call, tool, ""
 
@@ -616,28 +619,67 @@ class _Calls:
                 span.complete(content.text, failure)
         end(content)
 
-    async def _called(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def _called(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._threads is None:
             self._threads = anyio.CapacityLimiter(MAX_THREADS)
         return await user_code.call(what, self._threads, function, *args, **kwargs)
 
 
-def _changed(call: ToolCall, tool: DescribedTool, arguments: Mapping[str, Any]) -> ToolCall:
-    """The call with other arguments, validated like the model's. Values that the hook kept are unchanged."""
-    written = msgspec.json.decode(call.text, type=dict[str, msgspec.Raw])
+class _Asked:
+    """A call about which the hook is asked. ``shown``: the hook's copy, whose arguments it may edit."""
+
+    def __init__(self, call: ToolCall, tool: DescribedTool) -> None:
+        self._call = call
+        self._tool = tool
+        try:
+            arguments = copy.deepcopy(call.arguments)
+        except Exception:  # a type may have no copies
+            arguments = tool.call(call.text, call.id).arguments
+        self.shown = replace(call, arguments=arguments)
+        self._given = dict(arguments)
+        self._texts = {name: _text_or_none(value) for name, value in arguments.items()}
+
+    def approved(self, arguments: Mapping[str, Any]) -> ToolCall:
+        """The call with these arguments, validated like the model's. Values that the hook kept are unchanged,
+        in the text too. ``BadArgument`` if the arguments are invalid."""
+        call, kept = self._call, {name for name in arguments if self._is_kept(name, arguments[name])}
+        if kept == arguments.keys() == call.arguments.keys():
+            return call
+        written = msgspec.json.decode(call.text, type=dict[str, msgspec.Raw])
+        try:
+            whole = {
+                name: written[name] if name in kept else msgspec.Raw(json_text(value).encode())
+                for name, value in arguments.items()
+                if name in written or name not in kept  # the others are defaults
+            }
+            changed = self._tool.call(msgspec.json.encode(whole).decode(), call.id)
+        except ValueError as error:
+            raise BadArgument(f"act: approve returned {arguments!r:.80}: {error}", param="approve") from error
+        if changed.fault:
+            raise BadArgument(f"act: the arguments that approve returned: {changed.fault}", param="approve")
+        # A default may differ each time that it is made: the tool gets the values that the hook approved.
+        own = {name: call.arguments[name] if name in kept else changed.arguments[name] for name in arguments}
+        return replace(changed, arguments=changed.arguments | own)
+
+    def _is_kept(self, name: str, value: Any) -> bool:
+        """Whether it is the argument that the hook was given, and was not edited. Equal JSON is read as an
+        equal value. ``==`` would take 1 for True, and compares types without it by identity."""
+        if name not in self._given:
+            return False
+        if (text := self._texts[name]) is not None:
+            return text == _text_or_none(value)
+        kind: Any = type(value)
+        if kind.__eq__ is object.__eq__:
+            return value is self._given[name]
+        return kind is type(self._given[name]) and bool(value == self._call.arguments[name])
+
+
+def _text_or_none(value: Any) -> str | None:
+    """The value as JSON; None if it has no form that its type reads again."""
     try:
-        whole = {
-            name: written[name]
-            if name in written and value is call.arguments.get(name)
-            else msgspec.Raw(json_text(value).encode())
-            for name, value in arguments.items()
-        }
-        changed = tool.call(msgspec.json.encode(whole).decode(), call.id)
-    except ValueError as error:
-        raise BadArgument(f"act: approve returned {arguments!r:.80}: {error}", param="approve") from error
-    if changed.fault:
-        raise BadArgument(f"act: the arguments that approve returned: {changed.fault}", param="approve")
-    return changed
+        return json_text(value)
+    except ValueError:
+        return None
 
 
 async def _cancel_after(wait: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:

@@ -88,7 +88,7 @@ class FunctionTool:
     timeout_s: float | None = None
     max_calls: int | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
