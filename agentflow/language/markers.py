@@ -96,6 +96,10 @@ class Markers:
                 parts.append(piece)
         return parts
 
+    def is_in(self, text: str) -> bool:
+        """Whether the text holds a marker, a damaged one, or a repr."""
+        return self._num_marked > 0 and self._has_remains(text)
+
     def reject(self, texts: Iterable[object], where: str) -> None:
         """``BadArgument`` if one of these texts, which are sent unchanged, holds a marker."""
         if any(isinstance(text, str) and self._has_remains(text) for text in texts):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+import pickle
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
+from pydantic import BaseModel
 from support.fake_engine import FakeEngine
 from support.observed_backends import Observed, assert_idle
 
@@ -173,3 +178,126 @@ async def test_the_branches_of_a_graphs_fork_are_one_task_group_to_the_scheduler
     assert len(origins.task_groups) == 6
     assert sorted(Counter(origins.task_groups).values()) == [3, 3]
     assert 0 not in origins.task_groups
+
+
+class Named(NamedTuple):
+    text: str
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    text: str
+    inner: Any = None
+
+
+@dataclass
+class Counted:
+    text: str
+    length: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.length += 1  # not again for the values
+
+
+class Struct(msgspec.Struct, frozen=True):
+    text: str
+    others: list[Any] = []
+
+
+class Model(BaseModel, extra="allow"):
+    text: str
+    other: Any = None
+
+
+SHAPES: dict[str, Any] = {
+    "a text with a value": lambda s, v, q, n: f"Answer: {v}!",
+    "a text with an argument": lambda s, v, q, n: f"<{q}>",
+    "a text with a variable": lambda s, v, q, n: f"{s['x']} {s['x'].upper()}",
+    "a text with a number": lambda s, v, q, n: f"{n} points",
+    "a sum": lambda s, v, q, n: "A: " + v + f" ({q}) " + q,
+    "a changed value": lambda s, v, q, n: [v.strip(), f"{v.strip().upper()}", "A: " + v.lower()],
+    "a named tuple": lambda s, v, q, n: Named(v, f"on {q}"),
+    "a frozen dataclass": lambda s, v, q, n: Frozen(v, [Frozen(q), {"n": n}]),
+    "a dataclass": lambda s, v, q, n: Counted(v),
+    "a struct": lambda s, v, q, n: Struct(v, [f"{q}", {"v": (v, n)}]),
+    "a model": lambda s, v, q, n: Model(text=f"<{v}>", other=[v], more=q),
+    "an ordered dict": lambda s, v, q, n: OrderedDict(b=v, a=q),
+    "a key": lambda s, v, q, n: {f"<{v}>": 1, ("a", f"{q}"): 2},
+    "a set": lambda s, v, q, n: {f"<{v}>", "constant"},
+    "a frozen set": lambda s, v, q, n: frozenset([f"<{q}>"]),
+    "constants": lambda s, v, q, n: [
+        Named("a"),
+        Counter("aab"),
+        OrderedDict(b=1),
+        deque([1]),
+        Frozen("a"),
+        {1},
+    ],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+async def test_f37_a_traced_program_returns_what_the_program_returns(shape) -> None:
+    @af.program
+    async def shaped(s: af.State, q: str) -> Any:
+        s += q + af.gen("x") + af.gen("n", schema=int)
+        return shape(s, await s["x"], q, await s["n"])
+
+    async with af.session(backend=af.Scripted({"x": " Hello\n", "n": "12"})) as flow:
+        wanted = await flow.run(shaped, "the topic")
+        graph = shaped.trace()
+        for traced in (graph, graph.optimised(), pickle.loads(pickle.dumps(shaped.trace("the topic")))):
+            found = await flow.submit(traced, *["the topic"][: len(traced.parameters)])
+            assert type(found) is type(wanted)
+            assert found == wanted
+
+
+class Plain:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda v, q: Plain(v),
+        lambda v, q: [SimpleNamespace(text=f"<{q}>")],
+        lambda v, q: deque([v]),
+        lambda v, q: ValueError(v),
+        lambda v, q: {Frozen(f"<{v}>")},
+        lambda v, q: f"{v} and {q}"[3:],
+        lambda v, q: f"{v}".upper(),
+        lambda v, q: f"{[v]}",
+    ],
+)
+async def test_f37_a_value_where_no_graph_can_put_it_is_refused(refused) -> None:
+    @af.program
+    async def shaped(s: af.State, q: str) -> Any:
+        s += q + af.gen("x")
+        return refused(await s["x"], q)
+
+    with pytest.raises(af.errors.DataDependent, match="shaped returns"):
+        shaped.trace()
+
+
+@pytest.mark.parametrize(
+    "refused", [lambda s: "A: " + s["x"], lambda s: [s["x"]], lambda s: f"{af.gen('y')}"]
+)
+async def test_f37_a_program_that_returns_what_is_no_value_is_refused(refused) -> None:
+    @af.program
+    async def shaped(s: af.State) -> Any:
+        s += af.gen("x")
+        return refused(s)
+
+    with pytest.raises(af.errors.BadArgument, match="shaped returns"):
+        shaped.trace()
+
+
+async def test_f37_an_image_that_a_trace_does_not_have_is_not_returned() -> None:
+    @af.program
+    async def shaped(s: af.State, picture: af.Image) -> Any:
+        return [picture]
+
+    with pytest.raises(af.errors.DataDependent, match="picture"):
+        shaped.trace()

@@ -8,13 +8,15 @@ arrow for each stream of ops, and a dashed arrow for data.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import isawaitable
 from typing import Any, Literal, NamedTuple, overload
 
 from agentflow.errors import BadArgument
 from agentflow.language.display.svg import Arrow, Box, BoxKind, ForkMark, graph_svg
+from agentflow.language.graphs.graph_result import GraphOutput as GraphOutput
+from agentflow.language.graphs.graph_result import outputs_in
 from agentflow.language.graphs.optimise import Move, constants_first, folded, merge_texts, moves
 from agentflow.language.typed.values import ValueType
 from agentflow.protocol import ops
@@ -42,20 +44,14 @@ class MediumArgument(NamedTuple):
     source: str
 
 
-class GraphOutput(NamedTuple):
-    """Represents the value of this variable in a graph's result."""
-
-    variable: int
-
-
 @dataclass(frozen=True)
 class Graph:
     """``arguments``: maps the names of the texts that ``flow.submit`` provides to variables. ``media``: maps
     the names of the images and videos that it provides to the sources by which the ops refer to them.
-    ``order``: the names of all arguments. ``result``: the program's return value, with a ``GraphOutput`` for
-    each value. ``places``: maps each variable to its place, from which the seed of a gen without a seed is
-    derived. ``value_types``: the types of variables whose value is not text. ``images``: the files that the
-    ops refer to.
+    ``order``: the names of all arguments. ``result``: the program's return value, with outputs in the place
+    of values (``graph_result``). ``places``: maps each variable to its place, from which the seed of a gen
+    without a seed is derived. ``value_types``: the types of variables whose value is not text. ``images``:
+    the files that the ops refer to.
 
     >>> graph = judge.trace(dimensions=("clarity", "evidence")).optimised()
     >>> graph
@@ -105,7 +101,7 @@ class Graph:
         >>> [graph.names[variable] for variable in graph.outputs]
         ['grade']
         """
-        return list(dict.fromkeys(_outputs_in(self.result)))
+        return list(dict.fromkeys([output.variable for output in outputs_in(self.result)]))
 
     @property
     def generated(self) -> list[int]:
@@ -226,20 +222,6 @@ async def _reordered(graph: Graph, judge: Judge) -> Graph:
         for move in moves(graph.ops, graph.names):
             group.start_soon(attempt, move)
     return replace(graph, ops=tuple(found))
-
-
-def _outputs_in(result: Any) -> Iterator[int]:
-    match result:
-        case GraphOutput(variable):
-            yield variable
-        case list() | tuple():
-            for item in result:
-                yield from _outputs_in(item)
-        case dict():
-            for item in result.values():
-                yield from _outputs_in(item)
-        case _:
-            pass
 
 
 _ARROWS = {"stream": "-->", "fork": "==>", "data": "-.->"}

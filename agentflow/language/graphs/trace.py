@@ -17,10 +17,19 @@ from typing import Any, NoReturn, TypeVar, get_args
 import msgspec
 
 from agentflow.errors import BadArgument, DataDependent, short_repr
-from agentflow.language.expressions import ImageExpression, MediumExpression, VideoExpression
+from agentflow.language.expressions import Expression, ImageExpression, MediumExpression, VideoExpression
 from agentflow.language.failures.mistakes import defined_at
 from agentflow.language.failures.stack_frames import ProgramLine, calling_line
-from agentflow.language.graphs.graph import Graph, GraphOutput, MediumArgument
+from agentflow.language.graphs.graph import Graph, MediumArgument
+from agentflow.language.graphs.graph_result import (
+    GraphOutput,
+    Output,
+    Place,
+    VariableText,
+    filled,
+    make_result,
+    outputs_in,
+)
 from agentflow.language.link import TRACE, Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.media import image, video
@@ -28,7 +37,7 @@ from agentflow.language.observing.spans import RunSpan
 from agentflow.language.states.reported import left_by
 from agentflow.language.states.run import Run, StateNode, VariableNode
 from agentflow.language.states.state import State
-from agentflow.language.states.variable import Reference, Variable, find_target
+from agentflow.language.states.variable import Reference, Variable
 from agentflow.language.typed.values import TEXT
 from agentflow.language.uploads import images_in
 from agentflow.protocol import ops
@@ -37,7 +46,7 @@ from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Image, MediumKind, Video, file_source
 from agentflow.protocol.op_table import ROOT, StateModels, check_sent, numbers, op_spec
 from agentflow.protocol.ops import seed_run
-from agentflow.protocol.text.transform import Transform
+from agentflow.protocol.text.transform import Transform, TransformName, apply_in_turn
 
 ResultT = TypeVar("ResultT")
 
@@ -73,7 +82,7 @@ def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs
         name=function.__name__,
         ops=tuple([op for op in link.collected if isinstance(op, ops.Open) or op_spec(op).in_graph]),
         arguments=arguments,
-        result=_as_output(result, function.__name__),
+        result=make_result(result, function.__name__, _Outputs(function.__name__, media)),
         places=run.places,
         images=tuple(link.images),
         media=media,
@@ -139,6 +148,9 @@ class _StandIn(Reference[str]):
     @property
     def _label(self) -> str:
         return f"the value of {self._node.name!r}"
+
+    def _then(self, name: TransformName, argument: str = "") -> Any:
+        return _StandIn(self._node, super()._then(name, argument)._transforms)
 
     def __await__(self) -> Generator[object, None, NoReturn]:
         raise BadArgument(f"{self._label} is a value already: it cannot be awaited")
@@ -233,21 +245,34 @@ def _driven(awaitable: Awaitable[Any], name: str) -> Any:
     raise DataDependent(f"{name} waits for something that is not the model: a trace cannot")
 
 
-def _as_output(result: Any, name: str) -> Any:
-    match result:
-        case _StandIn() if not result._transforms:
-            return GraphOutput(result._node.id)
-        case list():
-            return [_as_output(item, name) for item in result]
-        case tuple():
-            return tuple([_as_output(item, name) for item in result])
-        case dict():
-            return {key: _as_output(item, name) for key, item in result.items()}
-        case Reference():
-            label = find_target(result).label
-            raise BadArgument(f"{name} returns {label}, not awaited: await it, or set a variable")
-        case _:
-            return result
+class _Outputs:
+    """The outputs of the values in what a program returns."""
+
+    def __init__(self, name: str, media: Mapping[str, MediumArgument]) -> None:
+        self._name = name
+        self._media = {medium.source: name for name, medium in media.items()}
+
+    def __call__(self, item: Expression, place: Place) -> Any:
+        """The output of an expression, which is at this place."""
+        if isinstance(item, _StandIn):
+            if place == "sum" and item._node.value_type is not TEXT:
+                raise DataDependent(f"{self._name} returns a sum with {item._label}, which is no text")
+            if item._transforms:
+                return VariableText(item._node.id, item._transforms)
+            return GraphOutput(item._node.id)
+        if isinstance(item, Reference):
+            if place == "text":
+                return VariableText(item._node.id, item._transforms)
+            raise BadArgument(f"{self._name} returns {item._label}, not awaited: await it, or set a variable")
+        if place != "value":
+            raise BadArgument(f"{self._name} returns a text with an expression: append it to a state")
+        if isinstance(item, MediumExpression) and item.file.source in self._media:
+            argument = self._media[item.file.source]
+            raise DataDependent(
+                f"{self._name} returns its argument {argument!r}, a file that a trace does not have: give it "
+                f"to trace({argument}=…), or use flow.run"
+            )
+        return item
 
 
 class GraphRun:
@@ -331,14 +356,20 @@ class GraphRun:
         root = self.run.root
         try:
             await State(root)
-            values = {number: await self._outputs[number] for number in self._graph.outputs}
-            return _filled(self._graph.result, values)
+            wanted = dict.fromkeys(outputs_in(self._graph.result))
+            return filled(self._graph.result, {output: await self._value(output) for output in wanted})
         except BaseException as error:
             root.cancel(f"the wait for its graph ended {left_by(error)}")
             self.run.record.fail(error)
             raise
         finally:
             self.run.close()
+
+    async def _value(self, output: Output) -> Any:
+        variable = self._outputs[output.variable]
+        if isinstance(output, GraphOutput):
+            return await variable
+        return await apply_in_turn(await variable.whole_text(), output.transforms)
 
 
 def _placed(graph_ops: tuple[ops.Op, ...], objective: ops.Objective | None, group: str) -> tuple[ops.Op, ...]:
@@ -398,18 +429,3 @@ def _inputs(
     }
     MARKERS.reject([shown.file.source for shown in files.values()], f"an image of graph {graph.name!r}")
     return {graph.arguments[name]: values[name] for name in graph.arguments}, files
-
-
-def _filled(result: Any, values: Mapping[int, Any]) -> Any:
-    """A graph's result with values in place of outputs."""
-    match result:
-        case GraphOutput(variable):
-            return values[variable]
-        case list():
-            return [_filled(item, values) for item in result]
-        case tuple():
-            return tuple([_filled(item, values) for item in result])
-        case dict():
-            return {key: _filled(item, values) for key, item in result.items()}
-        case _:
-            return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -61,6 +62,37 @@ async def test_typed_values_and_choices(vendor: FakeVendor) -> None:
     async with session_on(vendor) as place:
         plain = await place.flow.map(typed, ["a", "b"])
         assert await place.flow.map(typed, ["a", "b"], batch=True) == plain
+
+
+@dataclass
+class Answered:
+    text: str
+    question: str
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda value, question: f"Answer: {value}",
+        lambda value, question: "A: " + value + f" to {question}",
+        lambda value, question: Answered(value, question),
+        lambda value, question: {f"<{value}>": [value.strip()]},
+    ],
+)
+async def test_f37_values_in_texts_and_records_are_returned_and_kept(
+    vendor: FakeVendor, form: Any, tmp_path: Path
+) -> None:
+    async def formed(s: af.State, question: str) -> Any:
+        s += af.user(question) + af.assistant(af.gen("answer"))
+        return form(await s["answer"], question)
+
+    async with session_on(vendor) as place:
+        wanted = await place.flow.map(formed, ["a", "b"])
+        assert await place.flow.map(formed, ["a", "b"], batch=True) == wanted
+        if not isinstance(wanted[0], Answered):  # whose type the file does not have
+            file = tmp_path / "results.jsonl"
+            for _ in range(2):
+                assert await place.flow.map(formed, ["a", "b"], batch=True, resume=file) == wanted
 
 
 async def test_a_graph_and_arguments_of_other_types(vendor: FakeVendor) -> None:
