@@ -216,6 +216,7 @@ SHAPES: dict[str, Any] = {
     "a text with a variable": lambda s, v, q, n: f"{s['x']} {s['x'].upper()}",
     "a text with a number": lambda s, v, q, n: f"{n} points",
     "a sum": lambda s, v, q, n: "A: " + v + f" ({q}) " + q,
+    "a text with a sum": lambda s, v, q, n: f"<{'A: ' + v}{q + q}>",
     "a changed value": lambda s, v, q, n: [v.strip(), f"{v.strip().upper()}", "A: " + v.lower()],
     "a named tuple": lambda s, v, q, n: Named(v, f"on {q}"),
     "a frozen dataclass": lambda s, v, q, n: Frozen(v, [Frozen(q), {"n": n}]),
@@ -251,6 +252,21 @@ async def test_f37_a_traced_program_returns_what_the_program_returns(shape) -> N
             found = await flow.submit(traced, *["the topic"][: len(traced.parameters)])
             assert type(found) is type(wanted)
             assert found == wanted
+
+
+async def test_f37_a_vote_over_values_is_refused_in_a_trace() -> None:
+    """The majority of three branches was the first of them."""
+
+    @af.program
+    async def vote(s: af.State) -> str:
+        async with s.fork(3) as branches:
+            for branch in branches:
+                branch += af.gen("x")
+        answers = [await branch["x"] for branch in branches]
+        return Counter(answers).most_common(1)[0][0]
+
+    with pytest.raises(af.errors.DataDependent, match="hashed"):
+        vote.trace()
 
 
 class Plain:

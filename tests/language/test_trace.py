@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import anyio
@@ -203,6 +204,45 @@ async def _string(value) -> object:
     return str(value)
 
 
+async def _f37_is_in_a_set(value) -> object:
+    return value in {"no"}
+
+
+async def _f37_key(value) -> object:
+    return {"no": 1}.get(value)
+
+
+async def _f37_counted(value) -> object:
+    return Counter([value])
+
+
+async def _f37_is_equal_to_a_value(value) -> object:
+    return value == value.strip()
+
+
+async def _f37_differs_from_itself(value) -> object:
+    return value != value
+
+
+async def _f37_sum_is_no(value) -> object:
+    return "n" + value == "no"
+
+
+async def _f37_longer_sum_is_true(value) -> object:
+    return 1 if ("a" + value) + "b" else 2
+
+
+async def _f37_sum_from_the_left_is_in_a_set(value) -> object:
+    return "a" + (value + "b") in {"no"}
+
+
+async def _f37_split_sum(value) -> object:
+    return ("a," + value).split(",")
+
+
+F37_LOOKS = [look for name, look in list(globals().items()) if name.startswith("_f37_")]
+
+
 @pytest.mark.parametrize("look", [_is_no, _is_true, _number, _split, _loop, _length, _string])
 @pytest.mark.parametrize("of", ["a value", "an argument"])
 async def test_inspecting_a_value_is_rejected_with_the_line(look, of):
@@ -214,6 +254,12 @@ async def test_inspecting_a_value_is_rejected_with_the_line(look, of):
     line = look.__code__.co_firstlineno + 1
     with pytest.raises(af.errors.DataDependent, match=rf"test_trace\.py:{line}, in {look.__name__}"):
         looks.trace()
+
+
+@pytest.mark.parametrize("look", F37_LOOKS)
+@pytest.mark.parametrize("of", ["a value", "an argument"])
+async def test_f37_hashing_and_comparing_a_value_is_rejected_with_the_line(look, of):
+    await test_inspecting_a_value_is_rejected_with_the_line(look, of)
 
 
 async def _map(s: af.State) -> object:

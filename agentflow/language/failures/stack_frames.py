@@ -51,6 +51,17 @@ def calling_line() -> ProgramLine | None:
     return None
 
 
+def program_line() -> ProgramLine | None:
+    """The innermost line on the stack that is in no library, such as ``collections``; without one, as
+    ``calling_line``."""
+    frame = sys._getframe(1)
+    while frame is not None and (kind := _find_kind(frame)) != "loop":
+        if kind == "program":
+            return ProgramLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return calling_line()
+
+
 _LIBRARIES = (
     *{os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
     os.path.join(os.path.dirname(os.path.dirname(anyio.__file__)), ""),  # with --target, for example

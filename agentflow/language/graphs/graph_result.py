@@ -91,10 +91,7 @@ class _Result:
         if isinstance(value, str):
             return GraphText(self._parts(value)) if MARKERS.is_in(value) else value
         if isinstance(value, Sequence_):
-            parts: list[Any] = []
-            for part in value.parts:
-                parts += self._parts(part) if isinstance(part, str) else [self._output_of(part, "sum")]
-            return GraphText(tuple(parts))
+            return GraphText(self._sum(value))
         if isinstance(value, Expression):
             return self._output_of(value, "value")
         if kind in (list, tuple):
@@ -141,7 +138,19 @@ class _Result:
                 f"{self._name} returns a text that was changed after a value was formatted into it. A trace "
                 f"has no values: use flow.run, or give the value to trace(...) ({error})"
             ) from None
-        return tuple([part if isinstance(part, str) else self._output_of(part, "text") for part in parts])
+        found: list[str | Output] = []
+        for part in parts:
+            if isinstance(part, Sequence_):
+                found += self._sum(part)
+            else:
+                found.append(part if isinstance(part, str) else self._output_of(part, "text"))
+        return tuple(found)
+
+    def _sum(self, value: Sequence_) -> tuple[str | Output, ...]:
+        found: list[str | Output] = []
+        for part in value.parts:
+            found += self._parts(part) if isinstance(part, str) else [self._output_of(part, "sum")]
+        return tuple(found)
 
 
 def _holds_value(value: Any) -> bool:

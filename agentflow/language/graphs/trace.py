@@ -17,9 +17,16 @@ from typing import Any, NoReturn, TypeVar, get_args
 import msgspec
 
 from agentflow.errors import BadArgument, DataDependent, short_repr
-from agentflow.language.expressions import Expression, ImageExpression, MediumExpression, VideoExpression
+from agentflow.language.expressions import (
+    Appendable,
+    Expression,
+    ImageExpression,
+    MediumExpression,
+    Sequence_,
+    VideoExpression,
+)
 from agentflow.language.failures.mistakes import defined_at
-from agentflow.language.failures.stack_frames import ProgramLine, calling_line
+from agentflow.language.failures.stack_frames import ProgramLine, calling_line, program_line
 from agentflow.language.graphs.graph import Graph, MediumArgument
 from agentflow.language.graphs.graph_result import (
     GraphOutput,
@@ -169,10 +176,70 @@ class _StandIn(Reference[str]):
             raise AttributeError(name)
         self._refuse(f"asked for its attribute {name!r}")
 
+    def __eq__(self, other: object) -> NoReturn:
+        self._refuse("compared")
+
+    __ne__ = __eq__
+
+    def __hash__(self) -> NoReturn:
+        self._refuse("hashed, as a key or a member of a set")
+
+    def __add__(self, other: Appendable) -> Sequence_:
+        return _Sum(super().__add__(other).parts)
+
+    def __radd__(self, other: Appendable) -> Sequence_:
+        return _Sum(super().__radd__(other).parts)
+
+
+class _Sum(Sequence_):
+    """A sum with stand-ins: a text that does not exist."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Appendable) -> Sequence_:
+        return _Sum((self, other))
+
+    def __radd__(self, other: Appendable) -> Sequence_:
+        return _Sum((other, self))
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise _data_dependent(f"a text with a generated value is {what}, and the next ops may depend on it")
+
+    def __bool__(self) -> NoReturn:
+        self._refuse("tested for truth")
+
+    def __eq__(self, other: object) -> NoReturn:
+        self._refuse("compared")
+
+    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
+
+    def __hash__(self) -> NoReturn:
+        self._refuse("hashed, as a key or a member of a set")
+
+    def __len__(self) -> NoReturn:
+        self._refuse("measured")
+
+    def __contains__(self, item: object) -> NoReturn:
+        self._refuse("searched")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("iterated over")
+
+    def __getitem__(self, key: object) -> NoReturn:
+        self._refuse("indexed")
+
+    def __str__(self) -> NoReturn:
+        self._refuse("converted to a string")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f"asked for its attribute {name!r}")
+
 
 def _data_dependent(what: str) -> DataDependent:
     advice = "a trace has no values. Use flow.run, or give the value to trace(...)"
-    return DataDependent(f"{calling_line() or 'the program'}: {what}: {advice}")
+    return DataDependent(f"{program_line() or 'the program'}: {what}: {advice}")
 
 
 def _bound(
