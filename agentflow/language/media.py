@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from agentflow.errors import BadArgument, NotSupported, short_repr
-from agentflow.language.expressions import ImageExpression, MediumExpression, Sequence_, VideoExpression
+from agentflow.language.expressions import (
+    Expression,
+    ImageExpression,
+    MediumExpression,
+    Sequence_,
+    VideoExpression,
+)
 from agentflow.protocol.images import (
     Image,
     MediumKind,
@@ -101,7 +107,11 @@ def video(
 
 def check_is_text(where: str, parts: Sequence[object]) -> None:
     """Raises ``BadArgument`` for an image or a video in the value of a variable."""
-    if any(isinstance(part, MediumExpression) or is_picture(part) for part in parts):
+    # In a trace, the stand-in for a value refuses to be asked for attributes.
+    others = [
+        part for part in parts if isinstance(part, MediumExpression) or not isinstance(part, Expression)
+    ]
+    if any(isinstance(part, MediumExpression) or is_picture(part) for part in others):
         raise BadArgument(
             f"{where}: the value of a variable is text, and holds no images or videos: keep what af.image or "
             "af.video returns in a Python variable, and append it to each state (its file is sent once)",

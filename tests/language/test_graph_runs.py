@@ -254,6 +254,31 @@ async def test_f37_a_traced_program_returns_what_the_program_returns(shape) -> N
             assert found == wanted
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        lambda v, q: v,
+        lambda v, q: q,
+        lambda v, q: f"<{q}>",
+        lambda v, q: f"{v} and {q}",
+        lambda v, q: "A: " + v,
+        lambda v, q: v.strip(),
+        lambda v, q: "A: " + v.upper() + f" and {q}" + q,
+    ],
+)
+async def test_f37_values_and_arguments_are_set(text) -> None:
+    @af.program
+    async def sets(s: af.State, q: str) -> list[str]:
+        s += q + af.gen("x")
+        note = s.set("note", text(await s["x"], q))
+        s += note + af.gen("y")
+        return [await note, await s["y"]]
+
+    async with af.session(backend=af.Scripted(answer)) as flow:
+        wanted = await flow.run(sets, " the topic ")
+        assert await flow.submit(sets.trace(), " the topic ") == wanted
+
+
 async def test_f37_a_vote_over_values_is_refused_in_a_trace() -> None:
     """The majority of three branches was the first of them."""
 
