@@ -334,6 +334,19 @@ async def test_the_rows_of_dataframes(flow, tmp_path):
         assert type(table).__module__.partition(".")[0] in (__name__, "pandas", "polars")
 
 
+async def test_f37_columns_of_a_table_may_have_any_name(flow):
+    import pandas
+    import polars
+
+    async def typed(s: af.State, question: str, type: str) -> str:
+        return f"{question} {type}"
+
+    rows = [{"question": "a", "type": "x", "dtype": "y"}, {"question": "b", "type": "z", "dtype": ""}]
+    for table in (pandas.DataFrame(rows), polars.DataFrame(rows), Arrow(polars.DataFrame(rows))):
+        assert await flow.map(ask, table).pairs() == list(zip(rows, ["<a>", "<b>"], strict=True))
+        assert await flow.map(typed, table) == ["a x", "b z"]
+
+
 async def test_a_missing_column_is_named(flow):
     for table in tables():
         with pytest.raises(af.errors.BadArgument, match=r"'item'.*'question'"):

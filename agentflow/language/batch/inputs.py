@@ -107,7 +107,9 @@ def _length(inputs: Any) -> int | None:
 def is_table(inputs: Any) -> bool:
     """Whether it is a dataframe. A single column is not one; iterating over it gives its values."""
     is_frame = hasattr(inputs, "__arrow_c_stream__") or hasattr(inputs, "__dataframe__")
-    return is_frame and not (hasattr(inputs, "dtype") or hasattr(inputs, "type"))
+    # Without __getattr__, by which pandas gives the columns: one may have the name "type".
+    kinds = [inspect.getattr_static(inputs, name, None) for name in ("dtype", "type")]
+    return is_frame and kinds == [None, None]
 
 
 def iterate_rows(table: Any) -> Iterator[TableRow]:
