@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import signal
 import subprocess
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field, SecretStr, computed_field
 from support.observed_backends import Stepped, assert_idle, settle, unconstrained
 from support.process_template import start_python
 from support.programs import ask, echo
@@ -332,6 +336,72 @@ async def test_the_rows_of_dataframes(flow, tmp_path):
             assert found == [row | {"result": f"<{row['question']}>"} for row in wanted]
         assert await flow.map(ask, table).pairs() == list(zip(wanted, ["<a>", "<b>"], strict=True))
         assert type(table).__module__.partition(".")[0] in (__name__, "pandas", "polars")
+
+
+THING = object()
+
+
+@dataclasses.dataclass
+class Kept:
+    day: datetime.date
+    thing: Any
+
+
+class KeptStruct(msgspec.Struct, rename="camel"):
+    the_day: datetime.date
+    the_thing: Any
+
+
+class KeptModel(BaseModel):
+    day: datetime.date = Field(serialization_alias="theDay")
+    thing: Any
+    token: SecretStr = SecretStr("x")
+    hidden: int = Field(1, exclude=True)
+
+    @computed_field
+    def year(self) -> int:
+        return self.day.year
+
+
+class Untold(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+DAY = datetime.date(2024, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("result", "columns"),
+    [
+        ({"days": [DAY], "thing": THING, 3: 4}, {"days": ["2024-05-01"], "thing": THING, "3": 4}),
+        ({("a", 1): 2}, {"('a', 1)": 2}),
+        (Kept(DAY, THING), {"day": "2024-05-01", "thing": THING}),
+        (KeptStruct(DAY, THING), {"theDay": "2024-05-01", "theThing": THING}),
+        (
+            KeptModel(day=DAY, thing=THING),
+            {"theDay": "2024-05-01", "thing": THING, "token": SecretStr("x"), "year": 2024},
+        ),
+        (types.MappingProxyType({"thing": THING}), {"thing": THING}),
+        (Kept, {"result": Kept}),
+        (THING, {"result": THING}),
+        (Untold(), {"error": "Untold: Untold"}),
+    ],
+)
+async def test_f37_rows_have_values_without_a_form_in_json(flow, result, columns):
+    """The rows of all results are lost otherwise, since the map gives each result once."""
+
+    async def made(s: af.State, question: str) -> Any:
+        if question == "a":
+            return {"now": "yes"}
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    first, second = await flow.map(made, ["a", "b"], on_error="return").to_dicts()
+    missing = dict.fromkeys({"now", *columns})
+    assert first == missing | {"question": "a", "now": "yes"}
+    assert second == missing | {"question": "b"} | columns
 
 
 async def test_f37_columns_of_a_table_may_have_any_name(flow):

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, cast
@@ -21,9 +21,8 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 from anyio.abc import TaskGroup
-from msgspec import Struct
 
-from agentflow.errors import BadArgument, Cancelled, DataDependent, add_note, short_repr
+from agentflow.errors import BadArgument, Cancelled, DataDependent, add_note, short_repr, shown_error
 from agentflow.language.batch.inputs import END, InputKey, Inputs, KeyOf, MapInputs, Parameters, TableRow
 from agentflow.language.batch.retries import pause_s
 from agentflow.language.failures.mistakes import AsyncOnly, needs_async_for, unfit_arguments
@@ -33,7 +32,7 @@ from agentflow.language.graphs.trace import GraphRun
 from agentflow.language.link import Link
 from agentflow.language.program import check_program, execute, find_program_name
 from agentflow.language.states.run import Run
-from agentflow.language.typed.json_form import as_plain
+from agentflow.language.typed.json_form import record_fields
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.batches import BatchCounts, batched
 from agentflow.protocol.events import Usage
@@ -600,8 +599,9 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
 
         The columns of an input are the columns of its table or dict, or else the program's parameters. A
         result that is a record (a dict, a dataclass, a struct, a model) has a column for each field, any
-        other one the column ``result``; ``result_x`` where the input has a column ``x``. Failures, with
-        ``on_error="return"``, are in the column ``error``.
+        other one the column ``result``; ``result_x`` where the input has a column ``x``. The values of a
+        record are in the types of JSON, others unchanged. Failures, with ``on_error="return"``, are in the
+        column ``error``.
 
         >>> rows = await flow.map(judge, essays).to_dicts()
         >>> rows[0]
@@ -648,9 +648,9 @@ def _pair(item: Any, result: Any) -> tuple[Any, Any]:
 
 def _fields(result: Any) -> dict[str, Any]:
     if isinstance(result, Exception):
-        return {"error": f"{type(result).__name__}: {result}"}
-    is_record = is_dataclass(result) or isinstance(result, Mapping | Struct) or hasattr(result, "model_dump")
-    return dict(as_plain(result, is_read_back=False)) if is_record else {"result": result}
+        return {"error": f"{type(result).__name__}: {shown_error(result, str)}"}
+    found = record_fields(result)
+    return {"result": result} if found is None else found
 
 
 def _free_name(name: str, row: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ import contextlib
 import functools
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, Final, Literal
 
 import msgspec
@@ -136,6 +137,55 @@ def as_plain(value: Any, *, is_read_back: bool = True, order: Order = None) -> A
         return other.dumped(part, is_read_back=is_read_back)
 
     return msgspec.to_builtins(value, enc_hook=unknown, str_keys=True, order=order)
+
+
+def record_fields(value: Any) -> dict[str, Any] | None:
+    """The fields of a record (a dict, a dataclass, a struct, a model) in the types of JSON; None if it is no
+    record. If a field has no form in JSON, it is unchanged."""
+    kind: Any = type(value)
+    is_record = is_dataclass(kind) or isinstance(value, Mapping | msgspec.Struct)
+    if isinstance(value, type) or not (is_record or hasattr(kind, "model_dump")):
+        return None
+    with contextlib.suppress(Exception):  # a serializer of the user may raise anything
+        return dict(as_plain(value, is_read_back=False))
+    return {_column(key): _plain_or_same(member) for key, member in _named_members(value)}
+
+
+def _named_members(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The members of a record under the names that its JSON has."""
+    kind: Any = type(value)
+    if isinstance(value, Mapping):
+        yield from value.items()
+        return
+    if isinstance(value, msgspec.Struct):
+        names = dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
+    elif is_dataclass(kind):
+        names = {one.name: one.name for one in fields(kind)}
+    else:
+        known = {**kind.model_fields, **kind.model_computed_fields}
+        shown = {name: one for name, one in known.items() if not getattr(one, "exclude", None)}
+        names = {name: getattr(one, "serialization_alias", None) or name for name, one in shown.items()}
+        yield from (getattr(value, "__pydantic_extra__", None) or {}).items()
+    for name, shown_name in names.items():
+        try:
+            member = getattr(value, name)
+        except Exception:  # it was not set, or a computed field raises
+            continue
+        yield shown_name, member
+
+
+def _plain_or_same(value: Any) -> Any:
+    try:
+        return as_plain(value, is_read_back=False)
+    except Exception:
+        return value
+
+
+def _column(key: Any) -> str:
+    try:
+        return _plain_key(key)
+    except Exception:
+        return str(key)
 
 
 _SCALARS: Final = (str, bool, int, float)
