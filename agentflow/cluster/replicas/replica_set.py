@@ -62,7 +62,7 @@ from agentflow.engine.messages import (
     UnloadAdapter,
     UpdateHint,
 )
-from agentflow.engine.process.request_journal import StateIndex, Unfinished, aborted
+from agentflow.engine.process.request_journal import StateIndex, Unfinished, aborted, without_adapter
 from agentflow.engine.process.supervisor import EngineSupervisor
 from agentflow.engine.request import Submit
 from agentflow.errors import BadArgument, BadModelFolder, EngineDown, EngineFailed, Overloaded
@@ -196,6 +196,7 @@ class ReplicaSet:
         for replica in self._replicas:
             replica.supervisor.receiver = _Receiver(self, replica)
             replica.supervisor.on_change = partial(self._changed, replica)
+            replica.supervisor.on_adapter_gone = partial(self._adapter_gone, replica)
             self._changed(replica)
 
     async def run(self) -> None:
@@ -310,19 +311,50 @@ class ReplicaSet:
             del self._waiting[request.submit.request_id]
             self._waiting_of_state.remove(request)
             try:
-                calls.append((request, router_call(request.as_submitted(time.monotonic()))))
+                call = router_call(request.as_submitted(time.monotonic()))
             except Exception:
                 logger.exception("cannot read a request")
                 why = "cannot read the request: see the server's log"
                 self._hand_over([Failed(request.submit.request_id, EngineFailed.code, why)])
+                continue
+            if call.adapter and not self._bar(call):
+                self._hold(request)
+            else:
+                calls.append((request, call))
         return calls
+
+    def _bar(self, call: RoutedRequest) -> bool:
+        """Bars the replicas that could not load the adapter of a request again. Returns whether another one
+        serves."""
+        serving = [replica for replica in self._replicas if replica.is_in_router]
+        call.barred = [one.number for one in serving if one.supervisor.lacks(call.adapter)]
+        if call.barred and call.task_group is not None:
+            call.task_group = call.task_group, call.adapter  # the members of a group bar the same replicas
+        return len(call.barred) < len(serving)
+
+    def _hold(self, request: Unfinished) -> None:
+        """Sends a request whose adapter no serving replica has to one that drains or starts, where it may be.
+        It fails if there is none."""
+        adapter, request_id = request.submit.adapter, request.submit.request_id
+        able = [
+            replica
+            for replica in self._replicas
+            if replica.supervisor.down_because is None and not replica.supervisor.lacks(adapter)
+        ]
+        if not able:
+            self._hand_over([without_adapter(request)])
+            return
+        replica = min(able, key=lambda replica: len(replica.requests))
+        replica.requests[request_id] = None
+        self._of_request[request_id] = replica
+        replica.supervisor.adopt([request])
 
     def send_placed(self, calls: Sequence[tuple[Unfinished, RoutedRequest]]) -> None:
         """Sends requests to the replicas on which they were placed."""
         parts: dict[int, list[Unfinished]] = {}
         for request, call in calls:
             is_placed = self._is_in_router(call.replica)
-            replica = self._replicas[call.replica] if is_placed else self._least_busy()
+            replica = self._replicas[call.replica] if is_placed else self._least_busy(call.barred)
             replica.requests[call.id] = call if is_placed else None
             self._of_request[call.id] = replica
             parts.setdefault(replica.number, []).append(request)
@@ -335,8 +367,8 @@ class ReplicaSet:
     def _is_in_router(self, number: int) -> bool:
         return 0 <= number < len(self._replicas) and self._replicas[number].is_in_router
 
-    def _least_busy(self) -> Replica:
-        serving = [replica for replica in self._replicas if replica.is_in_router]
+    def _least_busy(self, barred: Sequence[int]) -> Replica:
+        serving = [one for one in self._replicas if one.is_in_router and one.number not in barred]
         return min(serving, key=lambda replica: len(replica.requests))
 
     # Messages of a replica.
@@ -416,16 +448,23 @@ class ReplicaSet:
         is_down = supervisor.down_because is not None
         if self._down_because() is None:
             # A request that waits for its trial goes elsewhere only if there will be none here.
-            moved = supervisor.give_up(suspects=is_down)
-            for request in moved:
-                self._ended(replica, request.submit.request_id, 0)
-                self._wait(request)
-            if moved:
-                logger.info("replica %d: requests that continue elsewhere: %d", replica.number, len(moved))
+            self._move(replica, supervisor.give_up(suspects=is_down))
         else:
             self._fail_waiting()
         replica.notify()
         self._end_drain_if_needed()
+
+    def _adapter_gone(self, replica: Replica, adapter: str) -> None:
+        """The process of a replica could not load an adapter again. Others may have it."""
+        self._move(replica, replica.supervisor.give_up(adapter=adapter))
+
+    def _move(self, replica: Replica, requests: Sequence[Unfinished]) -> None:
+        """Places requests of a replica again."""
+        for request in requests:
+            self._ended(replica, request.submit.request_id, 0)
+            self._wait(request)
+        if requests:
+            logger.info("replica %d: requests that continue elsewhere: %d", replica.number, len(requests))
 
     def _end_drain_if_needed(self) -> None:
         """Places requests on a replica that is being drained if no other one serves."""

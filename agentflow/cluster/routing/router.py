@@ -50,7 +50,8 @@ class RoutingPolicy(Protocol):
         """Reads a report. Returns False if a snapshot is needed."""
 
     def place(self, calls: Sequence[RoutedRequest], now_s: float) -> None:
-        """Sets the ``replica`` of requests that came together."""
+        """Sets the ``replica`` of requests that came together, to none that they bar. The members of a task
+        group bar the same replicas."""
 
     def started(self, call: RoutedRequest, now_s: float) -> None:
         """A request has its first token."""

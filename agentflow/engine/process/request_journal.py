@@ -139,9 +139,14 @@ class RequestJournal:
         self._of_state.add(entry)
         self._num_suspects += entry.is_suspect
 
-    def give_up(self, *, suspects: bool = False) -> list[Unfinished]:
-        """Drops and returns the queued requests; suspects only if ``suspects``."""
-        given = [entry for entry in self._queued.values() if suspects or not entry.is_suspect]
+    def give_up(self, *, suspects: bool = False, adapter: str | None = None) -> list[Unfinished]:
+        """Drops and returns the queued requests; suspects only if ``suspects``. ``adapter``: only those that
+        use the adapter with this identity."""
+        given = [
+            entry
+            for entry in self._queued.values()
+            if (suspects or not entry.is_suspect) and adapter in (None, entry.submit.adapter)
+        ]
         if len(given) == len(self):
             self._queued, self._of_state, self._num_suspects = {}, StateIndex(), 0
         else:
@@ -173,7 +178,7 @@ class RequestJournal:
         waiting = [entry for entry in self._queued.values() if entry.submit.adapter == adapter]
         for entry in waiting:
             self._remove(self._queued, entry.submit.request_id)
-        return [_without_adapter(entry) for entry in waiting]
+        return [without_adapter(entry) for entry in waiting]
 
     def take_ready(self) -> list[Submit]:
         """Returns the requests to send to the process now. Their adapters and images must be in the
@@ -318,7 +323,8 @@ def aborted(request_id: int) -> Failed:
     return Failed(request_id, Cancelled.code, "the request was aborted")
 
 
-def _without_adapter(entry: Unfinished) -> Failed:
+def without_adapter(entry: Unfinished) -> Failed:
+    """Returns the answer to a request whose adapter cannot be loaded again."""
     name = entry.submit.origin.adapter
     why = f"the engine restarted, and the adapter {name!r} of this request is lost: its files have changed"
     return Failed(entry.submit.request_id, EngineFailed.code, why)

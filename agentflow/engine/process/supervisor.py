@@ -212,6 +212,9 @@ class EngineSupervisor:
         self.on_change: Callable[[], object] | None = None
         """Called when ``is_ready`` or ``down_because`` has changed, before queued requests are sent or
         fail."""
+        self.on_adapter_gone: Callable[[str], object] | None = None
+        """Called with the identity of an adapter that the process could not load again, before the queued
+        requests that use it fail."""
         self.down_because: str | None = None
         """Why requests fail immediately; None if they do not."""
         self._start = start
@@ -230,6 +233,7 @@ class EngineSupervisor:
         self._loads: set[int] = set()  # tickets of adapters, which may take long to read
         self._adapters: list[_Adapter] = []  # each new process must load these
         self._reloads: dict[int, _Adapter] = {}  # the adapters that this process is loading, by ticket
+        self._lacking: set[str] = set()  # the identities of adapters that this process could not load again
         self._unneeded: list[str] = []  # the identities of adapters to unload after their last request
         self._media: dict[str, PreparedMedium] = {}  # the images that requests may have
         self._deaths = 0  # in a row, for unknown causes
@@ -271,9 +275,14 @@ class EngineSupervisor:
             self._journal.adopt(request)
         self._send_ready()
 
-    def give_up(self, *, suspects: bool = False) -> list[Unfinished]:
-        """Drops and returns the requests that no process has; suspects only if ``suspects``."""
-        return self._journal.give_up(suspects=suspects)
+    def give_up(self, *, suspects: bool = False, adapter: str | None = None) -> list[Unfinished]:
+        """Drops and returns the requests that no process has; suspects only if ``suspects``. ``adapter``:
+        only requests that use the adapter with this identity."""
+        return self._journal.give_up(suspects=suspects, adapter=adapter)
+
+    def lacks(self, adapter: str) -> bool:
+        """Whether the present process could not load the adapter with this identity again."""
+        return adapter in self._lacking
 
     def replace(self) -> None:
         """Ends a process that runs requests, and starts another one, which continues them."""
@@ -285,6 +294,7 @@ class EngineSupervisor:
         """Loads an adapter that another engine of the model has, in this process and in each new one."""
         adapter = _Adapter(loaded.name, loaded.folder, loaded.identity, is_loaded=False)
         self._adapters.append(adapter)
+        self._lacking.discard(adapter.identity)
         if self._connection is not None:
             self._load_adapter(adapter, self._connection)
 
@@ -462,6 +472,7 @@ class EngineSupervisor:
                 case AdapterLoaded():
                     self._loads.discard(message.ticket)
                     self._adapters.append(_Adapter(message.name, message.folder, message.identity))
+                    self._lacking.discard(message.identity)
                 case Failed() if message.request_id in self._reloads:
                     handed += self._adapter_gone(message)
                     continue
@@ -505,7 +516,12 @@ class EngineSupervisor:
             one.identity == gone.identity and (one.is_loaded or one in self._reloads.values())
             for one in self._adapters
         )
-        return [] if is_hope_left else self._journal.adapter_gone(gone.identity)
+        if is_hope_left:
+            return []
+        self._lacking.add(gone.identity)
+        if self.on_adapter_gone is not None:
+            self.on_adapter_gone(gone.identity)  # other engines may adopt requests
+        return self._journal.adapter_gone(gone.identity)
 
     def _unload_adapters(self) -> None:
         """Unloads adapters without a name after the last request that uses them: until then, a new process
@@ -543,6 +559,7 @@ class EngineSupervisor:
         ended += [Failed(ticket, EngineDown.code, RESTARTING) for ticket in self._queries | self._loads]
         self._queries.clear()
         self._loads.clear()
+        self._lacking.clear()  # the next process may load them
         self._hand_over(ended)
         self._num_interrupted = len(self._journal)
         self._changed()  # other engines may adopt requests

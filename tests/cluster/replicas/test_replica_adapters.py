@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +13,14 @@ from support import holds
 from support.engine.adapters import write_plain_adapter
 from support.fake_replicas import Replicas
 
+from agentflow.cluster.routing.load import RoutedRequest
+from agentflow.cluster.routing.router import Router
 from agentflow.engine.client import EngineClient
 from agentflow.engine.request import Origin
 from agentflow.errors import AgentflowError
 from agentflow.protocol.sampling import SamplingParams
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(30)]
 
 
 @dataclass(eq=False)
@@ -45,6 +47,10 @@ class Job:
 
 def job(first: int = 10, *, adapter: str = "one", task_group: int = 0) -> Job:
     return Job([first, 20], Origin(adapter=adapter, task_group=task_group))
+
+
+def jobs_of(count: int) -> list[Job]:
+    return [job(10 + number) for number in range(count)]
 
 
 def write(folder: Path, value: float = 1.0) -> Path:
@@ -135,3 +141,111 @@ async def test_f37_an_unloaded_adapter_stays_on_all_replicas_until_its_last_requ
     await two.until(lambda: not two.num_loaded(identity))
     assert not client.engine._unneeded
     assert not client.engine._adapter_of
+
+
+async def lose(world: World, *numbers: int) -> None:
+    """Replaces replicas, and waits until they have read their adapters, or could not."""
+    restarts = {number: world.client.engine.replicas[number].restarts for number in numbers}
+    for number in numbers:
+        world.replicas.children[number].die()
+
+    def are_back() -> bool:
+        replicas = [world.client.engine._replicas[number] for number in numbers]
+        return all(
+            one.state == "serving" and one.supervisor.restarts > restarts[one.number] for one in replicas
+        ) and not any(one.supervisor._reloads for one in replicas)
+
+    await world.until(are_back)
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+async def test_f37_requests_avoid_a_replica_that_could_not_load_their_adapter_again(two, tmp_path, is_group):
+    def jobs(adapter: str = "one") -> list[Job]:
+        group = 7 if is_group else 0
+        return [job(10 + number, adapter=adapter, task_group=group) for number in range(8)]
+
+    await two.load("one", write(tmp_path / "one"))
+    expected, base = await two.texts(*jobs()), await two.texts(*jobs(""))
+    write(tmp_path / "one", 2.0)
+    await lose(two, 1)
+    assert await two.texts(*jobs(), *jobs("")) == expected + base
+    assert await two.texts(*jobs()) == expected
+    await two.load("one", write(tmp_path / "one"))
+    assert not any(one.supervisor._lacking for one in two.client.engine._replicas)
+    await lose(two, 0)
+    assert await two.texts(*jobs()) == expected
+
+
+class PrefersSecond(Router):
+    """Places requests on replica 1 unless they bar it."""
+
+    def place(self, calls: Sequence[RoutedRequest], now_s: float) -> None:
+        for call in calls:
+            call.barred = call.barred or [0]
+        super().place(calls, now_s)
+
+
+async def test_f37_requests_that_wait_for_an_adapter_go_to_another_replica_if_it_is_gone(tmp_path):
+    replicas = Replicas(2)
+    async with replicas.open(
+        router=lambda shape, loaded: PrefersSecond(shape, loaded.info.identity)
+    ) as client:
+        world = World(replicas, client)
+        await replicas.settle()
+        await world.load("one", write(tmp_path / "one"))
+        expected = await world.texts(*jobs_of(8))
+        write(tmp_path / "one", 2.0)
+        replicas.is_automatic = False
+        replicas.children[1].die()
+        await replicas.until(lambda: client.engine.replicas[1].restarts == 1)
+        await replicas.until(lambda: client.engine.replicas[1].state == "serving")
+        jobs = jobs_of(8)
+        async with anyio.create_task_group() as group:
+            for one in jobs:
+                group.start_soon(one.run, client)
+            await replicas.until(lambda: client.engine.replicas[1].requests == 8)
+            assert client.engine._replicas[1].supervisor._journal._missing
+            await world.until(lambda: all(one.has_ended for one in jobs))
+        assert [(one.text, one.error) for one in jobs] == [(text, None) for text in expected]
+        await world.until(lambda: all(not one.requests for one in client.engine.replicas))
+
+
+async def test_f37_requests_fail_if_no_replica_could_load_their_adapter_again(two, tmp_path):
+    await two.load("one", write(tmp_path / "one"))
+    expected = await two.texts(job(adapter=""))
+    write(tmp_path / "one", 2.0)
+    await lose(two, 0, 1)
+    jobs = jobs_of(8)
+    await two.run(*jobs)
+    assert {one.error.code for one in jobs} == {"engine_failed"}
+    assert await two.texts(job(adapter="")) == expected
+    write(tmp_path / "one")
+    await lose(two, 0)
+    assert len(await two.texts(*jobs_of(8))) == 8
+
+
+@pytest.mark.parametrize("event", ["die", "drain"])
+async def test_f37_requests_stay_with_the_one_replica_that_may_have_their_adapter(two, tmp_path, event):
+    replicas, client = two.replicas, two.client
+    folder = write(tmp_path / "one")
+    await two.load("one", folder)
+    expected = await two.texts(job())
+    write(folder, 2.0)
+    await lose(two, 1)
+    write(folder)
+    replicas.is_automatic = False
+    first, second = job(), job()
+    async with anyio.create_task_group() as group:
+        group.start_soon(first.run, client)
+        await replicas.until(lambda: bool(client.engine.replicas[0].requests))
+        await replicas.step_all()
+        if event == "die":
+            replicas.children[0].die()
+        else:
+            client.engine.drain(0, 1e9)
+            await replicas.until(lambda: client.engine.replicas[0].state == "draining")
+        group.start_soon(second.run, client)
+        await two.until(lambda: first.has_ended and second.has_ended)
+    assert [(one.text, one.error) for one in (first, second)] == [(expected[0], None)] * 2
+    await two.until(lambda: client.engine.replicas[0].restarts == 1)
+    assert await two.texts(job()) == expected
