@@ -3,8 +3,8 @@
 A schema may not limit strings and lists, and llguidance does not limit numbers; a DFA with a counter would
 have thousands of states. ``LengthMatcher`` wraps the matcher of such a schema. It follows quotes, brackets,
 commas and fractions. Once a part is long enough, it forbids the tokens that continue the part, as long as the
-grammar allows others. So tokens of one character reach a bound exactly, and longer ones exceed it by at most
-one token.
+grammar allows it to end there. So tokens of one character reach a bound exactly, and longer ones exceed it by
+at most one token.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from agentflow.engine.grammar.token_dfa import Vocabulary
 
 _QUOTE, _BACKSLASH, _COMMA, _POINT = b'"\\,.'
 _DIGITS: Final = frozenset(b"0123456789")
+_SPACES: Final = b" \t\n\r"
 _MOST_LEVELS: Final = 4
 """The number of lists around the innermost one whose commas are found. One token rarely closes more."""
 
@@ -81,15 +82,24 @@ class LengthMasks:
         self.closing = vocabulary.beginning_with(b'"')
         digits: dict[int, list[int]] = defaultdict(list)
         commas: dict[tuple[bool, int], list[int]] = defaultdict(list)
+        separators: list[int] = []
+        ends: list[int] = []
         for token, data in enumerate(vocabulary.token_bytes):
             if data[:1].isdigit():
                 digits[len(data) - len(data.lstrip(b"0123456789"))].append(token)
+            first = data.lstrip(_SPACES)[:1]
+            if first and first in b"]}":
+                ends.append(token)
+            elif first == b"," and list(_levels_of_commas(data, False)).count(0) == 1:
+                separators.append(token)
             if b"," in data:
                 for is_in_string in (False, True):
                     for level in set(_levels_of_commas(data, is_in_string)):
                         commas[is_in_string, level].append(token)
         self._commas = {place: ~vocabulary.only(tokens) for place, tokens in commas.items()}
         self._all = ~vocabulary.only([])
+        self._separators = vocabulary.only(separators)
+        self._ends = vocabulary.only(ends)
         longest = max(digits, default=0)
         # For each number of digits that still fit: the tokens that do not begin with more digits.
         self._fractions = [
@@ -102,6 +112,12 @@ class LengthMasks:
     def without_commas(self, is_in_string: bool, level: int) -> TokenWords:
         """Returns the tokens that have no comma in the list that is ``level`` containers further out."""
         return self._commas.get((is_in_string, level), self._all)
+
+    def without_needless_commas(self, words: TokenWords) -> TokenWords:
+        """Returns ``without_commas`` of the innermost list, outside a string, for a place where the grammar
+        allows the tokens ``words``. If the list may not end there, the comma that comes next is required."""
+        without = self.without_commas(False, 0)
+        return without if (words & self._ends).any() else without | self._separators
 
     def with_digits(self, most: int) -> TokenWords:
         """Returns the tokens that do not begin with more than ``most`` digits."""
@@ -153,7 +169,7 @@ class LengthMatcher:
     def mask(self) -> TokenWords:
         """See ``Matcher.mask``."""
         words = self._inner.mask()
-        for narrower in self._narrower():
+        for narrower in self._narrower(words):
             narrowed = words & narrower
             # The grammar may require the part to be longer, or its last character to be completed.
             if narrowed.any() or self._inner.may_end():
@@ -175,7 +191,7 @@ class LengthMatcher:
         self._inner.roll_back(num_tokens)
         del self._positions[len(self._positions) - num_tokens :]
 
-    def _narrower(self) -> Iterator[TokenWords]:
+    def _narrower(self, allowed: TokenWords) -> Iterator[TokenWords]:
         position, lengths, masks = self._positions[-1], self._lengths, self._masks
         if position.num_digits is not None:
             yield masks.with_digits(max(0, MOST_FRACTION - position.num_digits))
@@ -184,9 +200,16 @@ class LengthMatcher:
             for level in range(_MOST_LEVELS):
                 if container is None:
                     break
-                if container.num_commas + 1 >= lengths.list_items:
+                if container.num_commas + 1 < lengths.list_items:
+                    pass
+                elif level == 0 and not position.is_in_string:
+                    # A number, or free white space, could go on instead of a comma that is required.
+                    yield masks.without_needless_commas(allowed)
+                else:
                     yield masks.without_commas(position.is_in_string, level)
                 container = container.outer
-        is_long = position.is_in_string and lengths.string_chars is not None
+        # After a backslash, a quote is a character of the string.
+        is_whole = position.is_in_string and not position.is_escaped
+        is_long = is_whole and lengths.string_chars is not None
         if is_long and position.num_chars >= lengths.string_chars:  # type: ignore[operator]
             yield masks.closing

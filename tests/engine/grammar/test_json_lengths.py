@@ -16,9 +16,9 @@ from support.engine.bounded_matchers import BYTES, PAIRS, TOKENS, bounded_matche
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.messages import Lengths
-from agentflow.engine.grammar.grammar import Matcher
+from agentflow.engine.grammar.grammar import Matcher, is_allowed
 from agentflow.engine.grammar.json_lengths import Position, after
-from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.constraint import Constraint, Whitespace
 
 LENGTHS = Lengths(string_chars=5, list_items=3)
 
@@ -125,6 +125,75 @@ def check_lengths(value: Any, least_string: int) -> None:
         assert len(value) <= (LENGTHS.list_items or 0)
         for part in value.values() if isinstance(value, dict) else value:
             check_lengths(part, least_string)
+
+
+FIVE: dict[str, Any] = {
+    "object": {
+        "type": "object",
+        "properties": {name: {"type": "number"} for name in "abcde"},
+        "required": [*"abcde"],
+        "additionalProperties": False,
+    },
+    "list": {"type": "array", "items": {"type": "integer"}, "minItems": 5, "maxItems": 8},
+    "mixed": {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"$ref": "#"}]}, "minItems": 5},
+    "enum": {"enum": [[1, 1, 1, 1, 5], [1, 1, 12, 4, 5]]},
+}
+
+
+@pytest.mark.parametrize("whitespace", ["compact", "free"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("object", '{"a": 1, "b": 2.5, "c": 3.5, "d": 4, "e": 5}'),
+        ("object", '{"a": 1, "b": -2, "c": 30, "d": 40.25, "e": 0}'),
+        ("list", "[1, 2, 3, 4, 5]"),
+        ("mixed", "[1, 2, 3, [1, 2, 3, 4, 5], 5]"),
+        ("mixed", "[1, 2, [1, 2, 3, 4, 50], 4, 5]"),
+        ("enum", "[1, 1, 1, 1, 5]"),
+        ("enum", "[1, 1, 12, 4, 5]"),
+    ],
+)
+def test_f37_required_members_beyond_the_bound_leave_numbers_unchanged(
+    whitespace: Whitespace, name: str, text: str
+) -> None:
+    compiled = compile_constraint(Constraint("schema", json.dumps(FIVE[name]), whitespace=whitespace))
+    assert compiled.form == ("llguidance" if name == "mixed" else "dfa")
+    for pattern in (".", ", |."):
+        tokens = [token.encode() for token in re.findall(pattern, text)]
+        matcher = bounded_matcher(compiled, LENGTHS)
+        for number, token in enumerate(tokens):
+            token_id = TOKENS.index(token)
+            assert is_allowed(matcher.mask(), token_id), b"".join(tokens[: number + 1])
+            matcher.accept(token_id)
+        assert matcher.may_end()
+
+
+@pytest.mark.parametrize("whitespace", ["compact", "free"])
+def test_f37_a_comma_that_is_not_required_is_forbidden_at_the_bound(whitespace: Whitespace) -> None:
+    compiled = compile_constraint(Constraint("schema", json.dumps(FIVE["list"]), whitespace=whitespace))
+    matcher = bounded_matcher(compiled, LENGTHS)
+    for byte in b"[1, 2, 3, 4, 5":
+        matcher.accept(byte)
+    assert is_allowed(matcher.mask(), ord("6"))
+    assert is_allowed(matcher.mask(), ord("]"))
+    assert not is_allowed(matcher.mask(), ord(","))
+    assert not is_allowed(matcher.mask(), TOKENS.index(b", "))
+
+
+@pytest.mark.parametrize("form", ["dfa", "llguidance"])
+def test_f37_an_escape_at_the_bound_stays_the_same(form: str) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    if form == "llguidance":
+        schema = {"anyOf": [schema, {"type": "array", "items": {"$ref": "#"}}]}
+    compiled = compile_constraint(Constraint("schema", json.dumps(schema)))
+    assert compiled.form == form
+    matcher = bounded_matcher(compiled, LENGTHS)
+    for byte in b'"abcd\\':
+        matcher.accept(byte)
+    assert is_allowed(matcher.mask(), ord("n"))
+    matcher.accept(ord("n"))
+    assert not is_allowed(matcher.mask(), ord("e"))
+    assert is_allowed(matcher.mask(), ord('"'))
 
 
 @pytest.mark.parametrize("lengths", [Lengths(), LENGTHS])
