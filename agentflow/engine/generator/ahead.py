@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
-from agentflow.engine.generator.context import EngineContext, FilledAhead
+from agentflow.engine.generator.context import EngineContext, FilledAhead, PrefilledAhead
 from agentflow.engine.generator.requests import MAX_INLINE_CHARS, TenantRequests
 from agentflow.engine.messages import Finished
 from agentflow.engine.request import MAX_PRIORITY, Origin
+from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.errors import AgentflowError
 from agentflow.protocol.chat import Message
 
@@ -26,21 +27,28 @@ class PrefixesAhead:
         self._client = requests.client
 
     def announced(self, context: EngineContext) -> None:
-        """Computes the prefix of a state that will be forked, if little text must be encoded for that."""
+        """Computes the prefix of a state that will be forked, if little text must be encoded for that. The
+        state's text stays open: its end is encoded again with the text that follows."""
         if context.num_to_encode <= MAX_INLINE_CHARS and not context.tokens.unread:
-            context.tokens.cut()
             self.fork(context)
 
     def fork(self, context: EngineContext) -> None:
-        """Computes the prefix that is encoded, before forks need it."""
-        token_ids = context.tokens.ids()
-        if len(token_ids) - context.num_computed < MIN_AHEAD_TOKENS or not self._requests.is_unlimited:
+        """Computes the current prefix, before forks need it. Computes nothing if the template rejects the
+        conversation so far, which more turns may complete."""
+        if not self._requests.is_unlimited:
+            return
+        try:
+            token_ids = context.tokens.ids()
+        except AgentflowError:  # the next request reports it
+            return
+        if len(token_ids) - context.num_computed < MIN_AHEAD_TOKENS:
             return
         if context.prefill_ahead is not None:
-            self._client.forget(context.prefill_ahead)
-        context.prefill_ahead = self._client.compute_ahead(
+            self._client.forget(context.prefill_ahead.request_id)
+        request_id = self._client.compute_ahead(
             token_ids, origin=msgspec.structs.replace(context.origin_ahead(), trace="")
         )
+        context.prefill_ahead = PrefilledAhead(request_id, token_ids)
         context.num_computed, context.has_run = len(token_ids), True
 
     async def fill(self, context: EngineContext) -> None:
@@ -58,6 +66,8 @@ class PrefixesAhead:
         if context.is_freed:  # while a thread encoded its text
             return
         known = max(before, min(context.num_computed, context.tokens.num_kept(token_ids)))
+        if context.prefill_ahead is not None:
+            known = max(known, common_prefix(context.prefill_ahead.token_ids, token_ids))
         if len(token_ids) - known < MIN_AHEAD_TOKENS:
             return
         self._requests.end_fill_ahead(context)

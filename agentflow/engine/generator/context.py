@@ -151,6 +151,13 @@ class FilledAhead(NamedTuple):
     num_tokens: int
 
 
+class PrefilledAhead(NamedTuple):
+    """A request that computes a prefix before forks need it. ``request_id``: as in ``compute_ahead``."""
+
+    request_id: int
+    token_ids: list[int]
+
+
 @dataclass(eq=False)
 class EngineContext:
     """One state of a program in the engine."""
@@ -164,7 +171,7 @@ class EngineContext:
     num_media: int = 0
     num_computed: int = 0  # the leading tokens that requests have already computed
     has_run: bool = False  # the engine knows the state
-    prefill_ahead: int | None = None  # the id of a request that computes a prefix before forks need it
+    prefill_ahead: PrefilledAhead | None = None
     filled_ahead: FilledAhead | None = None  # while the state waits
     is_freed: bool = False
     outlived: bool = False  # the engine's state continues in a later context

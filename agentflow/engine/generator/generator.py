@@ -502,7 +502,7 @@ class EngineGenerator:
         context.is_freed = True
         self.requests.end_fill_ahead(context)
         if context.prefill_ahead is not None:
-            self._client.forget(context.prefill_ahead)
+            self._client.forget(context.prefill_ahead.request_id)
         if context.has_run and context.origin.state and not context.outlived:
             self._client.close_state(context.origin.state, is_dropped=context.is_dropped)
         self._stats.rerendered_tokens += context.tokens.num_rerendered_tokens
