@@ -44,6 +44,7 @@ ROOMS = {
     "protocol": (
         "constraint",
         "schema_walk",
+        "hoisting",
         "bounds",
         "decimals",
         "record",

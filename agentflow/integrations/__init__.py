@@ -27,9 +27,9 @@ from agentflow.protocol.chat import (
     TextPiece,
     ToolChoice,
     ToolSpec,
-    hoisted,
 )
 from agentflow.protocol.events import TopLogprobs
+from agentflow.protocol.hoisting import hoisted
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.task_group import open_task_group

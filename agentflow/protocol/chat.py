@@ -10,7 +10,6 @@ result. References, transforms and messages use only the prose of a reply."""
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections import Counter
@@ -30,7 +29,6 @@ from agentflow.protocol.images import (
     check_source,
     split_at_media,
 )
-from agentflow.protocol.schema_walk import subschemas
 
 ROLES: Final = ("system", "user", "assistant", "tool")
 IMAGE_ROLES: Final = ("user", "tool")
@@ -386,37 +384,3 @@ def _unquoted(escaped: str) -> str:
         return str(json.loads(f'"{escaped}"'))
     except ValueError as error:
         raise ProtocolError(f"malformed reply: {error}") from None
-
-
-def hoisted(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` as part of a larger one: its definitions move into ``definitions``, prefixed with the tool's
-    ``name``, and its references are adapted. A schema that refers to its own root becomes a definition.
-
-    >>> definitions = {}
-    >>> hoisted("tree", {"type": "object", "properties": {"left": {"$ref": "#"}}}, definitions)
-    {'$ref': '#/$defs/tree'}
-    >>> definitions
-    {'tree': {'type': 'object', 'properties': {'left': {'$ref': '#/$defs/tree'}}}}
-    """
-    refers_to_root = False
-
-    def new_place(reference: str) -> str:
-        nonlocal refers_to_root
-        for keyword in ("$defs", "definitions"):
-            if reference.startswith(f"#/{keyword}/"):
-                return f"#/$defs/{name}." + reference.removeprefix(f"#/{keyword}/")
-        if reference != "#" and not reference.startswith("#/"):
-            return reference
-        refers_to_root = True
-        return f"#/$defs/{name}" + reference.removeprefix("#")
-
-    whole = copy.deepcopy(schema)
-    for part in list(subschemas(whole)):
-        if isinstance(part.get("$ref"), str):
-            part["$ref"] = new_place(part["$ref"])
-    for keyword in ("$defs", "definitions"):
-        definitions |= {f"{name}.{key}": value for key, value in whole.pop(keyword, {}).items()}
-    if not refers_to_root:
-        return whole
-    definitions[name] = whole
-    return {"$ref": f"#/$defs/{name}"}

@@ -334,6 +334,30 @@ def test_two_definitions_of_one_name_stay_apart() -> None:
     assert read('{"one": {"name": "A", "age": 1}, "other": {"id": 1}}')["other"] == other(id=1)
 
 
+class Branch(pydantic.BaseModel):
+    number: int
+    branches: list[Branch] = []
+
+
+class Tree(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(json_schema_extra={"$id": "https://example.org/tree"})
+    branch: Branch
+
+
+def plant(one: Tree, other: Tree, branch: Branch) -> None: ...
+
+
+def test_f37_parameters_whose_schemas_have_an_id() -> None:
+    schema, read = parameters_type("plant", plant)
+    branch = {"number": 1, "branches": [{"number": 2, "branches": []}]}
+    value = {"one": {"branch": branch}, "other": {"branch": branch}, "branch": branch}
+    jsonschema.Draft202012Validator(schema).validate(value)
+    compiled = compile_constraint(Constraint("schema", json.dumps(schema)))
+    assert takes(compiled, json.dumps(value))
+    assert not takes(compiled, json.dumps({**value, "one": {"branch": {"number": "x"}}}))
+    assert read(json.dumps(value))["one"] == Tree.model_validate({"branch": branch})
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -46,9 +46,9 @@ from agentflow.protocol.chat import (
     TextPiece,
     ToolChoice,
     ToolSpec,
-    hoisted,
 )
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.hoisting import hoisted
 from agentflow.protocol.schema_walk import resolved
 
 

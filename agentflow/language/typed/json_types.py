@@ -30,8 +30,8 @@ import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.language.failures.mistakes import defined_at
-from agentflow.protocol.chat import hoisted
 from agentflow.protocol.decimals import MOST_DIGITS, Endpoint, decimal_pattern
+from agentflow.protocol.hoisting import hoisted, stands_alone
 from agentflow.protocol.record import Record
 from agentflow.protocol.schema_walk import (
     FORMATS,
@@ -160,9 +160,9 @@ def parameters_type(name: str, function: Callable[..., Any]) -> tuple[JsonSchema
 
 def with_definitions(name: str, schema: JsonSchema, definitions: dict[str, JsonSchema]) -> JsonSchema:
     """``schema`` as part of a larger one: its definitions move into ``definitions``. If another one has the
-    same name, they are prefixed with ``name``."""
+    same name, or the schema has ids, they are prefixed with ``name``."""
     own = schema.get("$defs", {})
-    if any(definitions.get(key, value) != value for key, value in own.items()):
+    if any(definitions.get(key, value) != value for key, value in own.items()) or stands_alone(schema):
         return hoisted(name, schema, definitions)
     definitions |= own
     return {key: value for key, value in schema.items() if key != "$defs"}

@@ -35,6 +35,7 @@ from agentflow.engine.grammar.compiler.messages import (
 )
 from agentflow.errors import AgentflowError, BadArgument, RequestRefused
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.hoisting import definition_name, definition_place
 
 Compiles: TypeAlias = Callable[[Schema], bool]
 """Whether a schema compiles."""
@@ -183,15 +184,12 @@ class _Part:
             start = start[key]
         self._start: Schema = start
         self._definitions = _some(root, "$defs", "definitions")
-        # ``hoisted`` puts the tool's name before the names of its definitions.
         self._schemas: list[tuple[SchemaPath, Any]] = [((), self._start)]
         if part.path:
-            own = root.get("$defs", {})
-            prefix = f"{part.name}."
             self._schemas += [
-                (() if name == part.name else ("$defs", name.removeprefix(prefix)), own[name])
-                for name in own
-                if name == part.name or name.startswith(prefix)
+                (place, one)
+                for name, one in root.get("$defs", {}).items()
+                if (place := definition_place(part.name, name)) is not None
             ]
 
     @property
@@ -210,6 +208,8 @@ class _Part:
         for base, one in self._schemas if self.part.is_strict else ():
             for path in relax(self._root, copy.deepcopy(one), base):
                 text = f"{'.'.join(path)} {_why(one, path[len(base) :])}"
+                if self.part.path:
+                    text = text.replace(f"#/$defs/{definition_name(self.part.name)}.", "#/$defs/")
                 raise self.error(BadArgument(text), path)
 
     def relax(self) -> list[SchemaPath]:
