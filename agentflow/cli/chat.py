@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from unicodedata import category
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from rich.console import Console
@@ -167,6 +168,8 @@ class TerminalConversation:
 
 
 PROMPT = "> "
+KEPT: Final = "\n\t\u200c\u200d"
+"""Characters of answers that are shown, although they are not printable: the last two shape letters."""
 HELP = """\
 /image PATH     attach an image to the next message; without PATH: remove the attached images
 /reset          start a new conversation
@@ -284,7 +287,7 @@ class _Terminal:
     def _show(self, text: str) -> None:
         self._end_reasoning()
         if self._is_terminal:
-            text = _without_controls(text)
+            text = without_controls(text)
         print(self._wrapped(text), end="", flush=True)
 
     def _end_answer(self) -> None:
@@ -298,7 +301,7 @@ class _Terminal:
         if not self._is_reasoning:
             self._is_reasoning = True
             self._say("thinking…", style="dim italic")
-        self._write_reasoning(self._wrapped(_without_controls(text)))
+        self._write_reasoning(self._wrapped(without_controls(text)))
 
     def _end_reasoning(self) -> None:
         if self._is_reasoning:
@@ -350,9 +353,9 @@ def _written_path(written: str) -> str:
     return os.path.expanduser(words[0]) if len(words) == 1 else path
 
 
-def _without_controls(text: str) -> str:
+def without_controls(text: str) -> str:
     """The text without control characters, which must not reach the terminal."""
-    return "".join(char for char in text if char.isprintable() or char in "\n\t")
+    return "".join([char for char in text if char.isprintable() or char in KEPT or category(char) == "Zs"])
 
 
 def stats_line(answered: Answered) -> str:

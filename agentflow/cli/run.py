@@ -39,6 +39,7 @@ from agentflow.language.typed.json_form import json_text
 ProgramFunction = Callable[..., Awaitable[Any]]
 
 SOME_FAILED = 3
+MAX_CELL_CHARS = 2**31 - 1
 """The exit status if inputs failed."""
 
 
@@ -86,12 +87,12 @@ def _load_module(file: str) -> ModuleType:
             return importlib.import_module(file)
         assert spec.loader is not None
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadArgument(f"{file} cannot be loaded: {_shown(error)}") from error
     return module
 
 
-def _shown(error: Exception) -> str:
+def _shown(error: BaseException) -> str:
     """The error in one line, with the line of the program that raised it."""
     what = f"{type(error).__name__}: {error}"
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
@@ -132,6 +133,7 @@ class InputFile:
     def _of_csv(self, file: TextIO) -> Iterator[TableRow]:
         kinds = _scalar_types(self.program)
         reader = csv.DictReader(file, strict=True)
+        limit = csv.field_size_limit(MAX_CELL_CHARS)  # of this process
         try:
             for row in reader:
                 if None in row or None in row.values():
@@ -142,6 +144,8 @@ class InputFile:
                 yield self._checked(TableRow(cells), reader.line_num)
         except csv.Error as error:
             raise BadArgument(f"{self.name}, line {reader.line_num}: not CSV: {error}") from None
+        finally:
+            csv.field_size_limit(limit)
 
     def _checked(self, item: Any, number: int) -> Any:
         try:

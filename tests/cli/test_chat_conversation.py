@@ -13,7 +13,7 @@ from rich.console import Console
 import agentflow as af
 from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.cli.chat import Answered, TerminalConversation, default_sampling, run_chat
+from agentflow.cli.chat import Answered, TerminalConversation, default_sampling, run_chat, without_controls
 from agentflow.language.expressions import ImageExpression
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.events import Capabilities, Usage
@@ -119,6 +119,12 @@ def test_the_terminal_shows_reasoning_before_the_answer(capsys: pytest.CaptureFi
     assert ("hard" in said) == reasoning
     assert "\x1b" not in said
     assert "3 of reasoning" in said
+
+
+def test_f37_terminals_show_all_characters_but_controls():
+    spaces = "10\u00a0000\u202fkm\u3000a\u200cb\u200dc\n\t"
+    assert without_controls(spaces) == spaces
+    assert without_controls("a\x1b\a\r\x9b\u202eb") == "ab"
 
 
 PNG = b"\x89PNG\r\n\x1a\n a chart"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
@@ -76,6 +77,20 @@ def test_csv_standard_input_and_modules(capsys, monkeypatch):
         {"input": [1, 2], "result": [1, 2]},
         {"input": None, "result": None},
     ]
+
+
+def test_f37_a_cell_of_a_table_may_be_long(capsys):
+    limit = csv.field_size_limit()
+    Path("in.csv").write_text(f"essay,times\n{'x' * 200_000},1\n")
+    assert main(["run", "judge:judge", "in.csv", "-q"]) == 0
+    assert len(capsys.readouterr().out) > 400_000  # the input and the result
+    assert csv.field_size_limit() == limit
+
+
+def test_f37_a_file_that_exits_runs_nothing(capsys):
+    Path("exits.py").write_text(f"{PROGRAM}\nimport sys\nsys.exit(0)\n")
+    assert main(["run", "exits.py:judge", "in.jsonl"]) == 1
+    assert "exits.py" in capsys.readouterr().err
 
 
 def test_an_output_is_resumed(capsys):

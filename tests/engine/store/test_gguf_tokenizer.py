@@ -64,10 +64,15 @@ texts = st.lists(ALPHABET, max_size=40).map("".join)
 
 
 def write_vocabulary(
-    file: Path, model: str, tokens: Sequence[str], types: Sequence[int], add: Callable[[GGUFWriter], None]
+    file: Path,
+    model: str,
+    tokens: Sequence[str],
+    types: Sequence[int],
+    add: Callable[[GGUFWriter], None],
+    architecture: str = "llama",
 ) -> Path:
     """A GGUF file without tensors."""
-    writer = GGUFWriter(file, "llama")
+    writer = GGUFWriter(file, architecture)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
@@ -223,6 +228,38 @@ def test_f37a_markers_of_turns_that_are_typed_as_text_are_control_tokens(
     assert end not in tokenizer.encode("<|im_end|>")
     assert open_gguf(file).vocabulary.end_ids == (1, end)
     assert "<|im_end|>" in caplog.text
+
+
+@pytest.mark.parametrize(("architecture", "strips"), [("phi3", True), ("llama", False)])
+def test_f37_marks_of_phi3_take_the_line_breaks_of_its_template(
+    architecture: str, strips: bool, tmp_path: Path
+) -> None:
+    marks = ["<|endoftext|>", "<|user|>", "<|end|>", "<|assistant|>"]
+    tokens = [
+        "<s>",
+        "</s>",
+        "<unk>",
+        *[f"<0x{i:02X}>" for i in range(256)],
+        "▁",
+        "H",
+        "i",
+        "▁H",
+        "▁Hi",
+        *marks,
+    ]
+    types = [3, 3, 2, *[6] * 256, *[1] * 5, *[3] * 4]
+
+    def add(writer: GGUFWriter) -> None:
+        writer.add_token_scores([0.0] * 259 + [-5.0, -5.0, -5.0, -2.0, -1.0] + [0.0] * 4)
+
+    file = write_vocabulary(tmp_path / "phi.gguf", "llama", tokens, types, add, architecture)
+    ids = Tokenizer.from_folder(file).encode_markup("<|user|>\nHi<|end|>\n<|assistant|>\n<|endoftext|>\n")
+    shown = [tokens[number] for number in ids]
+    if strips:
+        expected = ["<|user|>", "▁Hi", "<|end|>", "<|assistant|>", "<|endoftext|>", "▁", "<0x0A>"]
+    else:
+        expected = ["<|user|>", "▁", "<0x0A>", "H", "i", "<|end|>", "▁", "<0x0A>", "<|assistant|>"]
+    assert shown[: len(expected)] == expected
 
 
 @pytest.mark.parametrize(

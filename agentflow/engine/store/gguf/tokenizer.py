@@ -174,6 +174,7 @@ def _sentence_piece(words: GgufVocabulary) -> Spec:
             "byte_fallback": True,
         },
         adds_bos=words.data.flag("tokenizer.ggml.add_bos_token", True),
+        strips=words.data.architecture in ("phi3", "phimoe"),
     )
 
 
@@ -200,14 +201,18 @@ def _spec(
     decoder: Spec,
     model: Spec,
     adds_bos: bool,
+    strips: bool = False,
 ) -> Spec:
+    """Returns the object with all fields. ``strips``: marks include the white space behind them, as Phi-3's
+    do. Its files have no field for that: llama.cpp also decides it by the model."""
     named = set(words.named_tokens.values())
     added = [
         {
             "id": i,
             "content": words.tokens[i],
             "special": kind != USER_DEFINED or words.tokens[i] in named,
-            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+            "rstrip": strips and words.tokens[i] not in ("<unk>", "<s>", "<|endoftext|>"),
+            **dict.fromkeys(("single_word", "lstrip", "normalized"), False),
         }
         for i, kind in enumerate(words.types)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
