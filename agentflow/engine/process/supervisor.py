@@ -512,11 +512,11 @@ class EngineSupervisor:
         """Handles an adapter that could not be loaded again. Returns the answers of its requests."""
         gone = self._reloads.pop(message.request_id)
         logger.error("an adapter could not be loaded again: %s", message.message)
-        is_hope_left = any(
-            one.identity == gone.identity and (one.is_loaded or one in self._reloads.values())
-            for one in self._adapters
-        )
-        if is_hope_left:
+        same = [one for one in self._adapters if one.identity == gone.identity]
+        if any(one in self._reloads.values() for one in same):
+            return []
+        if any(one.is_loaded for one in same):  # by another name, or by an earlier load
+            self._journal.adapter_loaded(gone.identity)
             return []
         self._lacking.add(gone.identity)
         if self.on_adapter_gone is not None:
@@ -528,7 +528,9 @@ class EngineSupervisor:
         must load them again."""
         for identity in [one for one in self._unneeded if not self._journal.needs(one)]:
             self._unneeded.remove(identity)
-            adapter = next(one for one in self._adapters if one.identity == identity)
+            same = [one for one in self._adapters if one.identity == identity]
+            # One of them, preferably one that the process has not: the others need the weights.
+            adapter = min(same, key=lambda one: one.is_loaded)
             self._adapters.remove(adapter)
             if adapter.is_loaded and self._connection is not None:
                 self._connection.post(UnloadAdapter(identity))

@@ -16,6 +16,7 @@ from support.fake_replicas import Replicas
 from agentflow.cluster.routing.load import RoutedRequest
 from agentflow.cluster.routing.router import Router
 from agentflow.engine.client import EngineClient
+from agentflow.engine.messages import AdapterLoaded, UnloadAdapter
 from agentflow.engine.request import Origin
 from agentflow.errors import AgentflowError
 from agentflow.protocol.sampling import SamplingParams
@@ -73,10 +74,15 @@ class World:
 
     async def load(self, name: str, folder: Path) -> str:
         """Loads an adapter. Returns its identity."""
+        loaded: list[AdapterLoaded] = []
+
+        async def load() -> None:
+            loaded.append(await self.client.load_adapter(name, folder))
+
         async with anyio.create_task_group() as group:
-            group.start_soon(self.client.load_adapter, name, folder)
-            await self.until(lambda: name in self.client.adapters)
-        return self.client.adapters[name].identity
+            group.start_soon(load)
+            await self.until(lambda: bool(loaded))
+        return loaded[0].identity
 
     async def run(self, *jobs: Job) -> None:
         async with anyio.create_task_group() as group:
@@ -249,3 +255,25 @@ async def test_f37_requests_stay_with_the_one_replica_that_may_have_their_adapte
     assert [(one.text, one.error) for one in (first, second)] == [(expected[0], None)] * 2
     await two.until(lambda: client.engine.replicas[0].restarts == 1)
     assert await two.texts(job()) == expected
+
+
+@pytest.mark.parametrize("is_unloaded", [False, True])
+async def test_f37_requests_do_not_wait_for_a_second_load_that_has_failed(tmp_path, is_unloaded):
+    replicas = Replicas(2)
+    async with replicas.open(
+        router=lambda shape, loaded: PrefersSecond(shape, loaded.info.identity)
+    ) as client:
+        world = World(replicas, client)
+        await replicas.settle()
+        identity = await world.load("one", write(tmp_path / "one"))
+        expected = await world.texts(*jobs_of(8))
+        second = client.engine._replicas[1].supervisor
+        # Replica 0 has loaded the same weights by another name, from files that replica 1 cannot read.
+        second.must_load(AdapterLoaded(99, "two", str(tmp_path / "gone"), identity, 1))
+        await world.until(lambda: not second._reloads)
+        if is_unloaded:
+            second.send(UnloadAdapter(identity))  # one of the two names
+            await replicas.settle()
+        assert await world.texts(*jobs_of(8)) == expected
+        assert len(second._adapters) == 2 - is_unloaded
+        assert not second.lacks(identity)
