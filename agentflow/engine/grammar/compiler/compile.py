@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import numpy as np
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from msgspec.structs import replace
 
+from agentflow.engine.grammar.compiler.ebnf import lark_of_gbnf
 from agentflow.engine.grammar.compiler.explicit_schema import (
     Schema,
     check_schema,
@@ -282,8 +282,8 @@ def _of_lark(source: str) -> str:
     if attribute := _ATTRIBUTE_OF_GEN.search(source):
         raise BadArgument(f"grammar: {attribute[1]} must be set on the gen, not on a rule")
     try:
-        grammar = f"{gbnf_to_lark(source) if names else source}\n{ALL_TOKENS_ALLOWED}"
-    except Exception as error:  # the library raises bare Exception
+        grammar = f"{lark_of_gbnf(source) if names else source}\n{ALL_TOKENS_ALLOWED}"
+    except BadArgument as error:
         raise BadArgument(f"grammar: {error}") from None
     _check_terminals(grammar)
     return grammar

@@ -1,0 +1,454 @@
+"""Decides which parts of a grammar in GBNF a lexer may read as whole words.
+
+llguidance reads terminals with a lexer: each is as long as possible, and a lexer does not go back. GBNF has
+no lexer. So a part may only be a terminal if no terminal can be read on where the next one begins: in
+``word "s"`` with ``word ::= [a-z]+``, the word would take the ``s``. Such parts are left to the parser, which
+reads them character by character. That is slower, so all other parts stay terminals.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from agentflow.engine.grammar.compiler.gbnf import (
+    Chars,
+    Choice,
+    GrammarPart,
+    Named,
+    Row,
+    Text,
+    Times,
+    names_in,
+)
+from agentflow.engine.grammar.regex import Ranges
+
+MAX_PLACES: Final = 1_000
+"""The characters of a terminal, with the rules that it contains. Larger rules are left to the parser."""
+MAX_COPIED: Final = 8
+"""The characters of a counted repeat that are compared one by one. Of a larger one, any number is assumed."""
+MAX_STEPS: Final = 200_000
+"""The steps of the comparison, which take some tenths of a second at most. In larger grammars, all is left to
+the parser."""
+
+Lexeme: TypeAlias = "Named | Text | Chars"
+"""A terminal: a rule, a literal or a character class."""
+
+
+@dataclass(slots=True)
+class _Places:
+    """The characters of a terminal (Glushkov), numbered: the characters of each, and sets, as bits, of the
+    ones that may follow it, come first and come last."""
+
+    chars: list[int] = field(default_factory=list)
+    """As bits: the classes of characters (``_Alphabet``)."""
+    leads: list[int] = field(default_factory=list)
+    """As bits: their first bytes in UTF-8. A lexer reads bytes, so it goes on if only these are alike."""
+    after: list[int] = field(default_factory=list)
+    first: int = 0
+    last: int = 0
+    may_be_empty: bool = True
+
+
+class _TooLarge(Exception):
+    """There are too many steps."""
+
+
+class Lexemes:
+    """The terminals of a grammar.
+
+    ``whole``: the rules that are terminals where other rules contain them. ``divided``: the literals that are
+    not terminals. Their characters are.
+    """
+
+    def __init__(self, rules: Mapping[str, GrammarPart]) -> None:
+        self.rules = rules
+        self.divided: set[str] = set()
+        self._alphabet = _Alphabet(rules)
+        self._places: dict[Lexeme, _Places] = {}
+        self._readings: dict[tuple[Lexeme, Lexeme], tuple[bool, int]] = {}
+        self._steps_left = MAX_STEPS
+        self.whole = self._regular_rules() - {"root"}
+        try:
+            while longer := self._that_read_on():
+                self.whole -= {one.name for one in longer if isinstance(one, Named)}
+                self.divided |= {one.text for one in longer if isinstance(one, Text)}
+        except _TooLarge:
+            self.whole = set()
+            self.divided |= {one.text for one in self._places if isinstance(one, Text)}
+
+    def _regular_rules(self) -> set[str]:
+        """Returns the rules that are not recursive and not too large, in whose ``_Places`` are no others."""
+        users: dict[str, list[str]] = defaultdict(list)
+        missing: dict[str, int] = {}
+        for name, part in self.rules.items():
+            used = set(names_in(part))
+            missing[name] = len(used)
+            for other in used:
+                users[other].append(name)
+            for lexeme in _leaves(part):
+                if isinstance(lexeme, Text) and len(lexeme.text) > MAX_PLACES:
+                    self.divided.add(lexeme.text)
+                elif lexeme not in self._places:
+                    self._places[lexeme] = _Placing(self).whole(lexeme)
+        waiting = deque([name for name, count in missing.items() if not count])
+        found: set[str] = set()
+        while waiting:
+            name = waiting.popleft()
+            try:
+                places = _Placing(self).whole(self.rules[name])
+            except _TooLarge:
+                continue
+            self._places[Named(name)] = places
+            for user in users[name]:
+                missing[user] -= 1
+                if not missing[user]:
+                    waiting.append(user)
+            if places.chars:
+                found.add(name)
+        return found
+
+    def placed(self, lexeme: Lexeme) -> _Places:
+        """Returns the places of a lexeme, or of a rule without recursion."""
+        return self._places[lexeme]
+
+    def lead_bits(self, ranges: Ranges) -> int:
+        """Returns the first bytes of characters as bits."""
+        return self._alphabet.lead_bits(ranges)
+
+    def class_bits(self, ranges: Ranges) -> int:
+        """Returns the classes of characters as bits."""
+        return self._alphabet.class_bits(ranges)
+
+    def spend(self, num_steps: int) -> None:
+        """Counts steps of the comparison. Raises ``_TooLarge`` if there have been too many."""
+        self._steps_left -= num_steps
+        if self._steps_left < 0:
+            raise _TooLarge
+
+    def _that_read_on(self) -> set[Lexeme]:
+        """Returns the terminals that a lexer may read on where another one ends and the next one begins."""
+        order = _Order(self)
+        by_number = order.lexemes
+        places = [self._places[lexeme] for lexeme in by_number]
+        firsts = [_union(place.leads, place.first) for place in places]
+        first_chars = [_union(place.chars, place.first) for place in places]
+        # A lexer knows which terminals may come at a place, unless the text before may be two of them.
+        may_follow = list(order.after)
+        for a, one in enumerate(by_number):
+            self.spend(1 + len(by_number) // 8)
+            for b, other in enumerate(by_number):
+                if a != b and first_chars[a] & first_chars[b] and self._reading(one, other)[0]:
+                    may_follow[a] |= order.after[b]
+        together = [0] * len(by_number)
+        for group in {order.first, *may_follow}:
+            for number in _bits(group):
+                together[number] |= group
+        found: set[Lexeme] = set()
+        for a, one in enumerate(by_number):
+            next_bytes = 0
+            for number in _bits(may_follow[a]):
+                next_bytes |= firsts[number]
+            if not next_bytes:
+                continue
+            for b in _bits(together[a]):
+                other = by_number[b]
+                if other in found or isinstance(other, Chars) or not first_chars[a] & first_chars[b]:
+                    continue
+                if self._reading(one, other)[1] & next_bytes:
+                    found.add(other)
+        return found
+
+    def _reading(self, one: Lexeme, other: Lexeme) -> tuple[bool, int]:
+        """Whether a text may be both, and the bytes with which ``other`` may go on after a whole text of
+        ``one``."""
+        known = self._readings.get((one, other))
+        if known is not None:
+            return known
+        mine, others = self._places[one], self._places[other]
+        is_both, going_on = False, 0
+        # For each place of one: the places of the other that the same text may reach.
+        reached = [0] * len(mine.chars)
+        alike: dict[int, int] = {}  # by the characters of a place of one: the places of the other
+        waiting = [(mine.first, others.first)]
+        while waiting:
+            first, second = waiting.pop()
+            for a in _bits(first):
+                chars = mine.chars[a]
+                if chars not in alike:
+                    self.spend(len(others.chars))
+                    alike[chars] = sum([1 << b for b, found in enumerate(others.chars) if found & chars])
+                new = second & alike[chars] & ~reached[a]
+                self.spend(1 + new.bit_count())
+                if not new:
+                    continue
+                reached[a] |= new
+                after = _union(others.after, new)
+                waiting.append((mine.after[a], after))
+                if mine.last >> a & 1:
+                    is_both |= bool(new & others.last)
+                    going_on |= _union(others.leads, after)
+        self._readings[one, other] = is_both, going_on
+        return is_both, going_on
+
+
+class _Alphabet:
+    """The classes of characters that a grammar does not distinguish."""
+
+    def __init__(self, rules: Mapping[str, GrammarPart]) -> None:
+        edges = {0}
+        for part in rules.values():
+            for lexeme in _leaves(part):
+                for first, last in _ranges(lexeme):
+                    edges |= {first, last + 1}
+        self._edges = sorted(edges)
+
+    def class_bits(self, ranges: Ranges) -> int:
+        found = 0
+        for first, last in ranges:
+            low, high = bisect.bisect_left(self._edges, first), bisect.bisect_left(self._edges, last + 1)
+            found |= (1 << high) - (1 << low)
+        return found
+
+    def lead_bits(self, ranges: Ranges) -> int:
+        found = 0
+        for first, last in ranges:
+            found |= (2 << chr(last).encode()[0]) - (1 << chr(first).encode()[0])
+        return found
+
+
+class _Placing:
+    """Numbers the characters of one part."""
+
+    def __init__(self, lexemes: Lexemes) -> None:
+        self._lexemes = lexemes
+        self._found = _Places()
+
+    def whole(self, part: GrammarPart) -> _Places:
+        found = self._found
+        found.first, found.last, found.may_be_empty = self._place(part)
+        return found
+
+    def _place(self, part: GrammarPart) -> tuple[int, int, bool]:
+        """Adds the characters of a part. Returns the first and the last ones, and whether it may be empty."""
+        match part:
+            case Chars(ranges):
+                return self._char(ranges)
+            case Text(text):
+                return self._row([Chars(((ord(char), ord(char)),)) for char in text])
+            case Row(parts):
+                return self._row(parts)
+            case Choice(options):
+                first = last = 0
+                may_be_empty = False
+                for option in options:
+                    one_first, one_last, one_empty = self._place(option)
+                    first, last, may_be_empty = first | one_first, last | one_last, may_be_empty or one_empty
+                return first, last, may_be_empty
+            case Times():
+                return self._times(part)
+            case Named():
+                return self._copy(self._lexemes.placed(part))
+
+    def _char(self, ranges: Ranges) -> tuple[int, int, bool]:
+        found = self._found
+        if len(found.chars) >= MAX_PLACES:
+            raise _TooLarge
+        found.chars.append(self._lexemes.class_bits(ranges))
+        found.leads.append(self._lexemes.lead_bits(ranges))
+        found.after.append(0)
+        bit = 1 << (len(found.chars) - 1)
+        return bit, bit, False
+
+    def _copy(self, places: _Places) -> tuple[int, int, bool]:
+        found = self._found
+        offset = len(found.chars)
+        if offset + len(places.chars) > MAX_PLACES:
+            raise _TooLarge
+        found.chars += places.chars
+        found.leads += places.leads
+        found.after += [bits << offset for bits in places.after]
+        return places.first << offset, places.last << offset, places.may_be_empty
+
+    def _row(self, parts: tuple[GrammarPart, ...] | list[Chars]) -> tuple[int, int, bool]:
+        first, last, may_be_empty = 0, 0, True
+        for part in parts:
+            one = self._place(part)
+            first, last, may_be_empty = self._joined((first, last, may_be_empty), one)
+        return first, last, may_be_empty
+
+    def _joined(self, left: tuple[int, int, bool], right: tuple[int, int, bool]) -> tuple[int, int, bool]:
+        (first, last, left_empty), (next_first, next_last, right_empty) = left, right
+        self._follow(last, next_first)
+        return (
+            first | (next_first if left_empty else 0),
+            next_last | (last if right_empty else 0),
+            left_empty and right_empty,
+        )
+
+    def _times(self, part: Times) -> tuple[int, int, bool]:
+        before = len(self._found.chars)
+        one = self._place(part.part)
+        size = len(self._found.chars) - before
+        copies = max(part.least, part.most or 0)
+        if part.most is None or size * copies > MAX_COPIED:
+            self._follow(one[1], one[0])
+            if part.least * size <= MAX_COPIED and part.most is None:
+                row = one
+                for _ in range(part.least - 1):  # the first copy is the one that repeats
+                    row = self._joined(row, self._place(part.part))
+                one = row
+            return one[0], one[1], one[2] or part.least == 0
+        row = one
+        for number in range(1, copies):
+            first, last, may_be_empty = self._place(part.part)
+            may_be_empty = may_be_empty or number >= part.least
+            row = self._joined(row, (first, last, may_be_empty))
+        return row[0], row[1], row[2] or part.least == 0
+
+    def _follow(self, places: int, after: int) -> None:
+        for place in _bits(places):
+            self._found.after[place] |= after
+
+
+class _Order:
+    """The terminals by number, and which of them may follow one another, as bits."""
+
+    def __init__(self, lexemes: Lexemes) -> None:
+        self._whole, self._divided = lexemes.whole, lexemes.divided
+        self._spend = lexemes.spend
+        self._may_be_empty = {one: lexemes.placed(one).may_be_empty for one in map(Named, lexemes.whole)}
+        self.lexemes: list[Lexeme] = []
+        self._numbers: dict[Lexeme, int] = {}
+        # A rule that is whole, or that only a whole one contains, has no part that the parser reads.
+        self._rules: dict[str, GrammarPart] = {}
+        waiting = ["root"]
+        while waiting:
+            name = waiting.pop()
+            if name not in self._rules:
+                self._rules[name] = lexemes.rules[name]
+                waiting += [other for other in names_in(self._rules[name]) if other not in self._whole]
+        self._starts: dict[str, tuple[int, bool]] = dict.fromkeys(self._rules, (0, False))
+        self._ends: dict[str, int] = dict.fromkeys(self._rules, 0)
+        self._has_changed = True
+        while self._has_changed:
+            self._has_changed = False
+            for name, part in reversed(self._rules.items()):  # the rules that others contain come first
+                starts = self._start(part)
+                self._has_changed |= starts != self._starts[name]
+                self._starts[name] = starts
+        self.first = self._starts["root"][0]
+        self.after = [0] * len(self.lexemes)
+        self._has_changed = True
+        while self._has_changed:
+            self._has_changed = False
+            for name, part in self._rules.items():
+                self._walk(part, self._ends[name])
+
+    def _number(self, lexeme: Lexeme) -> int:
+        number = self._numbers.setdefault(lexeme, len(self.lexemes))
+        if number == len(self.lexemes):
+            self.lexemes.append(lexeme)
+        return number
+
+    def _start(self, part: GrammarPart) -> tuple[int, bool]:
+        """The terminals with which a part may begin, and whether it may be empty. Numbers all terminals."""
+        self._spend(1)
+        match part:
+            case Chars():
+                return 1 << self._number(part), False
+            case Text(text) if text in self._divided:
+                return self._start(characters(text))
+            case Text():
+                return 1 << self._number(part), False
+            case Named(name) if name in self._whole:
+                return 1 << self._number(part), self._may_be_empty[part]
+            case Named(name):
+                return self._starts[name]
+            case Row(parts):
+                found, may_be_empty = 0, True
+                for one in parts:
+                    first, is_empty = self._start(one)
+                    found |= first if may_be_empty else 0
+                    may_be_empty &= is_empty
+                return found, may_be_empty
+            case Choice(options):
+                starts = [self._start(option) for option in options]
+                found = 0
+                for first, _ in starts:
+                    found |= first
+                return found, any(is_empty for _, is_empty in starts)
+            case Times(inner, least):
+                first, is_empty = self._start(inner)
+                return first, is_empty or least == 0
+
+    def _walk(self, part: GrammarPart, follow: int) -> None:
+        """Notes which terminals may follow the terminals and the rules of a part."""
+        self._spend(1)
+        match part:
+            case Text(text) if text in self._divided:
+                self._walk(characters(text), follow)
+            case Named(name) if name not in self._whole:
+                self._has_changed |= bool(follow & ~self._ends[name])
+                self._ends[name] |= follow
+            case Chars() | Text() | Named():
+                number = self._numbers[part]
+                self._has_changed |= bool(follow & ~self.after[number])
+                self.after[number] |= follow
+            case Row(parts):
+                for one in reversed(parts):
+                    self._walk(one, follow)
+                    first, is_empty = self._start(one)
+                    follow = first | (follow if is_empty else 0)
+            case Choice(options):
+                for option in options:
+                    self._walk(option, follow)
+            case Times(inner, _, most):
+                self._walk(inner, follow if most == 1 else follow | self._start(inner)[0])
+
+
+def characters(text: str) -> Row:
+    """Returns a literal as a row of its characters.
+
+    >>> characters("ab")
+    Row(parts=(Chars(ranges=((97, 97),)), Chars(ranges=((98, 98),))))
+    """
+    return Row(tuple([Chars(((ord(char), ord(char)),)) for char in text]))
+
+
+def _leaves(part: GrammarPart) -> Iterator[Text | Chars]:
+    waiting = [part]
+    while waiting:
+        match waiting.pop():
+            case Row(parts) | Choice(parts):
+                waiting += parts
+            case Times(inner):
+                waiting.append(inner)
+            case Text(text) as leaf:
+                yield leaf
+                yield from [Chars(((ord(char), ord(char)),)) for char in set(text)]
+            case Chars() as leaf:
+                yield leaf
+
+
+def _ranges(lexeme: Text | Chars) -> Ranges:
+    if isinstance(lexeme, Chars):
+        return lexeme.ranges
+    return tuple([(ord(char), ord(char)) for char in lexeme.text])
+
+
+def _union(sets: list[int], places: int) -> int:
+    found = 0
+    for place in _bits(places):
+        found |= sets[place]
+    return found
+
+
+def _bits(bits: int) -> Iterator[int]:
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
