@@ -570,28 +570,30 @@ class ReplicaSet:
             await self._has_drains.wait()
             self._has_drains = anyio.Event()
             while self._drains:
-                replica, patience_s = self._drains[0]
-                is_fine = self._others_serve(replica) and await self._drain(replica, patience_s)
+                is_fine = await self._drain(*self._drains[0])
                 del self._drains[0]
                 if not is_fine:
-                    logger.error("replica %d does not serve after its drain", replica.number)
                     self._drains.clear()
 
     async def _drain(self, replica: Replica, patience_s: float) -> bool:
-        """Returns whether the replica serves again."""
-        if not replica.supervisor.is_ready:
-            return True  # its process is being replaced in any case
-        logger.info("replica %d is drained: %d requests", replica.number, len(replica.requests))
-        replica.is_draining = True
-        self._leave(replica)
-        replica.notify()
-        with anyio.move_on_after(patience_s):
-            while replica.requests and replica.is_draining:
-                await replica.changed.wait()
-        if replica.is_draining:  # it has not died meanwhile
-            replica.supervisor.replace()
+        """Returns whether the replica serves with a new process."""
+        if replica.supervisor.is_ready:  # otherwise its process is being replaced in any case
+            if not self._others_serve(replica):
+                logger.error("replica %d is not drained: no other replica serves", replica.number)
+                return False
+            logger.info("replica %d is drained: %d requests", replica.number, len(replica.requests))
+            replica.is_draining = True
+            self._leave(replica)
+            replica.notify()
+            with anyio.move_on_after(patience_s):
+                while replica.requests and replica.is_draining:
+                    await replica.changed.wait()
+            if replica.is_draining:  # it has not died meanwhile
+                replica.supervisor.replace()
         while replica.state not in ("serving", "down"):
             await replica.changed.wait()
+        if replica.state == "down":
+            logger.error("replica %d does not serve after its drain", replica.number)
         return replica.state == "serving"
 
     async def _exchange_charges(self) -> None:

@@ -371,6 +371,25 @@ async def test_the_last_replica_that_serves_is_not_drained(two) -> None:
         client.engine.drain(0)
 
 
+async def test_f37_drains_after_a_replica_that_does_not_serve_again_are_dropped() -> None:
+    replicas = Replicas(3)
+    async with replicas.open() as client:
+        await replicas.settle()
+        for number in (2, 0, 1):
+            client.engine.drain(number)
+        replicas.fails_to_start = {0}
+        replicas.children[0].die()
+        await replicas.until(lambda: replica(client, 2).restarts == 1)
+        await replicas.until(lambda: replica(client, 2).state == "serving")
+        await replicas.until(lambda: replica(client, 0).state == "down")
+        await replicas.settle()
+        assert (replica(client, 1).restarts, replica(client, 1).state) == (0, "serving")
+        replicas.fails_to_start = set()
+        await replicas.until(lambda: replica(client, 0).state == "serving")
+        client.engine.drain(1)
+        await replicas.until(lambda: replica(client, 1).restarts == 1)
+
+
 async def test_a_drained_replica_serves_again_if_the_others_are_lost() -> None:
     replicas = Replicas(2)
     routers: list[Router] = []
