@@ -32,7 +32,10 @@ export interface ConnectOptions {
   url?: string | undefined;
   /** The API key. The client exchanges it for a ticket before each connection; it is in no URL. */
   key?: string | undefined;
-  /** Gets a ticket before each connection, for pages whose own server has the key. */
+  /**
+   * Gets a ticket before each connection, for pages whose own server has the key. What it throws counts as a
+   * server that is not reached, and is tried again while a session is resumed, unless it is an `AgentflowError`.
+   */
   ticket?: (() => Promise<string | undefined>) | undefined;
   /** The name of a model; by default the server's first one. */
   model?: string | undefined;

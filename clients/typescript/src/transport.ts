@@ -1,6 +1,6 @@
 // Opens websockets to a server: its address, the ticket of a key, and the greeting.
 
-import type { AgentflowError } from "./agentflow_error.js";
+import { AgentflowError } from "./agentflow_error.js";
 import {
   BadArgument,
   NotAuthorized,
@@ -172,14 +172,40 @@ export class Transport {
   }
 
   async #ticket(signal: AbortSignal): Promise<string | undefined> {
-    if (this.#options.ticket) return this.#options.ticket();
+    const { ticket: ask } = this.#options;
+    if (ask) return this.#askForTicket(ask, signal);
     if (this.#options.key === undefined) return undefined;
     const response = await this.#request("POST", "/v1/session-ticket", signal);
     const error = await this.#errorOf(response);
     if (error) throw error;
-    const { ticket } = (await response.json()) as { ticket?: unknown };
+    let answer: unknown;
+    try {
+      answer = await response.json();
+    } catch (error) {
+      // The connection broke within the body, or a network's sign-in page has answered.
+      throw new ServerUnreachable(`${this.#httpUrl} sent no ticket`, { cause: error });
+    }
+    const ticket = (answer as { ticket?: unknown } | null)?.ticket;
     if (typeof ticket !== "string") throw new ProtocolError(`${this.#httpUrl} sent no ticket`);
     return ticket;
+  }
+
+  /** A ticket of the program's callback, which may fail while the network is away, or never answer. */
+  async #askForTicket(ask: () => Promise<string | undefined>, signal: AbortSignal): Promise<string | undefined> {
+    let stop: () => void = () => {};
+    const aborted = new Promise<never>((_, reject) => {
+      stop = () => reject(signal.reason);
+      signal.addEventListener("abort", stop, { once: true });
+    });
+    try {
+      return await Promise.race([ask(), aborted]);
+    } catch (error) {
+      signal.throwIfAborted();
+      if (error instanceof AgentflowError) throw error;
+      throw new ServerUnreachable(`no ticket for ${this.url}: ${String(error)}`, { cause: error });
+    } finally {
+      signal.removeEventListener("abort", stop);
+    }
   }
 
   async #request(method: string, path: string, signal: AbortSignal): Promise<Response> {

@@ -154,15 +154,56 @@ for (const code of [1000, 1002, 1007, 1008, 1012, 4001]) {
   });
 }
 
-test("a server that does not come back within the grace ends the session", async () => {
-  const server = new FakeServer();
-  server.graceS = 0.05;
-  const session = await opened(server);
-  const closed = new Promise<void>((resolve) => {
+/** Resolves when the session has ended. */
+function ended(session: Session): Promise<void> {
+  return new Promise((resolve) => {
     session.onStatus((status) => {
       if (status === "closed") resolve();
     });
   });
+}
+
+test("a ticket that cannot be had for a moment does not end the session", { timeout: 20_000 }, async () => {
+  const server = new FakeServer(new Map([["answer", "whole"]]));
+  const tickets: (string | Error)[] = ["t1", new TypeError("Failed to fetch"), "t3"];
+  const ticket = async (): Promise<string> => {
+    const next = tickets.shift()!;
+    if (next instanceof Error) throw next;
+    return next;
+  };
+  const session = await opened(server, { ticket });
+  const answer = session.state().gen("answer");
+  await settle(server);
+  server.send(...server.progress(answer.number, 2));
+  await settle(server);
+  server.socket.end(1006);
+  await settle(server, () => session.status !== "lost");
+  assert.equal(session.status, "open");
+  assert.deepEqual(server.socket.protocols, ["agentflow.v2", "agentflow.ticket.t3"]);
+  server.send(...server.progress(answer.number, 9));
+  await settle(server);
+  assert.equal(await answer, "whole");
+  await Promise.all([session.close(), settle(server)]);
+});
+
+test("a ticket that never comes ends the session with the grace", { timeout: 20_000 }, async () => {
+  const server = new FakeServer();
+  server.graceS = 0.2;
+  let numAsked = 0;
+  const ticket = (): Promise<string> => (++numAsked === 1 ? Promise.resolve("t1") : new Promise(() => {}));
+  const session = await opened(server, { ticket, openTimeoutS: 0.05 });
+  const end = ended(session);
+  server.socket.end(1006);
+  await end;
+  assert.ok(session.error instanceof ServerLost);
+  assert.equal(server.sockets.length, 1);
+});
+
+test("a server that does not come back within the grace ends the session", async () => {
+  const server = new FakeServer();
+  server.graceS = 0.05;
+  const session = await opened(server);
+  const closed = ended(session);
   server.refusesConnections = true;
   server.socket.end(1006);
   assert.equal(session.status, "lost");

@@ -2,6 +2,7 @@
 
 import assert from "node:assert/strict";
 import { afterEach, mock, test } from "node:test";
+import { NotAuthorized } from "../src/errors.js";
 import { connect } from "../src/session.js";
 import { FakeServer, settle, turn } from "./support/fake_server.js";
 
@@ -86,6 +87,31 @@ for (const [status, code] of [
     });
   }
 }
+
+test("a callback for tickets that fails or hangs leaves the server unreachable", { timeout: 20_000 }, async () => {
+  const { WebSocket } = new FakeServer();
+  const cause = new TypeError("Failed to fetch");
+  const failing = connect({ url: "ws://host", ticket: () => Promise.reject(cause), WebSocket });
+  await assert.rejects(failing, { code: "server_unreachable", cause });
+  const throwing = connect({ url: "ws://host", ticket: () => { throw cause; }, WebSocket });
+  await assert.rejects(throwing, { code: "server_unreachable", cause });
+  const rejected = new NotAuthorized("not signed in");
+  const refusing = connect({ url: "ws://host", ticket: () => Promise.reject(rejected), WebSocket });
+  await assert.rejects(refusing, rejected);
+  const hanging = new Promise<string>(() => {});
+  const waiting = connect({ url: "ws://host", ticket: () => hanging, openTimeoutS: 0.01, WebSocket });
+  await assert.rejects(waiting, { code: "server_unreachable" });
+  const leaving = new AbortController();
+  const left = connect({ url: "ws://host", ticket: () => hanging, signal: leaving.signal, WebSocket });
+  leaving.abort(new Error("left"));
+  await assert.rejects(left, /left/);
+});
+
+test("an answer without JSON is no ticket, and the server is unreachable", async () => {
+  answer(new Response("<html>Sign in to this network</html>", { headers: { "Content-Type": "text/html" } }));
+  const { WebSocket } = new FakeServer();
+  await assert.rejects(connect({ url: "ws://host", key: "af-key", WebSocket }), { code: "server_unreachable" });
+});
 
 test("without any answer the server is unreachable", async () => {
   const server = new FakeServer();
