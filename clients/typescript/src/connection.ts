@@ -38,7 +38,18 @@ const FINAL_CODES: Readonly<Record<number, string>> = {
 };
 
 // A recording has the ops and events of states and variables.
-const UNRECORDED = new Set(["getstats", "getgraph", "watch", "unwatch", "peek", "statsreply", "graphreply", "watched", "peeked"]);
+const UNRECORDED = new Set([
+  "want",
+  "getstats",
+  "getgraph",
+  "watch",
+  "unwatch",
+  "peek",
+  "statsreply",
+  "graphreply",
+  "watched",
+  "peeked",
+]);
 
 /** What a connection reports to its session. */
 export interface ConnectionHandlers {

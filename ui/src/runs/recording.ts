@@ -29,7 +29,7 @@ export interface Header {
 
 export type Ending = "complete" | "failed" | "cancelled";
 
-/** A gen, a select, or another op that declares a variable. Times are seconds since the start of the recording.
+/** A gen, a select, a decision, or another op that declares a variable. Times are seconds since the start of the recording.
  *
  * `sentS`: the op was sent. `readyS`: everything before it in its state was done, so that it could begin; set by
  * `finish`. `firstS`, `endS`: its first text and its end; null if the recording has none. */
@@ -114,10 +114,28 @@ export interface Span {
   readonly toS: number;
 }
 
-/** Gens and selects run on the model; the other variables take no time of it. */
+/** Gens, selects and decisions run on the model; the other variables take no time of it. */
 export function isModelCall(call: Call): boolean {
+  return call.kind === "decide" || isContent(call);
+}
+
+/** Whether the state has the variable's text where it was declared. */
+function isContent(call: Call): boolean {
   return call.kind === "gen" || call.kind === "select";
 }
+
+/** The kinds of ops that are of the session, not of a state, and show nothing. */
+const OF_SESSION: ReadonlySet<unknown> = new Set([
+  "upload",
+  "release",
+  "provide",
+  "want",
+  "getstats",
+  "getgraph",
+  "watch",
+  "unwatch",
+  "peek",
+]);
 
 type Json = Readonly<Record<string, unknown>>;
 const MAX_FIRST_TEXT = 200;
@@ -268,7 +286,7 @@ export class RecordingReader {
     const kind = op["op"];
     if (kind === "submit") return this.submit(op, atS);
     if (kind === "open") return this.open(numberOf(op["state"]), op, atS);
-    if (kind === "getstats" || kind === "provide") return true;
+    if (OF_SESSION.has(kind)) return true;
     const state = this.states.get(numberOf(op["state"]));
     // A limit may be for the whole session, and a state may be named after its graph was closed.
     if (state === undefined)
@@ -307,6 +325,7 @@ export class RecordingReader {
     switch (kind) {
       case "gen":
       case "select":
+      case "decide":
       case "set":
       case "read":
       case "embed":
@@ -382,10 +401,8 @@ export class RecordingReader {
       place: state.content.length,
     };
     this.calls.set(number, call);
-    if (isModelCall(call)) {
-      this.sums.calls += 1;
-      state.content.push({ variable: number, transforms: [] });
-    }
+    if (isModelCall(call)) this.sums.calls += 1;
+    if (isContent(call)) state.content.push({ variable: number, transforms: [] });
     state.calls.push(call);
     state.steps.push({ call });
     return true;

@@ -1,4 +1,5 @@
 import { describe, expect, it } from "vitest";
+import { DECLARING } from "../../../clients/typescript/src/protocol";
 import { endingOf, readFile } from "./file";
 import { promptOf } from "./prompt";
 import { RecordingReader, withForks, type Call, type Run } from "./recording";
@@ -113,6 +114,7 @@ describe("the prompt of a call", () => {
       { at_s: 0, sent: { op: "end", state: 2 } },
       { at_s: 0, sent: gen(2, 2) },
     ]);
+    expect(reader.numUnread).toBe(0);
     const [first, second] = callsOf(reader.runs);
     expect(promptOf(first!, reader)[0]).toEqual({ role: "user", text: "😀 a", media: [{ at: 3, kind: "image" }, { at: 4, kind: "video" }, { at: 4, kind: "image" }] });
     const media = [{ at: 4, kind: "image" }, { at: 9, kind: "video" }];
@@ -368,6 +370,42 @@ describe("the lines", () => {
       ["a", "(0)", 0, 2],
       ["b", "(1)", 0, 3],
     ]);
+  });
+
+  it.each([...DECLARING])("have a call for a variable of the kind %s", (kind) => {
+    const reader = read([
+      open,
+      { at_s: 0, sent: { op: kind, state: 1, var: 2, name: "x" } },
+      { at_s: 1, received: value(2) },
+    ]);
+    expect(reader.numUnread).toBe(0);
+    expect(callsOf(reader.runs)).toMatchObject([{ kind, name: "x", endS: 1 }]);
+  });
+
+  it("may be of no state", () => {
+    const reader = read([
+      open,
+      { at_s: 0, sent: { op: "upload", source: "sha256:00", size: 8, at: 0, data: "" } },
+      { at_s: 0, sent: { op: "release", source: "sha256:00" } },
+      { at_s: 0, sent: gen(1, 2) },
+      { at_s: 0, sent: { op: "want", var: 2, how: "stream" } },
+      { at_s: 0, sent: { op: "watch", ticket: 1, interval_s: 1 } },
+    ]);
+    expect(reader.numUnread).toBe(0);
+  });
+
+  it("of a decision are of a call to the model that writes nothing into the state", () => {
+    const reader = read([
+      open,
+      { at_s: 0, sent: { op: "text", state: 1, parts: ["Spam?"] } },
+      { at_s: 0, sent: { op: "decide", state: 1, var: 2, name: "spam", questions: [] } },
+      { at_s: 1, received: value(2) },
+      { at_s: 1, sent: gen(1, 3) },
+    ]);
+    const [decision, next] = callsOf(reader.runs);
+    expect(rowsOf(reader.runs, new Set())[0]!.calls).toEqual([decision, next]);
+    expect(reader.totals).toMatchObject({ calls: 2, promptTokens: 4 });
+    expect(promptOf(next!, reader)).toEqual([{ role: null, text: "Spam?" }]);
   });
 
   it("tell failures from cancellations and from calls without an end", () => {
