@@ -36,14 +36,15 @@ export class OpQueue {
   }
 
   /**
-   * Adds an op and returns its number. Throws `FrameTooLarge`, `BadArgument` for a text that is not Unicode,
-   * and `BacklogFull` if too much is not acknowledged.
+   * Adds an op and returns its number. Throws `FrameTooLarge`, `BadArgument` for a text that is not Unicode or a
+   * number that is not finite, and `BacklogFull` if too much is not acknowledged.
    */
   add(op: Op): number {
     const text = JSON.stringify(op);
     if (text.includes("\\ud") && HALF_PAIR.test(text)) {
       throw new BadArgument(`${op.op}: a text holds half a surrogate pair`);
     }
+    if (text.includes("null")) rejectNotFinite(op);
     const bytes = utf8Length(text);
     if (bytes > this.frameBytes - FRAME_OVERHEAD_BYTES) {
       throw new FrameTooLarge(
@@ -105,4 +106,14 @@ export class OpQueue {
   isAcknowledged(number: number): boolean {
     return number <= this.#numAcked;
   }
+}
+
+/** JSON has null instead of NaN and Infinity, and the server would take the field for one that is not set. */
+function rejectNotFinite(op: Op): void {
+  JSON.stringify(op, (key: string, value: unknown) => {
+    if (typeof value === "number" && !Number.isFinite(value)) {
+      throw new BadArgument(`${op.op}: ${key} is ${value}, which is no finite number: leave it out for no value`);
+    }
+    return value;
+  });
 }

@@ -225,6 +225,36 @@ test("mistakes are found before anything is sent", async () => {
   assert.throws(() => session.state(), { code: "state_closed" });
 });
 
+test("a number that is not finite is refused, as JSON would drop it", async () => {
+  const server = new FakeServer(texts);
+  const session = await opened(server);
+  const state = session.state();
+  const graph = new Graph();
+  graph.root.limit({ outputTokens: NaN });
+  for (const wrong of [NaN, Infinity, -Infinity]) {
+    const param = new RegExp(String(wrong));
+    for (const attempt of [
+      () => state.limit({ deadlineS: wrong }),
+      () => state.limit({ outputTokens: wrong }),
+      () => state.hint({ deadlineS: wrong }),
+      () => state.gen("a", { maxTokens: wrong }),
+      () => state.gen("a", { temperature: wrong }),
+    ]) {
+      assert.throws(attempt, (error: Error) => {
+        assert.equal((error as { code?: string }).code, "bad_argument");
+        assert.match(error.message, param);
+        return true;
+      });
+    }
+  }
+  assert.throws(() => session.submit(graph), { code: "bad_argument", message: /output_tokens/ });
+  state.limit({ deadlineS: 1.5 }).text("null");
+  await settle(server);
+  const kinds = server.accepted.map(({ op }) => op).filter((op) => op !== "begin" && op !== "end");
+  assert.deepEqual(kinds, ["open", "limit", "text"]);
+  await Promise.all([session.close(), settle(server)]);
+});
+
 test("what the server has not acknowledged has a limit", async () => {
   const server = new FakeServer(texts);
   const connecting = connect({ url: "ws://fake", WebSocket: server.WebSocket, maxBufferedBytes: 10_000 });
