@@ -37,6 +37,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn: the end of the ramp
     truncates: bool = True  # yarn: the bounds of the ramp are rounded
     factors: tuple[float, ...] = ()  # longrope: one for each frequency
+    longest: int = 0  # longrope: the tokens for which the factors are; 0: any text
 
     def num_rotated(self, head_dim: int) -> int:
         """Returns the number of dimensions of a head that rotate."""
@@ -128,6 +129,7 @@ def _read_longrope(
     if amplitude is None:
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     factors = tuple(float(value) for value in parameters["short_factor"])
+    is_equal = list(factors) == list(parameters.get("long_factor") or ())
     return RopeConfig(
         "longrope",
         theta,
@@ -136,6 +138,7 @@ def _read_longrope(
         fraction=fraction,
         amplitude=float(amplitude),
         factors=factors,
+        longest=0 if is_equal else original,  # equal in GGUF files, which have Llama 3's scaling as factors
     )
 
 

@@ -135,7 +135,8 @@ class TransformersModel:
         self.num_layers = len(calls)
         self.num_kv_heads, self.head_dim = calls[0].num_kv_heads, calls[0].head_dim
         self.vocab_size = int(logits.shape[-1])
-        self.max_context = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_CONTEXT)
+        context = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_CONTEXT)
+        self.max_context = min([context, *_longrope_contexts(config)])
         if self.max_context < 1:
             raise BadModelFolder(
                 f"its max_position_embeddings is {self.max_context}", param="max_position_embeddings"
@@ -204,6 +205,18 @@ def _check_windows(config: Any, calls: list[_Call]) -> None:
         raise BadModelFolder(
             "its attention layers do not receive the sliding window of its config", param="sliding_window"
         )
+
+
+def _longrope_contexts(config: Any) -> Iterator[int]:
+    """Yields the tokens up to which each rope of the type "longrope" has the same frequencies. transformers
+    chooses them for a whole forward pass, by its largest position: longer texts would change the keys of the
+    requests next to them, and their cached keys would have other frequencies than their new ones."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):  # one rope, or one for each kind of layer
+        if isinstance(rope, Mapping) and "longrope" in (rope.get("rope_type"), rope.get("type")):
+            name = "original_max_position_embeddings"
+            if original := rope.get(name) or getattr(config, name, None):
+                yield int(original)
 
 
 def _slides(config: Any) -> bool:

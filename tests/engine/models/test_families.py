@@ -15,7 +15,7 @@ from support.engine.family_models import COMPOSED, MODELS, OTHERS, SIZES, save_m
 from support.engine.runner_driver import Driver
 from support.faults import has_param
 
-from agentflow.engine.models.families.registry import FAMILIES
+from agentflow.engine.models.families.registry import FAMILIES, read_config
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
@@ -118,6 +118,35 @@ def logprobs_by(runner: TorchRunner, texts: list[list[int]]) -> list[list[float]
         for walker, part in driver.score(work, {id(w): w.tokens[1:] for w in left}):
             found[walkers.index(walker)] += part
     return found
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.0, 3.0, 6.0, 12.0],
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3", "phimoe_longrope"])
+def test_f37_the_context_ends_where_longrope_has_other_factors(name: str, tmp_path: Path) -> None:
+    changed = {"rope_parameters": LONGROPE, "head_dim": 8, "original_max_position_embeddings": 64}
+    if name == "phimoe_longrope":
+        changed |= {"rope_parameters": LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.4}}
+    elif name == "gemma3":
+        local = {"rope_type": "default", "rope_theta": 10000.0}
+        changed["rope_parameters"] = {"full_attention": LONGROPE, "sliding_attention": local}
+    save_model(name, tmp_path, **changed)
+    assert TorchRunner(tmp_path, num_slots=4, device="cpu", dtype="float32").info.max_context == 64
+
+
+def test_f37_equal_factors_for_short_and_long_texts_limit_nothing(tmp_path: Path) -> None:
+    """GGUF files have Llama 3's scaling so."""
+    factors = {"long_factor": LONGROPE["short_factor"]}
+    save_model("llama", tmp_path, rope_parameters=LONGROPE | factors)
+    assert read_config(tmp_path).max_context == SIZES["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("kind", ["mamba", "bloom", "codegen", "llama4_text", "deepseek_v3", "t5"])

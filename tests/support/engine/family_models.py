@@ -252,6 +252,22 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoe",
         {"attention_multiplier": 0.2, "logits_scaling": 3.0, "num_local_experts": 4},
     ),
+    "phimoe_longrope": (
+        "phimoe",
+        {
+            "num_local_experts": 4,
+            "max_position_embeddings": 1024,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.0, 1.1, 1.3, 1.7],
+                "long_factor": [1.0, 4.0, 9.0, 16.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.4,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
     "cwm": (
         "cwm",
         {"sliding_window": 16, "head_dim": 8, "bos_token_id": 1}

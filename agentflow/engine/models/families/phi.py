@@ -5,8 +5,6 @@ head, or scale each frequency by a separate factor."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from agentflow.engine.models.config import DecoderConfig, RawConfig
 from agentflow.engine.models.families.family import (
     Family,
@@ -39,12 +37,8 @@ def read_phi(raw: RawConfig) -> DecoderConfig:
 
 
 def read_phi3(raw: RawConfig) -> DecoderConfig:
-    """Reads the shape. With "longrope", the context is limited to the range of the short factors."""
     raw = {"rms_norm_eps": 1e-5, **raw}
-    shape = standard_shape(raw, layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")))
-    if shape.rope.kind == "longrope":
-        shape = replace(shape, max_context=min(shape.max_context, shape.rope.original_context))
-    return shape
+    return standard_shape(raw, layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")))
 
 
 FAMILIES = (

@@ -63,6 +63,7 @@ def read_config(folder: Path) -> DecoderConfig:
         family = _find_family(raw)
         read_scheme(raw)  # rejects unsupported formats
         shape = family.read(raw)
+        shape = replace(shape, max_context=_longest_text(shape))
         _check(shape)
         ends = end_token_ids({**text_config(raw), **raw}, generation)
         return replace(shape, architecture=family.architecture, end_token_ids=ends)
@@ -73,6 +74,13 @@ def read_config(folder: Path) -> DecoderConfig:
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
         message = f"{folder}: config.json has an invalid value: {error}"
         raise BadModelFolder(message, param="config.json") from error
+
+
+def _longest_text(shape: DecoderConfig) -> int:
+    """Returns the model's context. With "longrope", it ends where other factors begin: the keys in the cache
+    were computed with the short ones."""
+    ropes = filter(None, (shape.rope, shape.local_rope))
+    return min([shape.max_context, *(rope.longest for rope in ropes if rope.longest)])
 
 
 def _check(shape: DecoderConfig) -> None:
