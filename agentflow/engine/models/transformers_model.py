@@ -6,7 +6,9 @@ selects. The function registered here writes keys and values to the pool and att
 Python.
 
 A model can run this way if only attention combines its tokens, with the same number and size of KV heads in
-each layer. A first forward pass, of two tokens, checks this. Code in the model's folder never runs.
+each layer, and if it computes each token at the position that it is given. A first forward pass, of a few
+tokens, checks this, and compares the first layer with the tokens in another order. Code in the model's folder
+never runs.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -39,7 +41,10 @@ NAME: Final = "agentflow_paged"
 """The name under which transformers finds the attention function."""
 DEFAULT_CONTEXT: Final = 2048
 """The longest sequence of a model whose config has no limit."""
-_PROBE_LEN = 2
+_PROBE_LEN = 6
+_MAX_CHANGE = 0.01
+"""The largest relative change of a token's queries, keys and values in the first layer if the tokens of the
+probe come in another order. They are equal but for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,20 @@ class _Forward:
         self.plans = MaskedPlans(given.plan, device)
 
 
-class _Probe:
-    """The first forward pass: collects the calls, by layer."""
+class _Stopped(Exception):
+    """The forward pass of a probe has computed all that the probe needs."""
 
-    def __init__(self) -> None:
+
+class _Probe:
+    """A first forward pass, in which no token attends to another: collects the calls, by layer.
+    ``stops``: raises ``_Stopped`` in the first layer."""
+
+    def __init__(self, stops: bool = False) -> None:
+        self.stops = stops
         self.calls: dict[int, _Call] = {}
         self.num_calls = 0
+        self.has_mask = False
+        self.first: tuple[Tensor, ...] = ()  # queries, keys and values of the first layer, [heads, T, dim]
 
 
 # The forward pass of this thread: transformers does not pass our arguments down to all attention layers.
@@ -92,7 +105,7 @@ def paged_attention(
         query: [1, heads, T, head_dim].
         key: [1, kv_heads, T, head_dim].
         value: [1, kv_heads, T, value_dim].
-        attention_mask: ignored; the plan of the forward pass decides which keys a row sees.
+        attention_mask: None; the plan of the forward pass decides which keys a row sees.
         scaling: of the scores; None: ``head_dim ** -0.5``.
         sliding_window: the tokens that a row sees; None: all.
         softcap: the cap of the scores; None: no cap.
@@ -105,6 +118,10 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     if isinstance(forward, _Probe):
         forward.num_calls += 1
+        forward.has_mask |= attention_mask is not None
+        forward.first = forward.first or (query[0], key[0], value[0])
+        if forward.stops:
+            raise _Stopped
         forward.calls[layer] = _Call(key.shape[1], key.shape[-1], value.shape[-1], int(sliding_window or 0))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     kv_layer = forward.given.kv_layers[layer]
@@ -153,15 +170,17 @@ class TransformersModel:
         return hidden
 
     def _logits(
-        self, forward: _Forward | _Probe, token_ids: IntArray, positions: IntArray, rows: IntArray
+        self, forward: _Forward | _Probe, token_ids: IntArray, positions: IntArray | None, rows: IntArray
     ) -> Tensor:
+        """Without ``positions``, the model numbers the tokens."""
+        given = None if positions is None else torch.from_numpy(positions).to(self._device).unsqueeze(0)
         kept = torch.from_numpy(rows).to(self._device)
         _current.forward = forward
         try:
             logits: Tensor = self._model(
                 input_ids=torch.from_numpy(token_ids).to(self._device).unsqueeze(0),
-                position_ids=torch.from_numpy(positions).to(self._device).unsqueeze(0),
                 use_cache=False,
+                **({} if given is None else {"position_ids": given}),
                 **({"logits_to_keep": kept} if self._keeps_rows else {}),
             ).logits[0]
         finally:
@@ -170,10 +189,12 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _probe(self) -> tuple[list[_Call], Tensor]:
-        """Runs a forward pass of two tokens. Returns the call of each layer, and the logits."""
+        """Runs a forward pass of a few tokens. Returns the call of each layer, and the logits."""
+        config = self._model.config.get_text_config()
         probe, places = _Probe(), np.arange(_PROBE_LEN)
-        logits = self._logits(probe, np.zeros(_PROBE_LEN, np.int64), places, places)
-        num_layers = int(self._model.config.get_text_config().num_hidden_layers)
+        token_ids = _probe_tokens(config)
+        logits = self._logits(probe, token_ids, None, places)
+        num_layers = int(config.num_hidden_layers)
         if sorted(probe.calls) != list(range(num_layers)) or probe.num_calls != num_layers:
             raise BadModelFolder(
                 f"only {len(probe.calls)} of its {num_layers} layers are attention that can be paged",
@@ -187,7 +208,25 @@ class TransformersModel:
                 f"its keys have {calls[0].head_dim} dimensions and its values {calls[0].value_dim}",
                 param="architectures",
             )
+        if probe.has_mask:
+            raise BadModelFolder("its attention has a separate mask", param="architectures")
+        turned = _Probe(stops=True)
+        with suppress(_Stopped):
+            self._logits(turned, np.ascontiguousarray(token_ids[::-1]), places[::-1].copy(), places)
+        for left, right in zip(probe.first, turned.first, strict=True):
+            difference = (left.float() - right.float().flip(1)).norm()
+            if bool(difference > _MAX_CHANGE * left.float().norm()):
+                raise BadModelFolder(
+                    "its tokens are not at the positions that they are given", param="architectures"
+                )
         return calls, logits
+
+
+def _probe_tokens(config: Any) -> IntArray:
+    """Returns different tokens without the one for padding, which some models do not count."""
+    known = np.arange(min(int(getattr(config, "vocab_size", 1)), 2 * _PROBE_LEN))
+    padding = getattr(config, "pad_token_id", None)
+    return np.resize(known[known != padding] if len(known) > 1 else known, _PROBE_LEN)
 
 
 def _check_windows(config: Any, calls: list[_Call]) -> None:

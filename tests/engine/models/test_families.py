@@ -19,6 +19,7 @@ from agentflow.engine.models.families.registry import FAMILIES, read_config
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.models.transformers_model import TransformersModel
 from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.linear.torch_linear import TorchLinear
@@ -160,6 +161,36 @@ def test_models_that_cannot_be_paged(kind: str, tmp_path: Path) -> None:
         TorchRunner(tmp_path, num_slots=4, device="cpu", dtype="float32")
     assert caught.value.param in ("architectures", "layer_types")
     assert type(model).__name__ in str(caught.value)
+
+
+OWN_NUMBERS = [
+    *("bart", "mbart", "pegasus", "blenderbot", "blenderbot-small", "marian", "plbart", "bigbird_pegasus"),
+    *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "roberta-prelayernorm"),
+]
+OWN_SIZES = SIZES | {"d_model": 48, "decoder_layers": 3, "decoder_attention_heads": 6, "decoder_ffn_dim": 80}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["doge", *OWN_NUMBERS])
+def test_f37_models_that_a_batch_would_change_are_refused(kind: str, dtype: str, tmp_path: Path) -> None:
+    """They number the tokens of a forward pass themselves, or have masks of their keys."""
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    config = transformers.AutoConfig.for_model(kind)
+    known = config.to_dict().keys() | getattr(config, "attribute_map", {}).keys()
+    sizes = {name: size for name, size in OWN_SIZES.items() if name in known}
+    config = transformers.AutoConfig.for_model(kind, **sizes | {"is_decoder": True})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(BadModelFolder, match=r"mask|positions", check=has_param("architectures")):
+        TorchRunner(tmp_path, num_slots=4, device="cpu", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_f37_models_at_given_positions_are_accepted(name: str, dtype: str, tmp_path: Path) -> None:
+    save_model(name, tmp_path)
+    runner = TorchRunner(tmp_path, num_slots=4, device=DEVICE, dtype=dtype)
+    assert isinstance(runner._model, TransformersModel)
 
 
 @pytest.mark.parametrize("change", ["missing", "misshapen"])
