@@ -334,6 +334,15 @@ def one_line(error: Exception) -> str:
     return shown or type(error).__name__
 
 
+def _names_in_transformers(architectures: list[Any], raw: RawConfig) -> list[str]:
+    """Returns the architectures by their names in transformers: some configs have other capitals
+    (PhiMoEForCausalLM)."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(raw.get("model_type")), ""))
+    return [known if str(name).lower() == known.lower() else str(name) for name in architectures]
+
+
 def load_transformers(
     folder: Path, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
 ) -> TransformersModel:
@@ -356,7 +365,8 @@ def load_transformers(
     import transformers
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    if not any(hasattr(transformers, str(name)) for name in architectures):
+    architectures = _names_in_transformers(architectures, raw)
+    if not any(hasattr(transformers, name) for name in architectures):
         if "auto_map" in raw:
             raise BadModelFolder(
                 f"{folder}: its architecture is {architecture}, which needs the Python code in the folder "

@@ -29,7 +29,7 @@ from agentflow.engine.store.gguf.names import is_mmproj, mmproj_among
 from agentflow.engine.store.hub_errors import explained
 from agentflow.engine.store.hub_names import COMMIT, HubName, cache_folder, gguf_files, repository_folder
 from agentflow.engine.store.model_folder import INDEX, find_faults, json_object, pickles_in, shards_in
-from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
+from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES, OTHER_NAMES
 from agentflow.engine.store.pull_progress import PullListener
 from agentflow.engine.store.weight_scheme import read_scheme
 from agentflow.errors import BadModelFolder, PullFailed
@@ -401,9 +401,11 @@ def _is_known(architectures: Sequence[object]) -> bool:
     if importlib.util.find_spec("transformers") is not None:
         transformers = importlib.import_module("transformers")
         # ``dir`` takes half a second: it searches a list for each name.
-        if not {*vars(transformers)["__all__"]}.isdisjoint(map(str, architectures)):
+        # Some configs have other capitals than transformers.
+        known = map(str.lower, vars(transformers)["__all__"])
+        if not {str(name).lower() for name in architectures}.isdisjoint(known):
             return True
-    return not NATIVE_ARCHITECTURES.isdisjoint(map(str, architectures))
+    return not (NATIVE_ARCHITECTURES | OTHER_NAMES.keys()).isdisjoint(map(str, architectures))
 
 
 class _Notes(logging.Handler):

@@ -63,3 +63,6 @@ NATIVE_ARCHITECTURES: Final = IMAGE_ARCHITECTURES | frozenset(
     }
 )
 """The keys of ``families/registry.FAMILIES``."""
+
+OTHER_NAMES: Final = {"Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM"}
+"""The names of native architectures in older configs."""

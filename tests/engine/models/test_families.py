@@ -20,6 +20,7 @@ from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.memory_need import memory_need
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.models.transformers_model import TransformersModel
+from agentflow.engine.store import hub
 from agentflow.engine.store.native_architectures import NATIVE_ARCHITECTURES
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.linear.torch_linear import TorchLinear
@@ -191,6 +192,24 @@ def test_f37_models_at_given_positions_are_accepted(name: str, dtype: str, tmp_p
     save_model(name, tmp_path)
     runner = TorchRunner(tmp_path, num_slots=4, device=DEVICE, dtype=dtype)
     assert isinstance(runner._model, TransformersModel)
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [("ernie4_5", "Ernie4_5_ForCausalLM"), ("phimoe_longrope", "PhiMoEForCausalLM")],
+)
+def test_f37_architectures_by_the_names_of_their_first_releases(
+    name: str, written: str, tmp_path: Path
+) -> None:
+    save_model(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = TorchRunner(tmp_path, num_slots=4, device="cpu", dtype="float32")
+    assert hub._is_known([written])
+    config |= {"architectures": [written], "auto_map": {"AutoModelForCausalLM": f"modeling.{written}"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runner = TorchRunner(tmp_path, num_slots=4, device="cpu", dtype="float32")
+    assert runner.info.architecture == own.info.architecture
+    assert type(runner._model) is type(own._model)
 
 
 @pytest.mark.parametrize("change", ["missing", "misshapen"])

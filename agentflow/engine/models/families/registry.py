@@ -32,6 +32,7 @@ from agentflow.engine.models.families.family import Family
 from agentflow.engine.models.rope import inverse_frequencies
 from agentflow.engine.models.text_config import text_config
 from agentflow.engine.store.embedding_folder import DECODERS
+from agentflow.engine.store.native_architectures import OTHER_NAMES
 from agentflow.engine.store.weight_scheme import read_scheme
 from agentflow.errors import BadModelFolder
 
@@ -130,7 +131,7 @@ def is_native(folder: Path) -> bool:
 def _with_head(architecture: object) -> str:
     """Returns the architecture's name in ``FAMILIES``: embedding models are saved without a head, under
     another name."""
-    name = str(architecture)
+    name = OTHER_NAMES.get(str(architecture), str(architecture))
     return name.removesuffix("Model") + "ForCausalLM" if name in DECODERS else name
 
 
