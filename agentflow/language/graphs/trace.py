@@ -313,7 +313,7 @@ def _driven(awaitable: Awaitable[Any], name: str) -> Any:
 
 
 class _Outputs:
-    """The outputs of the values in what a program returns."""
+    """The outputs of the values in a program's result."""
 
     def __init__(self, name: str, media: Mapping[str, MediumArgument]) -> None:
         self._name = name

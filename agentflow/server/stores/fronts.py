@@ -191,7 +191,7 @@ class Fronts:
             await self._store.call(lambda client: client.set(key, life, px=LIFE_MS))
 
     def _cancel_silent(self) -> None:
-        """Cancels requests that nobody waits for: the message that drops them was lost."""
+        """Cancels requests without a waiting front: the message that drops them was lost."""
         until_s = anyio.current_time() - SILENT_S
         for running in self._running.values():
             if running.heard_s < until_s:
@@ -279,8 +279,8 @@ class Fronts:
         return None
 
     async def _deliver(self, front: str, answer: _Answer) -> None:
-        """Sends an answer until the store accepts it, or it is cancelled because nobody waits for it. The
-        other front ignores further copies."""
+        """Sends an answer until the store accepts it or no front waits for it. The other front
+        ignores further copies."""
         while True:
             try:
                 await self._send(front, answer)

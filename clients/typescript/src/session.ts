@@ -33,8 +33,8 @@ export interface ConnectOptions {
   /** The API key. The client exchanges it for a ticket before each connection; it is in no URL. */
   key?: string | undefined;
   /**
-   * Gets a ticket before each connection, for pages whose own server has the key. What it throws counts as a
-   * server that is not reached, and is tried again while a session is resumed, unless it is an `AgentflowError`.
+   * Gets a ticket before each connection, for pages whose own server has the key. If it throws an error that is
+   * no `AgentflowError`, the server counts as not reached; while a session is resumed, the call is repeated.
    */
   ticket?: (() => Promise<string | undefined>) | undefined;
   /** The name of a model; by default the server's first one. */
