@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -131,10 +132,12 @@ class HttpProxy:
 
     async def _read(self, scope: Scope, body: ClientBody) -> RequestFacts:
         method, path, headers = scope["method"], raw_path(scope).decode("latin-1"), Headers(scope=scope)
+        query = scope.get("query_string", b"").decode("latin-1")
         data = bytes(body.data) if body.is_whole else b""
         if len(data) <= SMALL_BODY_BYTES:
-            return read_asked(method, path, headers, data)
-        return await anyio.to_thread.run_sync(read_asked, method, path, headers, data, limiter=self._readers)
+            return read_asked(method, path, headers, data, query)
+        reading = partial(read_asked, method, path, headers, data, query)
+        return await anyio.to_thread.run_sync(reading, limiter=self._readers)
 
     async def _serve(self, scope: Scope, body: ClientBody, answer: _Answer, asked: RequestFacts) -> None:
         """Tries one target after the other, until one answers."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
@@ -21,6 +21,7 @@ from agentflow.cluster.routing.text_router import MAX_RUN_BYTES, text_run
 from agentflow.engine.cache.token_run import TokenRun
 from agentflow.engine.request import Objective
 from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, PIECE_BYTES, JsonScan, TooMuchJson
+from agentflow.protocol.wire import SESSION_PARAM
 from agentflow.server.errors import ApiError
 from agentflow.server.http.caller import ANYONE, Caller, caller_with
 
@@ -50,7 +51,9 @@ class RequestFacts:
     stores: bool = False  # the answer may have the id of a new stored object
 
 
-def read_asked(method: str, path: str, headers: Mapping[str, str], body: bytes) -> RequestFacts:
+def read_asked(
+    method: str, path: str, headers: Mapping[str, str], body: bytes, query: str = ""
+) -> RequestFacts:
     """Reads a request. The gateway accepts every request: its target checks it.
 
     Args:
@@ -58,6 +61,7 @@ def read_asked(method: str, path: str, headers: Mapping[str, str], body: bytes) 
         path: Without the query, as it was sent.
         headers: With names in lower case.
         body: Empty if there is none, or if it is too large to be read.
+        query: Of the address. A ticket that resumes a session names the session there.
     """
     asked = RequestFacts(caller=_caller(headers))
     parts = [unquote(part)[:MAX_NAME_CHARS] for part in path.split("/") if part]
@@ -65,6 +69,8 @@ def read_asked(method: str, path: str, headers: Mapping[str, str], body: bytes) 
         asked.model = "/".join(parts[parts.index("models") + 1 :])
     else:
         asked.names = tuple(part for part in parts[2:] if any(map(str.isdigit, part)))
+    if parts[-1:] == ["session-ticket"]:
+        asked.names += tuple(name[:MAX_NAME_CHARS] for name in parse_qs(query).get(SESSION_PARAM, [])[:1])
     if method == "POST":
         asked.stores = not parts or parts[-1] not in _STATELESS
         if body:

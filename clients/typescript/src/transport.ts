@@ -158,7 +158,7 @@ export class Transport {
     );
     try {
       signal?.throwIfAborted();
-      const ticket = await this.#ticket(limit.signal);
+      const ticket = await this.#ticket(resume?.session, limit.signal);
       const protocols = ticket === undefined ? undefined : [SUBPROTOCOL, TICKET_PROTOCOL + ticket];
       const socket = await this.#connect(protocols, resume?.session, limit.signal);
       return [socket, await this.#greet(socket, resume, limit.signal)];
@@ -171,11 +171,13 @@ export class Transport {
     }
   }
 
-  async #ticket(signal: AbortSignal): Promise<string | undefined> {
+  /** `session`: the one to resume. A gateway gets the ticket from its server, which alone accepts it. */
+  async #ticket(session: string | undefined, signal: AbortSignal): Promise<string | undefined> {
     const { ticket: ask } = this.#options;
     if (ask) return this.#askForTicket(ask, signal);
     if (this.#options.key === undefined) return undefined;
-    const response = await this.#request("POST", "/v1/session-ticket", signal);
+    const query = session === undefined ? "" : `?session=${encodeURIComponent(session)}`;
+    const response = await this.#request("POST", `/v1/session-ticket${query}`, signal);
     const error = await this.#errorOf(response);
     if (error) throw error;
     let answer: unknown;

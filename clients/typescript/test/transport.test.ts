@@ -53,7 +53,7 @@ for (const [given, ws, http] of [
     assert.deepEqual(server.socket.protocols, ["agentflow.v2", "agentflow.ticket.t2"]);
     assert.equal(server.socket.url, `${ws}?session=s1`);
     const request = { url: `${http}/v1/session-ticket`, method: "POST", key: "Bearer af-key" };
-    assert.deepEqual(requests, [request, request]);
+    assert.deepEqual(requests, [request, { ...request, url: `${request.url}?session=s1` }]);
     await Promise.all([session.close(), settle(server)]);
   });
 }

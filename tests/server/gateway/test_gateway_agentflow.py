@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import anyio
+import msgspec
 import openai
 import pytest
 from support.api_server import MODEL, ApiServer, api_server
@@ -20,6 +21,7 @@ from support.tcp_proxy import proxied
 
 import agentflow as af
 from agentflow.backends.remote import Remote
+from agentflow.protocol.wire import VERSION, Hello, Welcome
 from agentflow.server.stores.shared import SharedStore
 from agentflow.server.tenants.keys import Tenants
 
@@ -29,9 +31,11 @@ LONG = "These are the rules of the game, which everybody knows. " * 12
 
 
 @contextmanager
-def two_servers(**options: Any) -> Iterator[list[ApiServer]]:
+def two_servers(*keys: str) -> Iterator[list[ApiServer]]:
+    """Two servers with the same keys, which do not know each other's tickets."""
     with ExitStack() as stack:
-        yield [stack.enter_context(api_server(FakeEngine(), **options)) for _ in range(2)]
+        options = [{"tenants": Tenants(keys)} if keys else {} for _ in range(2)]
+        yield [stack.enter_context(api_server(FakeEngine(), **some)) for some in options]
 
 
 @asynccontextmanager
@@ -89,7 +93,7 @@ async def test_anthropics_client() -> None:
 
 
 async def test_the_keys_of_clients_reach_the_servers() -> None:
-    with two_servers(tenants=Tenants(["right"])) as servers:
+    with two_servers("right") as servers:
         async with before(servers) as route, client_of(route, "right") as client:
             assert (await ask(client, "hello")).usage.completion_tokens > 0
             assert [model.id async for model in client.models.list()] == [MODEL]
@@ -197,7 +201,7 @@ async def test_a_session_goes_on_at_its_server_after_a_broken_connection(
 
 
 async def test_a_websocket_that_a_server_refuses() -> None:
-    with two_servers(tenants=Tenants(["right"])) as servers:
+    with two_servers("right") as servers:
         async with before(servers) as route:
             with pytest.raises(af.errors.NotAuthorized):
                 async with af.session(route.url.replace("http", "ws"), api_key="wrong"):
@@ -207,7 +211,7 @@ async def test_a_websocket_that_a_server_refuses() -> None:
 async def test_a_ticket_opens_a_websocket_where_it_was_issued() -> None:
     import websockets
 
-    with two_servers(tenants=Tenants(["right"])) as servers:
+    with two_servers("right") as servers:
         async with before(servers) as route:
             for number in range(4):
                 route.gateway.targets[number % 2].num_websockets += 10  # the other one is chosen
@@ -223,6 +227,31 @@ async def test_a_ticket_opens_a_websocket_where_it_was_issued() -> None:
                 ) as socket:
                     assert socket.subprotocol == "agentflow.v2"
                 route.gateway.targets[number % 2].num_websockets += 10
+
+
+async def test_f37_a_ticket_that_resumes_a_session_is_from_its_server() -> None:
+    import websockets
+
+    async def offer(route: Routed, query: str) -> list[websockets.Subprotocol]:
+        got = await route.http.post(f"/v1/session-ticket{query}", headers={"authorization": "Bearer right"})
+        names = ("agentflow.v2", f"agentflow.ticket.{got.json()['ticket']}")
+        return [websockets.Subprotocol(name) for name in names]
+
+    with two_servers("right") as servers:
+        async with before(servers) as route:
+            url = f"{route.url.replace('http', 'ws')}/v1/session"
+            for _ in range(2):
+                async with websockets.connect(url, subprotocols=await offer(route, "")) as socket:
+                    await socket.send(msgspec.json.encode(Hello(VERSION)).decode())
+                    session = msgspec.json.decode(await socket.recv(), type=Welcome).session
+                own = route.gateway.placement.owner((session,))
+                assert own is not None
+                own.num_websockets += 10  # the other server is chosen without the session
+                query = f"?session={session}"
+                offered = await offer(route, query)
+                async with websockets.connect(f"{url}{query}", subprotocols=offered) as socket:
+                    assert socket.subprotocol == "agentflow.v2"
+                own.num_websockets -= 10
 
 
 async def test_a_server_that_stops_loses_its_sessions_and_no_others() -> None:

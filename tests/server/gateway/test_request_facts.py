@@ -151,3 +151,10 @@ def test_a_long_prompt_is_cut() -> None:
 def test_names_are_bounded() -> None:
     got = asked({"model": "m" * 10_000, "prompt": "x", "prompt_cache_key": "k" * 10_000})
     assert (len(got.model), len(got.program)) == (256, 256)
+
+
+def test_f37_a_ticket_that_resumes_a_session_names_it() -> None:
+    path = "/v1/session-ticket"
+    assert read_asked("POST", path, {}, b"", "session=s%2F1&session=s2").names == ("s/1",)
+    assert read_asked("POST", path, {}, b"").names == ()
+    assert read_asked("POST", CHAT, {}, b"", "session=s1").names == ()
