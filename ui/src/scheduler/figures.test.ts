@@ -15,6 +15,9 @@ const values = (figures: readonly { name: string; value: number | null }[]) =>
 describe("the figures of a saved scrape", () => {
   it("finds the models", () => {
     expect(modelsOf(after)).toEqual([MODEL]);
+    const lines = ['agentflow_engine_up{model="small"} 1', 'agentflow_running_requests{model="small"} 0'];
+    const both = [...lines, 'agentflow_running_requests{model="gpt"} 1'].join("\n");
+    expect(modelsOf(parseScrape(both, 0))).toEqual(["small", "gpt"]);
   });
 
   it("shows gauges as they are, and rates between the scrapes", () => {

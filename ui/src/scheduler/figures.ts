@@ -19,9 +19,10 @@ export interface Figure {
 
 const isCached = (source: string): boolean => source !== "computed";
 
-/** The models that the scrape knows, in its order. */
+/** The models that the scrape knows, in its order, with those behind APIs, which have no engine. */
 export function modelsOf(scrape: Scrape): string[] {
-  return scrape.values("agentflow_engine_up", "model");
+  const names = ["agentflow_engine_up", "agentflow_running_requests"].flatMap((name) => scrape.values(name, "model"));
+  return [...new Set(names)];
 }
 
 /** Tokens of the KV pool by state. */
