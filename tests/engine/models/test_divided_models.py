@@ -183,7 +183,7 @@ def test_a_rank_that_dies_is_a_fault_and_no_rank_is_left(tmp_path: Path) -> None
     walker = driver.add([5, 6, 7])
     driver.generate([walker], 3)
     process.send_signal(signal.SIGKILL)
-    with pytest.raises(AcceleratorFault, match="rank 1"):
+    with pytest.raises(AcceleratorFault):  # the first rank may notice it before the runner
         driver.generate([walker], 50)
     runner.close()
     assert not process.is_running()
