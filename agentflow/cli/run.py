@@ -39,8 +39,9 @@ from agentflow.language.typed.json_form import json_text
 ProgramFunction = Callable[..., Awaitable[Any]]
 
 SOME_FAILED = 3
-MAX_CELL_CHARS = 2**31 - 1
 """The exit status if inputs failed."""
+MAX_CELL_CHARS = 2**31 - 1
+"""The longest field of a table: the module ``csv`` needs a limit."""
 
 
 def load_program(place: str) -> ProgramFunction:
