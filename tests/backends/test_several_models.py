@@ -666,7 +666,7 @@ async def test_f37_an_append_that_a_server_refuses_changes_nothing() -> None:
 
 
 class Refusing:
-    """A backend that refuses ops while it is told so."""
+    """A backend that refuses all ops while ``refuses`` is set."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
