@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -161,7 +161,6 @@ class ReplicaSet:
         self._left: deque[RoutedRequest] = deque()  # the router still counts these on lost replicas
         self._of_request: dict[int, Replica] = {}
         self._adapter_of: dict[int, str] = {}  # the identities of the adapters of unfinished requests, by id
-        self._num_users: Counter[str] = Counter()  # unfinished requests, by the identity of their adapter
         self._unneeded: list[str] = []  # the identities of adapters to unload after their last request
         self._has_work = anyio.Event()  # requests to place
         self._has_charges = anyio.Event()
@@ -226,7 +225,6 @@ class ReplicaSet:
                     raise EngineDown(why)
                 if message.adapter:
                     self._adapter_of[message.request_id] = message.adapter
-                    self._num_users[message.adapter] += 1
                 self._wait(Unfinished(message, time.monotonic()))
             case Abort():
                 self._abort(message)
@@ -253,7 +251,8 @@ class ReplicaSet:
     def _unload_adapters(self) -> None:
         """Unloads adapters without a name after the last request that uses them: until then, the request may
         continue on any replica."""
-        for identity in [one for one in self._unneeded if one not in self._num_users]:
+        needed = set(self._adapter_of.values())
+        for identity in [one for one in self._unneeded if one not in needed]:
             self._unneeded.remove(identity)
             for replica in self._replicas:
                 replica.supervisor.send(UnloadAdapter(identity))
@@ -607,21 +606,12 @@ class ReplicaSet:
 
     def _hand_over(self, messages: Sequence[FromEngine]) -> None:
         assert self._client is not None
-        if self._adapter_of:
-            self._count_ends(messages)
+        for message in messages if self._adapter_of else ():
+            if isinstance(message, Finished | Failed):
+                self._adapter_of.pop(message.request_id, None)
         self._client.receive(messages)
         if self._unneeded:
             self._unload_adapters()
-
-    def _count_ends(self, messages: Sequence[FromEngine]) -> None:
-        """Counts the requests with adapters that end with the messages."""
-        for message in messages:
-            if isinstance(message, Finished | Failed):
-                adapter = self._adapter_of.pop(message.request_id, None)
-                if adapter is not None:
-                    self._num_users[adapter] -= 1
-                    if not self._num_users[adapter]:
-                        del self._num_users[adapter]
 
 
 def shown_device(device: str, supervisor: EngineSupervisor) -> str:
