@@ -399,7 +399,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--url",
         help="a server, such as ws://127.0.0.1:8410 (default: AGENTFLOW_URL, or none)",
     )
-    add(
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument(
+        "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model"
+    )
+    models.add_argument(
         "--model",
         metavar="NAME",
         help="a model's name, folder or GGUF file (default: smollm2-135m)",
@@ -466,6 +470,7 @@ the next message, for models with vision. Without a terminal, each line of
 standard input is one turn or command.""",
     examples="""\
 agentflow chat                                the default model
+agentflow chat qwen3-0.6b                     another model
 agentflow chat --url ws://127.0.0.1:8410      a server
 agentflow chat --system "Answer in one sentence."
 echo "Name three rivers." | agentflow chat 2>/dev/null

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,10 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     usage: str | None = None
 
-    def add_to(self, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-        """Adds its parser."""
+    def add_to(
+        self, commands: argparse._SubParsersAction[argparse.ArgumentParser]
+    ) -> argparse.ArgumentParser:
+        """Adds its parser, and returns it."""
         indented = "\n".join(f"  {line}" for line in self.examples.strip().splitlines())
         parser = commands.add_parser(
             self.name,
@@ -33,6 +36,17 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.add_options(parser)
+        return parser
+
+
+def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """The error about arguments that a command does not have, with its options that are spelled alike."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    name = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
+    close = get_close_matches(name, options, 1) if name.startswith("-") else []
+    begins = [option for option in options if option.startswith("--") and name.startswith(f"{option}-")]
+    advice = f" (did you mean {(begins or close)[0]}?)" if begins or close else ""
+    return f"unrecognized arguments: {' '.join(unknown)}{advice}"
 
 
 def printable(text: str) -> str:

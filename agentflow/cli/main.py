@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 
-from agentflow.cli.command import Command
+from agentflow.cli.command import Command, unknown_arguments
 from agentflow.errors import AgentflowError
 from agentflow.version import __version__
 
@@ -23,8 +23,11 @@ a first session:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. Errors of agentflow are printed as one line."""
     commands = {command.name: command for command in _commands()}
-    parser = _parser(commands.values())
-    options = parser.parse_args(arguments)
+    parser, subparsers = _parsers(commands.values())
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        failed = subparsers.get(options.command, parser)
+        failed.error(unknown_arguments(failed, unknown))
     if options.command is None:
         parser.print_help()
         return 0
@@ -57,7 +60,10 @@ def _commands() -> list[Command]:
     return [module.COMMAND for module in modules]
 
 
-def _parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
+def _parsers(
+    commands: Iterable[Command],
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of all commands, and the parser of each."""
     parser = argparse.ArgumentParser(
         prog="agentflow",
         description="Programs that call language models many times, and their server.",
@@ -66,6 +72,4 @@ def _parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"agentflow {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for command in commands:
-        command.add_to(subparsers)
-    return parser
+    return parser, {command.name: command.add_to(subparsers) for command in commands}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from agentflow.cli.main import _commands, _parser
+from agentflow.cli.main import _commands, _parsers
 
 MARK = "<!-- commands -->"
 
@@ -20,12 +20,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _sections() -> Iterator[str]:
-    [subparsers] = [
-        action
-        for action in _parser(_commands())._actions
-        if isinstance(action, argparse._SubParsersAction)  # argparse has no public view of a parser
-    ]
-    for name, parser in subparsers.choices.items():
+    for name, parser in _parsers(_commands())[1].items():
         yield f"## agentflow {name}\n"
         yield f"{_text(parser.description)}\n"
         yield f"```console\n$ {_usage(parser)}\n```\n"

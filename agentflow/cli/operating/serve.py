@@ -169,7 +169,7 @@ def _run(options: argparse.Namespace) -> int:
 
 COMMAND = Command(
     name="serve",
-    usage="agentflow serve [--model NAME[=PATH]] [--config FILE] [--port N] ...",
+    usage="agentflow serve [MODEL ...] [--config FILE] [--port N] ...",
     summary="run the server",
     description="""\
 Serves models to programs on this machine or others. One port has three
@@ -185,10 +185,10 @@ precedence over variables, and variables over the file. `agentflow config`
 takes the same options and shows each value with its source.""",
     examples="""\
 agentflow serve                              the default model
-agentflow serve --model qwen3-0.6b           another, by its short name
-agentflow serve --model OWNER/NAME           or from the Hugging Face hub
-agentflow serve --model ./my-llama --port 9000
-agentflow serve --model gpt=openai:gpt-4.1-mini    a model behind an API
+agentflow serve qwen3-0.6b                   another, by its short name
+agentflow serve OWNER/NAME                   or from the Hugging Face hub
+agentflow serve ./my-llama --port 9000
+agentflow serve gpt=openai:gpt-4.1-mini      a model behind an API
 agentflow serve --config server.toml         settings from a file
 AGENTFLOW_SERVE_PORT=9000 agentflow serve    or from the environment
 agentflow serve --host 0.0.0.0 --keys-file keys.toml

@@ -325,6 +325,7 @@ _TITLES = {
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each setting, grouped by table."""
     first = parser.add_argument_group("models")
+    first.add_argument("models", nargs="*", metavar="MODEL", help="the same as --model; can be repeated")
     first.add_argument(
         "--model",
         action="append",
@@ -383,7 +384,7 @@ def read_flags(options: argparse.Namespace) -> Effective:
     status 2, as argparse does."""
     values = {name: value for name, value in vars(options).items() if name in all_settings()}
     try:
-        return load_config(Flags(values, tuple(options.model), options.config), os.environ)
+        return load_config(Flags(values, (*options.models, *options.model), options.config), os.environ)
     except BadArgument as error:
         print(f"agentflow: {error}", file=sys.stderr)
         raise SystemExit(2) from None
