@@ -10,6 +10,20 @@ const FRAME_OVERHEAD_BYTES = 64;
 const USUAL_FRAME_BYTES = 128 * 1024;
 // `JSON.stringify` escapes half a surrogate pair, which the server rejects.
 const HALF_PAIR = /(?<!\\)(?:\\\\)*\\ud[89a-f]/;
+// Small ops that ask, or that end something. The client sends most of them by itself, where no program could
+// handle an error, and they are how a program waits for room.
+const UNLIMITED: ReadonlySet<Op["op"]> = new Set([
+  "await",
+  "cancel",
+  "close",
+  "getgraph",
+  "getstats",
+  "peek",
+  "release",
+  "unwatch",
+  "want",
+  "watch",
+]);
 
 interface EncodedOp {
   readonly text: string;
@@ -24,7 +38,10 @@ export class OpQueue {
   #numAcked = 0;
   #bytes = 0;
 
-  /** `frameBytes`: the largest frame. `maxBytes`: the largest sum of ops that are not acknowledged. */
+  /**
+   * `frameBytes`: the largest frame. `maxBytes`: the largest sum of ops that are not acknowledged, to which ops that
+   * ask or end something are added even if it is reached.
+   */
   constructor(
     public frameBytes: number,
     private readonly maxBytes: number,
@@ -37,7 +54,7 @@ export class OpQueue {
 
   /**
    * Adds an op and returns its number. Throws `FrameTooLarge`, `BadArgument` for a text that is not Unicode or a
-   * number that is not finite, and `BacklogFull` if too much is not acknowledged.
+   * number that is not finite, and `BacklogFull` if too much is not acknowledged for an op that adds something.
    */
   add(op: Op): number {
     const text = JSON.stringify(op);
@@ -51,7 +68,7 @@ export class OpQueue {
         `${op.op}: the op takes ${bytes} bytes, and the server accepts frames of at most ${this.frameBytes}`,
       );
     }
-    if (this.#bytes + bytes > this.maxBytes) {
+    if (this.#bytes + bytes > this.maxBytes && !UNLIMITED.has(op.op)) {
       throw new BacklogFull(
         `${op.op}: ${this.length} ops with ${this.#bytes} bytes are not acknowledged: await something first`,
       );

@@ -44,7 +44,7 @@ export class Uploads {
         try {
           this.#send({ op: "release", source });
         } catch {
-          return; // the session has ended, or later
+          return; // the session has ended
         }
         this.#sent.delete(source);
       }

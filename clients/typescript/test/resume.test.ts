@@ -214,6 +214,39 @@ test("a server that does not come back within the grace ends the session", async
   assert.ok(server.sockets.length > 1);
 });
 
+test("f37: the client's own small ops find room in a full buffer", { timeout: 20_000 }, async () => {
+  const server = new FakeServer(new Map([["answer", "whole"]]));
+  const session = await opened(server, { maxBufferedBytes: 400, keepaliveS: 0.2 });
+  const closing = session.state();
+  const answer = closing.gen("answer");
+  closing.close(); // delayed until the answer has arrived
+  await settle(server);
+  server.send(); // acknowledges
+  await settle(server);
+  const state = session.state();
+  assert.throws(() => {
+    for (;;) state.begin("user").end();
+  }, { code: "backlog_full" });
+  server.send(...server.progress(answer.number, 9));
+  server.socket.deliverDown(); // now the close is due
+  assert.equal(await answer, "whole");
+  const stats = session.stats();
+  state.cancel();
+  state.close();
+  const statuses = new Promise<string[]>((resolve) => {
+    const seen: string[] = [];
+    session.onStatus((status) => seen.push(status) === 2 && resolve(seen));
+  });
+  const carrying = settle(server, () => server.sockets.length === 2 && session.status === "open");
+  assert.deepEqual(await statuses, ["lost", "open"]); // after a question of the timer, which stays unanswered
+  await carrying;
+  server.send();
+  await settle(server);
+  assert.equal((await stats).model, "fake");
+  assert.ok(server.isEmpty);
+  await Promise.all([session.close(), settle(server)]);
+});
+
 test("an error of the server ends the session with its class", async () => {
   const server = new FakeServer();
   const session = await opened(server);
