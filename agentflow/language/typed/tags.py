@@ -35,7 +35,8 @@ class Tag:
         end: The text that ends the tag.
         schema: The type or JSON schema of the content, as in ``gen``.
         regex: A regular expression that the content matches.
-        grammar: A grammar of the content, in Lark's notation.
+        grammar: A grammar of the content, in Lark's notation or in GBNF. In Lark's, no terminal may take the
+            beginning of ``end``.
 
     Raises:
         BadArgument: An argument is invalid.

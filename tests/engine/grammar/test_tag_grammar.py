@@ -85,6 +85,26 @@ def test_a_regular_body_ends_at_the_first_end():
     assert 0x20 in growing.allowed()
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "body"),
+    [
+        ("grammar", "root ::= [a-z<]+", "ab<c<"),
+        ("grammar", 'root ::= "x"? word\nword ::= [a-z</>]+', "ab</call<"),
+        ("grammar", 'root ::= "a" ("</call>b")*', "a"),
+        ("grammar", "root ::= .*", "any</cal>"),
+        ("grammar", 'start: W+\nW: /[a-z]/ | "<br>"', "ab<br>"),
+        ("regex", "[\\p{L}</>]+", "éa</call"),
+    ],
+)
+def test_f37_a_body_ends_although_it_may_contain_the_beginning_of_the_end(kind, source, body):
+    body_of = {"kind": kind, "source": source}
+    for text, more in (
+        (f"so <call>{body}</call>bc", {}),
+        (f"<call>{body}</call>;<call>a</call>", {"between": ";"}),
+    ):
+        assert follow(tags(CALL | body_of, WORD, **more), text) == (len(text.encode()), True)
+
+
 @given(st.randoms(use_true_random=False), st.text(st.sampled_from("<cal>a[b] "), max_size=20))
 def test_wherever_a_tag_begins_what_follows_is_of_its_kind(dice, prefix):
     text = walk(text_under(ALL), dice, prefix.encode())
@@ -151,6 +171,12 @@ def test_the_whitespace_of_schemas_is_the_constraints():
             CALL | {"kind": "regex", "source": "a b", "end": " "},
             "no text of its regex can precede the first ' '",
         ),
+        (CALL | {"kind": "grammar", "source": "start: W\nW: /[a-z<]+/"}, "would not end"),
+        (
+            CALL | {"kind": "grammar", "source": "start: W WS?\nW: /[a-z]/\nWS: /\\n+/", "end": "\n<"},
+            "would not end",
+        ),
+        (CALL | {"kind": "grammar", "source": "start: /(?s:.*)/"}, "would not end"),
         (
             CALL | {"source": '{"type": "integer", "minimum": 5, "maximum": 3}'},
             "'<call>': schema: Unsatisfiable",

@@ -11,8 +11,8 @@ import json
 import random
 import re
 import threading
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -33,7 +33,9 @@ from agentflow.engine.grammar.compiler.explicit_schema import (
 )
 from agentflow.engine.grammar.compiler.lark import (
     TagBody,
+    WithEnd,
     either_grammar,
+    pattern_with_end,
     row_grammar,
     row_regex,
     tag_alone,
@@ -50,6 +52,7 @@ from agentflow.engine.grammar.llguidance import (
     ALL_TOKENS_ALLOWED,
     NOWHERE_TO_GO,
     LlguidanceGrammar,
+    LlguidanceMatcher,
     LlguidanceVocabulary,
     parser_limits,
 )
@@ -76,6 +79,10 @@ SMALL_STACK_BYTES: Final = 1 << 20
 _TRIED_TEXTS: Final = 8
 _TRIED_BYTES: Final = 200
 """The length of the texts that test a grammar. Longer ones take long with large character sets."""
+
+_PLACES_WITHOUT_END: Final = 32
+"""A tag that cannot end at more places in a row where its body may end is rejected. Shorter, a number or a
+word may take the beginning of the end too, but has to stop."""
 
 _RULE_OF_EBNF: Final = re.compile(r"^[ \t]*(<?[\w-]+>?)[ \t]*::=", re.MULTILINE)
 _START_OF_LARK: Final = re.compile(r"^([ \t]*)start(?=[ \t]*(?:\[[^\]\n]*\])?[ \t]*:)", re.MULTILINE)
@@ -185,7 +192,7 @@ def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, seco
     with texts that begin differently, or with JSON.
     """
     if other.kind in ("regex", "choices"):
-        pattern = other.source.replace("/", r"\/") if isinstance(second, str) else write_pattern(second)
+        pattern = _escaped(other.source) if isinstance(second, str) else write_pattern(second)
         grammar = text_apart(pattern, one.apart)
     else:
         grammar = _as_grammar(other, second)
@@ -203,11 +210,7 @@ def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, seco
 
 def _accepts_prefix(grammar: str, text: str, count: int) -> bool:
     matcher = LlguidanceGrammar(grammar, _byte_vocabulary(), count).matcher()
-    for byte in text.encode():
-        if not is_allowed(matcher.mask(), byte):
-            return False
-        matcher.accept(byte)
-    return True
+    return _accepted(matcher, text.encode()) == len(text.encode())
 
 
 def _of_kind(constraint: Constraint) -> Regex | str:
@@ -232,7 +235,7 @@ def _of_tags(
 ) -> Regex | str:
     if constraint.between is None:
         return tag_grammar(tags, bodies, constraint.max_tags)
-    regular = [body for body in bodies if not isinstance(body, str)]
+    regular = [body for body in bodies if not isinstance(body, str | WithEnd)]
     if is_small and len(regular) == len(bodies):
         return row_regex(tags, regular, constraint.between, constraint.max_tags)
     return row_grammar(tags, bodies, constraint.between, constraint.max_tags)
@@ -242,7 +245,12 @@ def _of_pattern(pattern: str) -> Regex | str:
     try:
         return parse_regex(pattern)
     except TooLargeForDfa:
-        return _lark_of_pattern(pattern.replace("/", r"\/"))
+        return _lark_of_pattern(_escaped(pattern))
+
+
+def _escaped(pattern: str) -> str:
+    """Returns a pattern that is put between slashes."""
+    return pattern.replace("/", r"\/")
 
 
 def _lark_of_pattern(pattern: str) -> str:
@@ -273,7 +281,8 @@ def _lark_of_schema(schema: Schema, whitespace: Whitespace) -> str:
     )
 
 
-def _of_lark(source: str) -> str:
+def _of_lark(source: str, end: str = "") -> str:
+    """Returns the grammar. One in GBNF has ``end`` after each text."""
     names = _RULE_OF_EBNF.findall(source)
     if names and "root" not in names:
         raise BadArgument(
@@ -282,7 +291,7 @@ def _of_lark(source: str) -> str:
     if attribute := _ATTRIBUTE_OF_GEN.search(source):
         raise BadArgument(f"grammar: {attribute[1]} must be set on the gen, not on a rule")
     try:
-        grammar = f"{lark_of_gbnf(source) if names else source}\n{ALL_TOKENS_ALLOWED}"
+        grammar = f"{lark_of_gbnf(source, end) if names else source}\n{ALL_TOKENS_ALLOWED}"
     except BadArgument as error:
         raise BadArgument(f"grammar: {error}") from None
     _check_terminals(grammar)
@@ -290,18 +299,65 @@ def _of_lark(source: str) -> str:
 
 
 def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
-    """Returns the compiled source of a tag. Rejects a source that no text can match: after the tag's begin,
-    nothing else could be generated."""
+    """Returns the compiled source of a tag. Rejects a source that no text can match, since nothing else could
+    be generated after the tag's begin, and a grammar whose texts do not end."""
     try:
-        body = _of_source(tag.kind, tag.source, whitespace)
+        body = _body_of(tag, whitespace)
         count = num_alternatives(_read_schema(tag.source)) if tag.kind == "schema" else 0
-        _checked(tag_alone(tag, body), tag.kind, count)
+        alone = _checked(tag_alone(tag, body), tag.kind, count)
+        if tag.kind == "grammar" and isinstance(body, str):
+            _check_end(tag, body, alone)
         return body
     except BadArgument as error:
         why = str(error)
         if why.endswith(NOWHERE_TO_GO):
             why = f"no text of its {tag.kind} can precede the first {tag.end!r}: choose another end"
         raise BadArgument(f"tags: {tag.begin!r}: {why}") from None
+
+
+def _body_of(tag: TagRule, whitespace: Whitespace) -> TagBody:
+    if tag.kind == "grammar" and _RULE_OF_EBNF.search(tag.source):
+        return WithEnd(_of_lark(tag.source, tag.end))
+    body = _of_source(tag.kind, tag.source, whitespace)
+    is_large_pattern = tag.kind == "regex" and isinstance(body, str)
+    return pattern_with_end(_escaped(tag.source), tag.end) if is_large_pattern else body
+
+
+def _check_end(tag: TagRule, body: str, alone: str) -> None:
+    """Raises ``BadArgument`` if the lexer of a body in Lark's notation takes the beginning of the tag's end
+    for text wherever the body may end."""
+    whole = LlguidanceGrammar(alone, _byte_vocabulary())
+    end = tag.end.encode()
+    ended: LlguidanceMatcher | None = None
+    num_refused = 0
+    with suppress(RequestRefused):
+        texts = _written_texts(LlguidanceGrammar(body, _byte_vocabulary()), 2 * _PLACES_WITHOUT_END)
+        for text, written in texts:
+            if not written:
+                ended, num_refused = whole.matcher(), 0
+                _accepted(ended, tag.lead.encode())
+            elif ended is not None and not _accepted(ended, written[-1:]):
+                ended = None  # it took the text before for the end, so this one is not written
+            if ended is None or not text.may_end():
+                continue
+            num_taken = _accepted(ended, end)
+            has_ended = num_taken == len(end) and ended.may_end()
+            num_refused = 0 if has_ended else num_refused + 1
+            ended.roll_back(num_taken)
+            if num_refused > _PLACES_WITHOUT_END:
+                raise BadArgument(
+                    f"grammar: its terminals take {tag.end!r} for text, so that the tag would not end: give "
+                    "a regex or a grammar in GBNF, which stop there, or choose another end"
+                )
+
+
+def _accepted(matcher: LlguidanceMatcher, text: bytes) -> int:
+    """Appends the bytes of the text up to one that is not allowed. Returns their number."""
+    for number, byte in enumerate(text):
+        if not is_allowed(matcher.mask(), byte):
+            return number
+        matcher.accept(byte)
+    return len(text)
 
 
 def _make_grammar(constraint: Constraint, compiled: Regex) -> str:
@@ -363,22 +419,25 @@ def _refuse_what_the_library_does(grammar: str, kind: str, count: int) -> None:
         can_begin = text.mask().any()
         text.forced()
         if kind not in ("schema", "tags"):
-            _write_texts(compiled)
+            deque(_written_texts(compiled), maxlen=0)
     except RequestRefused as error:
         raise BadArgument(f"{kind}: {error}") from None
     if not can_begin:
         raise BadArgument(f"{kind}: no text but the empty one satisfies it")
 
 
-def _write_texts(grammar: LlguidanceGrammar) -> None:
-    """Writes the beginnings of some texts. Raises ``RequestRefused`` if a step exceeds a limit, or a text can
-    neither continue nor end. A pattern that is too ambiguous fails within some tens of characters, and a rule
-    without texts fails where it begins."""
+def _written_texts(
+    grammar: LlguidanceGrammar, num_bytes: int = _TRIED_BYTES
+) -> Iterator[tuple[LlguidanceMatcher, bytes]]:
+    """Writes the beginnings of some texts, and yields each place of them. Raises ``RequestRefused`` if a step
+    exceeds a limit, or a text can neither continue nor end. A pattern that is too ambiguous fails within some
+    tens of characters, and a rule without texts fails where it begins."""
     tried: Counter[tuple[bytes, int]] = Counter()
     dice = random.Random(0)
     for number in range(_TRIED_TEXTS):
         text, written = grammar.matcher(), bytearray()
-        for _ in range(_TRIED_BYTES):
+        for _ in range(num_bytes):
+            yield text, bytes(written)
             try:
                 mask = text.mask()
             except RequestRefused as error:

@@ -24,11 +24,14 @@ from agentflow.engine.grammar.compiler.gbnf import (
     read_gbnf,
 )
 from agentflow.engine.grammar.compiler.lexemes import Lexemes, characters
-from agentflow.engine.grammar.regex import Ranges, all_but, without_surrogates
+from agentflow.engine.grammar.regex import MAX_CODE_POINT, Ranges, all_but, without_surrogates
 from agentflow.errors import BadArgument
 
 MAX_EBNF_CHARS = 20_000
 
+_ENDED: Final = "root and its end"
+"""No name that a rule of a grammar may have."""
+_ANY_TEXT: Final = Times(Chars(((0, MAX_CODE_POINT),)), 0, None)
 _SIGNS: Final = {(0, None): "*", (1, None): "+", (0, 1): "?"}
 
 
@@ -46,9 +49,9 @@ def lark_of_ebnf(source: str) -> str:
         raise BadArgument(f"the EBNF grammar is not valid: {error}") from None
 
 
-def lark_of_gbnf(source: str) -> str:
+def lark_of_gbnf(source: str, end: str = "") -> str:
     """Returns the grammar in llguidance's dialect of Lark, without directives. Raises ``BadArgument`` if it
-    is not valid.
+    is not valid. ``end``: a text that each of its texts ends with in addition, and that any text may follow.
 
     >>> print(lark_of_gbnf('root ::= word "s"\\nword ::= [a-z]+'), end="")
     start: word "s"
@@ -56,7 +59,11 @@ def lark_of_gbnf(source: str) -> str:
     """
     try:
         rules = read_gbnf(source)
-        return _Writer(rules, Lexemes(rules)).written()
+        if not end:
+            return _Writer(rules, Lexemes(rules)).written()
+        whole = (Named("root"), Text(end))
+        followed = Lexemes({**rules, _ENDED: Row((*whole, _ANY_TEXT))}, _ENDED)
+        return _Writer({_ENDED: Row(whole), **rules}, followed).written()
     except RecursionError:
         raise BadArgument("the grammar nests too deeply") from None
 
@@ -65,22 +72,22 @@ class _Writer:
     def __init__(self, rules: Mapping[str, GrammarPart], lexemes: Lexemes) -> None:
         self._rules = rules
         self._lexemes = lexemes
-        self._names: dict[str, str] = {"root": "start"}
+        self._names: dict[str, str] = {lexemes.start: "start"}
         taken = {"start"}
         for name in rules:
             new = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
             new = re.sub("[^a-z0-9_]", "_", new)
             new = new if new[0].isalpha() else f"r{new}"
             number = 1
-            while name != "root" and (unique := new if number == 1 else f"{new}_{number}") in taken:
+            while name != lexemes.start and (unique := new if number == 1 else f"{new}_{number}") in taken:
                 number += 1
-            if name != "root":
+            if name != lexemes.start:
                 taken.add(unique)
                 self._names[name] = unique
 
     def written(self) -> str:
-        """Returns the lines of the rules and terminals that ``root`` needs, in their order in the source."""
-        needed = {("root", False)}
+        """Returns the lines of the rules and terminals that the start needs, in their order in the source."""
+        needed = {(self._lexemes.start, False)}
         waiting = [*needed]
         while waiting:
             name, is_terminal = waiting.pop()

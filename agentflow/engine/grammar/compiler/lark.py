@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from agentflow.engine.grammar.llguidance import ALL_TOKENS_ALLOWED
@@ -81,7 +82,14 @@ def _char(code_point: int) -> str:
     return chr(code_point) if code_point in _PLAIN else f"\\x{{{code_point:x}}}"
 
 
-TagBody: TypeAlias = "Regex | str"
+@dataclass(frozen=True, slots=True)
+class WithEnd:
+    """A Lark grammar of a tag's body and its ``end``."""
+
+    grammar: str
+
+
+TagBody: TypeAlias = "Regex | WithEnd | str"
 """A regular expression, or a Lark grammar that has a ``start``."""
 
 
@@ -150,13 +158,22 @@ def tag_alone(tag: TagRule, body: TagBody) -> str:
 def _body_lines(n: int, tag: TagRule, body: TagBody, grammars: list[dict[str, str]]) -> list[str]:
     """Returns the rule ``body_n``. Appends the grammars that it uses to ``grammars``."""
     lead, end = [_text(mark) if mark else "" for mark in (tag.lead, tag.end)]
+    if isinstance(body, WithEnd):
+        body, end = body.grammar, ""
     if isinstance(body, str):
         grammars.append({"name": f"inner_{n}", "lark_grammar": body})
         return [f"body_{n}: {lead} @inner_{n} {end}"]
-    first_end = f"BODY_{n}: (/{write_pattern(body)}/ {end})"
-    if end:
-        first_end += f" & ~(/(?s:.*)/ {end} /(?s:.+)/)"
-    return [f"body_{n}: {lead} BODY_{n}", first_end]
+    return [f"body_{n}: {lead} BODY_{n}", f"BODY_{n}: {_up_to(write_pattern(body), tag.end)}"]
+
+
+def pattern_with_end(pattern: str, end: str) -> WithEnd:
+    """Returns the grammar of the texts of a pattern up to the first ``end``."""
+    return WithEnd(f"start: BODY\nBODY: {_up_to(pattern, end)}\n{ALL_TOKENS_ALLOWED}")
+
+
+def _up_to(pattern: str, end: str) -> str:
+    mark = _text(end)
+    return f"(/{pattern}/ {mark}) & ~(/(?s:.*)/ {mark} /(?s:.+)/)" if end else f"/{pattern}/"
 
 
 def either_grammar(first: str, second: str) -> str:

@@ -61,17 +61,18 @@ class Lexemes:
     """The terminals of a grammar.
 
     ``whole``: the rules that are terminals where other rules contain them. ``divided``: the literals that are
-    not terminals. Their characters are.
+    not terminals. Their characters are. ``start``: the rule whose texts are the grammar's.
     """
 
-    def __init__(self, rules: Mapping[str, GrammarPart]) -> None:
+    def __init__(self, rules: Mapping[str, GrammarPart], start: str = "root") -> None:
         self.rules = rules
+        self.start = start
         self.divided: set[str] = set()
         self._alphabet = _Alphabet(rules)
         self._places: dict[Lexeme, _Places] = {}
         self._readings: dict[tuple[Lexeme, Lexeme], tuple[bool, int]] = {}
         self._steps_left = MAX_STEPS
-        self.whole = self._regular_rules() - {"root"}
+        self.whole = self._regular_rules() - {start}
         try:
             while longer := self._that_read_on():
                 self.whole -= {one.name for one in longer if isinstance(one, Named)}
@@ -325,7 +326,7 @@ class _Order:
         self._numbers: dict[Lexeme, int] = {}
         # A rule that is whole, or that only a whole one contains, has no part that the parser reads.
         self._rules: dict[str, GrammarPart] = {}
-        waiting = ["root"]
+        waiting = [lexemes.start]
         while waiting:
             name = waiting.pop()
             if name not in self._rules:
@@ -340,7 +341,7 @@ class _Order:
                 starts = self._start(part)
                 self._has_changed |= starts != self._starts[name]
                 self._starts[name] = starts
-        self.first = self._starts["root"][0]
+        self.first = self._starts[lexemes.start][0]
         self.after = [0] * len(self.lexemes)
         self._has_changed = True
         while self._has_changed:

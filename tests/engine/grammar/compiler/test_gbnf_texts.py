@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -252,6 +253,39 @@ def test_f37_a_grammar_has_the_texts_that_its_rules_derive(rules: dict[str, Part
         return
     for text in [*TEXTS, *more]:
         assert takes_text(grammar, text) == derives(rules, text), (text, lark)
+
+
+@examples(30)
+@given(
+    st.fixed_dictionaries(dict.fromkeys(NAMES, parts)),
+    st.text("ab", min_size=1, max_size=3),
+    st.lists(st.text("ab<", max_size=9), max_size=20),
+)
+def test_f37_a_tag_in_gbnf_ends_wherever_its_body_may_end(
+    rules: dict[str, Part], end: str, more: list[str]
+) -> None:
+    source = "\n".join([f"{name} ::= {written(part)}" for name, part in rules.items()])
+    tag = {"begin": "<", "kind": "grammar", "source": source, "end": end}
+    try:
+        compiled = compile_constraint(Constraint("tags", json.dumps([tag])))
+    except BadArgument as error:
+        is_ambiguous = "exceeds the limits" in str(error)
+        compiled = None
+    if compiled is None:
+        assert is_ambiguous or not any(derives(rules, text) for text in TEXTS)
+        return
+    grammar = LlguidanceGrammar(compiled.payload.decode(), BYTE_VOCABULARY)
+    for text in [*TEXTS, *more]:
+        assert takes_text(grammar, f"<{text}") == is_tagged(rules, end, f"<{text}"), (text, rules, end)
+
+
+def is_tagged(rules: dict[str, Part], end: str, text: str) -> bool:
+    """Whether each ``<`` in free text begins a text of the rules and ``end``."""
+    _, begin, inside = text.partition("<")
+    ends = [at for at in range(len(inside)) if inside.startswith(end, at)]
+    return not begin or any(
+        derives(rules, inside[:at]) and is_tagged(rules, end, inside[at + len(end) :]) for at in ends
+    )
 
 
 def takes_text(grammar: LlguidanceGrammar, text: str) -> bool:
