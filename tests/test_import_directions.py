@@ -46,6 +46,7 @@ ROOMS = {
         "schema_walk",
         "hoisting",
         "bounds",
+        "grammars",
         "decimals",
         "record",
         "sampling",

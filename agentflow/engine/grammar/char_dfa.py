@@ -18,18 +18,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from agentflow.engine.grammar.regex import (
-    MAX_CODE_POINT,
     Alternation,
     CharSet,
     Concatenation,
     LookAhead,
     LookBehind,
-    Ranges,
     Regex,
     Repeat,
     TooLargeForDfa,
-    without_surrogates,
 )
+from agentflow.protocol.grammars.char_ranges import MAX_CODE_POINT, Ranges, without_surrogates
 
 END = 0
 """The node where a text may end."""

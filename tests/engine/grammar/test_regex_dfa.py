@@ -27,11 +27,10 @@ from agentflow.engine.grammar.regex import (
     CharSet,
     Repeat,
     TooLargeForDfa,
-    all_but,
-    merge_ranges,
     parse_regex,
 )
 from agentflow.errors import BadArgument
+from agentflow.protocol.grammars.char_ranges import all_but, merge_ranges
 
 dice = st.integers(0, 2**32).map(random.Random)
 EVERY_CHAR = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))

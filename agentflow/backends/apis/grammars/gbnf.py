@@ -1,8 +1,8 @@
 """Patterns as grammars in GBNF, the notation of llama.cpp, which SGLang reads as EBNF.
 
-``GrammarPart`` is the tree of a rule. ``read_pattern`` makes it from a pattern of Python's ``re``, and
-``written_part`` writes it in the part of the notation that both servers have. Parts of a pattern that the
-notation cannot express exactly are refused.
+``read_pattern`` makes the tree of a rule from a pattern of Python's ``re``, and ``written_part`` writes it in
+the part of the notation that both servers have. Parts of a pattern that the notation cannot express exactly
+are refused.
 """
 
 from __future__ import annotations
@@ -10,13 +10,20 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
 from re import _constants  # type: ignore[attr-defined]
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from agentflow.errors import NotSupported
 from agentflow.protocol.bounds.client_pattern import parsed
+from agentflow.protocol.grammars.char_ranges import (
+    MAX_CODE_POINT,
+    Ranges,
+    all_but,
+    merge_ranges,
+    without_surrogates,
+)
+from agentflow.protocol.grammars.parts import EMPTY, Chars, Choice, GrammarPart, Named, Row, Text, Times
 
 MAX_REPEATS: Final = 2_000
 """The limit of llama.cpp for one repeat."""
@@ -26,63 +33,11 @@ MAX_DEPTH: Final = 100
 MAX_CATEGORIES: Final = 50
 r"""The most ``\w`` and the like in a pattern: each has up to 10,000 characters in GBNF."""
 _CATEGORY: Final = re.compile(r"\\[dDsSwW]")
-_MAX_CODE_POINT: Final = 0x10FFFF
-_SURROGATES: Final = (0xD800, 0xDFFF)
 _PARTS_WITH_CATEGORIES: Final = ((0, 0xD7FF), (0xE000, 0x3FFFF))
 """Later planes have no letters, digits and spaces."""
 MAX_REMEMBERED: Final = 32
 
-Ranges: TypeAlias = "tuple[tuple[int, int], ...]"
-"""Ranges of code points, both ends inclusive."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chars:
-    """One character of these ranges, or with ``is_negated`` one of the others."""
-
-    ranges: Ranges
-    is_negated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Concatenation:
-    """One part after the other. Without parts, the empty text."""
-
-    parts: tuple[GrammarPart, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Alternation:
-    """One of the options."""
-
-    options: tuple[GrammarPart, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """The part ``least`` to ``most`` times; None: unlimited."""
-
-    part: GrammarPart
-    least: int
-    most: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """The texts of another rule."""
-
-    name: str
-
-
-GrammarPart: TypeAlias = "Chars | Concatenation | Alternation | Repeat | Named"
-
-ANY_CHAR: Final = Alternation((Chars(((10, 10),)), Chars(((10, 10),), is_negated=True)))
-EMPTY: Final = Concatenation(())
-
-
-def literal(text: str) -> GrammarPart:
-    """The part of exactly this text."""
-    return Concatenation(tuple([Chars(((ord(char), ord(char)),)) for char in text]))
+ANY_CHAR: Final = Chars(without_surrogates(((0, MAX_CODE_POINT),)))
 
 
 def remembered(translate: Callable[[str], str]) -> Callable[[str], str]:
@@ -152,16 +107,16 @@ def _row(items: Sequence[Any], flags: int, *, at_start: bool, at_end: bool, dept
         for n, (op, value) in enumerate(items)
     ]
     kept = tuple([part for part in parts if part != EMPTY])
-    return kept[0] if len(kept) == 1 else Concatenation(kept)
+    return kept[0] if len(kept) == 1 else Row(kept)
 
 
 def _part(op: Any, value: Any, flags: int, *, at_start: bool, at_end: bool, depth: int) -> GrammarPart:
     if op is _constants.LITERAL:
         return Chars(((value, value),))
     if op is _constants.NOT_LITERAL:
-        return Chars(((value, value),), is_negated=True)
+        return _all_but(((value, value),))
     if op is _constants.ANY:
-        return ANY_CHAR if flags & re.DOTALL else Chars(((10, 10),), is_negated=True)
+        return ANY_CHAR if flags & re.DOTALL else _all_but(((10, 10),))
     if op is _constants.IN:
         return _char_class(value, is_ascii=bool(flags & re.ASCII))
     if op is _constants.BRANCH:
@@ -169,7 +124,7 @@ def _part(op: Any, value: Any, flags: int, *, at_start: bool, at_end: bool, dept
             _row(list(option), flags, at_start=at_start, at_end=at_end, depth=depth + 1)
             for option in value[1]
         ]
-        return Alternation(tuple(rows))
+        return Choice(tuple(rows))
     if op is _constants.SUBPATTERN:
         _, added, removed, inside = value
         inner = (flags | added) & ~removed
@@ -201,10 +156,10 @@ def repeated(part: GrammarPart, least: int, most: int | None) -> GrammarPart:
         raise cannot_express(f"it repeats a part more than {MAX_REPEATS:,} times")
     if most is not None and least > most:
         raise cannot_express(f"it repeats a part at least {least} and at most {most} times")
-    return EMPTY if most == 0 or part == EMPTY else Repeat(part, least, most)
+    return EMPTY if most == 0 or part == EMPTY else Times(part, least, most)
 
 
-def _char_class(members: Sequence[Any], *, is_ascii: bool) -> GrammarPart:
+def _char_class(members: Sequence[Any], *, is_ascii: bool) -> Chars:
     is_negated = members[0][0] is _constants.NEGATE
     ranges: list[tuple[int, int]] = []
     for op, value in members[1:] if is_negated else members:
@@ -214,29 +169,22 @@ def _char_class(members: Sequence[Any], *, is_ascii: bool) -> GrammarPart:
             ranges.append((value[0], value[1]))
         else:
             ranges += _category_ranges(_CATEGORIES[value], is_ascii)
-    if any(first == 0 for first, _ in ranges):  # GBNF has no NUL, but its negated classes contain it
-        ranges, is_negated = _complement(ranges), not is_negated
-    if not ranges and not is_negated:
+    merged = merge_ranges(ranges)
+    found = _all_but(merged) if is_negated else Chars(without_surrogates(merged))
+    if not found.ranges:
         raise cannot_express("it has a class without characters")
-    return Chars(tuple(ranges), is_negated) if ranges else ANY_CHAR
-
-
-def _complement(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The characters that are in none of the ranges, without surrogates."""
-    found: list[tuple[int, int]] = []
-    start = 0
-    for first, last in sorted([*ranges, _SURROGATES, (_MAX_CODE_POINT + 1, _MAX_CODE_POINT + 1)]):
-        if first > start:
-            found.append((start, first - 1))
-        start = max(start, last + 1)
     return found
+
+
+def _all_but(ranges: Ranges) -> Chars:
+    return Chars(without_surrogates(all_but(ranges)))
 
 
 @cache
 def _category_ranges(escape: str, is_ascii: bool) -> Ranges:
     r"""The characters of ``\d`` and its like, as Python has them, without surrogates."""
     if escape.isupper():
-        return tuple(_complement(_category_ranges(escape.lower(), is_ascii)))
+        return _all_but(_category_ranges(escape.lower(), is_ascii)).ranges
     found = re.compile(f"{escape}+", re.ASCII if is_ascii else 0).finditer
     return tuple(
         [
@@ -249,27 +197,29 @@ def _category_ranges(escape: str, is_ascii: bool) -> Ranges:
 
 def written_part(part: GrammarPart, *, is_inner: bool = False) -> str:
     """Returns a part as the right side of a rule; ``is_inner``: as an operand of a row or a repeat."""
-    if isinstance(part, Named):
-        return part.name
-    if isinstance(part, Chars):
-        return _written_chars(part)
-    if isinstance(part, Repeat):
-        return _written_operand(part.part) + _written_times(part.least, part.most)
-    if isinstance(part, Concatenation):
-        if not part.parts:
-            return '""'
-        written = _written_row(part.parts)
-        return f"({written})" if is_inner and len(part.parts) > 1 else written
-    options = " | ".join([written_part(option) for option in part.options])
-    return f"({options})" if is_inner else options
+    match part:
+        case Named(name):
+            return name
+        case Text(text):
+            return _written_text(text)
+        case Chars(ranges):
+            return _written_chars(ranges)
+        case Times(inner, least, most):
+            return _written_operand(inner) + _written_times(least, most)
+        case Row(parts):
+            if not parts:
+                return '""'
+            written = _written_row(parts)
+            return f"({written})" if is_inner and len(parts) > 1 else written
+        case Choice(options):
+            written = " | ".join([written_part(option) for option in options])
+            return f"({written})" if is_inner else written
 
 
 def _written_operand(part: GrammarPart) -> str:
-    """A part that is repeated. Two repeats in a row need brackets."""
+    """A part that is repeated. Two repeats in a row need brackets, and so do two characters."""
     written = written_part(part, is_inner=True)
-    is_single = isinstance(part, Chars | Named | Alternation) or (
-        isinstance(part, Concatenation) and len(part.parts) > 1
-    )
+    is_single = isinstance(part, Chars | Named | Choice) or (isinstance(part, Row) and len(part.parts) > 1)
     return written if is_single else f"({written})"
 
 
@@ -278,29 +228,39 @@ def _written_row(parts: Sequence[GrammarPart]) -> str:
     found: list[str] = []
     text = ""
     for part in parts:
-        is_char = isinstance(part, Chars) and not part.is_negated and _is_single(part.ranges)
-        if is_char and isinstance(part, Chars):
-            text += _escaped(part.ranges[0][0], in_class=False)
-            continue
-        if text:
-            found.append(f'"{text}"')
-            text = ""
-        found.append(written_part(part, is_inner=True))
-    return " ".join([*found, f'"{text}"'] if text else found)
+        match part:
+            case Text(more):
+                text += more
+            case Chars(((first, last),)) if first == last:
+                text += chr(first)
+            case _:
+                found += [_written_text(text)] if text else []
+                text = ""
+                found.append(written_part(part, is_inner=True))
+    return " ".join([*found, _written_text(text)] if text else found)
 
 
-def _is_single(ranges: Ranges) -> bool:
-    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+def _written_text(text: str) -> str:
+    return '"' + "".join([_escaped(ord(char), in_class=False) for char in text]) + '"'
 
 
-def _written_chars(chars: Chars) -> str:
-    if _is_single(chars.ranges) and not chars.is_negated:
-        return f'"{_escaped(chars.ranges[0][0], in_class=False)}"'
-    written = [
-        _escaped(first, in_class=True) + (f"-{_escaped(last, in_class=True)}" if last > first else "")
-        for first, last in chars.ranges
-    ]
-    return f"[{'^' if chars.is_negated else ''}{''.join(written)}]"
+def _written_chars(ranges: Ranges) -> str:
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _written_text(chr(ranges[0][0]))
+    if ranges[0][0] > 0:
+        return f"[{_written_ranges(ranges)}]"
+    # GBNF has no NUL, but its negated classes contain it.
+    others = without_surrogates(all_but(ranges))
+    return f"[^{_written_ranges(others)}]" if others else r'("\u000a" | [^\u000a])'
+
+
+def _written_ranges(ranges: Ranges) -> str:
+    return "".join(
+        [
+            _escaped(first, in_class=True) + (f"-{_escaped(last, in_class=True)}" if last > first else "")
+            for first, last in ranges
+        ]
+    )
 
 
 def _escaped(point: int, *, in_class: bool) -> str:

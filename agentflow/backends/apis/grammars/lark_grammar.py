@@ -11,33 +11,34 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Final
 
 from agentflow.backends.apis.grammars.gbnf import (
-    EMPTY,
     MAX_CHARS,
     MAX_DEPTH,
-    Alternation,
-    Chars,
-    Concatenation,
-    GrammarPart,
-    Named,
-    Ranges,
-    Repeat,
+    MAX_REPEATS,
     cannot_express,
-    literal,
     read_pattern,
     remembered,
     repeated,
     written_part,
 )
+from agentflow.protocol.grammars.lexemes import Lexer, TooLarge
+from agentflow.protocol.grammars.parts import (
+    EMPTY,
+    Chars,
+    Choice,
+    GrammarPart,
+    Named,
+    Row,
+    Text,
+    Times,
+    names_in,
+)
 
-MAX_POSITIONS: Final = 2_000
-"""The characters of a terminal, with repeats written out."""
 MAX_STEPS: Final = 25_000
-"""The steps of the check of one grammar, which take some hundredths of a second."""
+"""The steps of each check of one grammar, which take some hundredths of a second."""
 
 _GBNF_RULE: Final = re.compile(r"^[ \t]*<?[\w-]+>?[ \t]*::=", re.MULTILINE)
 _TOKEN: Final = re.compile(
@@ -72,9 +73,9 @@ def gbnf_of_grammar(source: str) -> str:
         return source
     try:
         rules = _Reader(source).rules()
-        lexer = _Lexer(rules)
-        lexer.refuse_left_recursion()
-        lexer.check()
+        _refuse_unknown_names(rules)
+        _refuse_left_recursion(rules)
+        _refuse_misread_terminals(rules)
     except RecursionError:
         raise cannot_express("it is nested too deeply") from None
     names = {"start": "root"}
@@ -101,7 +102,7 @@ def read_grammar(source: str) -> dict[str, GrammarPart]:
 
 
 def _refuse_unknown_names(rules: Mapping[str, GrammarPart]) -> None:
-    unknown = {used for part in rules.values() for used in _names_in(part)} - set(rules)
+    unknown = {used for part in rules.values() for used in names_in(part)} - set(rules)
     if unknown:
         raise cannot_express(f"{min(unknown)} is not defined")
 
@@ -111,15 +112,17 @@ def _written(part: GrammarPart, names: Mapping[str, str]) -> str:
 
 
 def _renamed(part: GrammarPart, names: Mapping[str, str]) -> GrammarPart:
-    if isinstance(part, Named):
-        return Named(names[part.name])
-    if isinstance(part, Concatenation):
-        return Concatenation(tuple([_renamed(one, names) for one in part.parts]))
-    if isinstance(part, Alternation):
-        return Alternation(tuple([_renamed(one, names) for one in part.options]))
-    if isinstance(part, Repeat):
-        return Repeat(_renamed(part.part, names), part.least, part.most)
-    return part
+    match part:
+        case Named(name):
+            return Named(names[name])
+        case Row(parts):
+            return Row(tuple([_renamed(one, names) for one in parts]))
+        case Choice(options):
+            return Choice(tuple([_renamed(one, names) for one in options]))
+        case Times(inner, least, most):
+            return Times(_renamed(inner, names), least, most)
+        case _:
+            return part
 
 
 def _is_terminal(name: str) -> bool:
@@ -165,13 +168,13 @@ class _Reader:
         while self._next_is("|"):
             self._tokens.popleft()
             options.append(self._row())
-        return options[0] if len(options) == 1 else Alternation(tuple(options))
+        return options[0] if len(options) == 1 else Choice(tuple(options))
 
     def _row(self) -> GrammarPart:
         parts: list[GrammarPart] = []
         while self._tokens and not self._next_is("|", ")", "]") and not self._begins_rule():
             parts.append(self._repeated())
-        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
+        return parts[0] if len(parts) == 1 else Row(tuple(parts))
 
     def _repeated(self) -> GrammarPart:
         part = self._atom()
@@ -194,7 +197,7 @@ class _Reader:
         if kind == "string":
             text = self._string(text)
             if not self._next_is(".."):
-                return self._terminal(literal(text))
+                return self._terminal(Text(text))
             self._tokens.popleft()
             last = self._string(self._take("string"))
             if len(text) != 1 or len(last) != 1 or text > last:
@@ -252,267 +255,96 @@ class _Reader:
         return self._tokens.popleft()[1]
 
 
-@dataclass(slots=True)
-class _Positions:
-    """The positions of the characters of one terminal (Glushkov): the characters of each, which may come
-    first and last, and which after one another."""
-
-    chars: list[Chars] = field(default_factory=list)
-    after: list[set[int]] = field(default_factory=list)
-    first: set[int] = field(default_factory=set)
-    last: set[int] = field(default_factory=set)
-    is_nullable: bool = False
-
-
-class _Lexer:
-    """The terminals of a grammar and their possible successors."""
-
-    def __init__(self, rules: Mapping[str, GrammarPart]) -> None:
-        self.rules = rules
-        self._steps_left = MAX_STEPS
-        _refuse_unknown_names(rules)
-        self.nullable: set[str] = set()
-        self._first: dict[str, set[str]] = {name: set() for name in rules}
-        self._follow: dict[str, set[str]] = {name: set() for name in rules}
-        self._has_changed = True
-        while self._has_changed:
-            self._has_changed = False
-            for name, part in rules.items():
-                if not _is_terminal(name):
-                    first, is_nullable = self.starts(part)
-                    self._add(self._first[name], first)
-                    self._add(self.nullable, {name} if is_nullable else set())
-        self._has_changed = True
-        while self._has_changed:
-            self._has_changed = False
-            for name, part in rules.items():
-                if not _is_terminal(name):
-                    self._walk(part, self._follow[name])
-
-    def starts(self, part: GrammarPart) -> tuple[set[str], bool]:
-        """The terminals with which a part of a rule may begin, and whether it may be empty."""
-        self._spend(1)
-        if isinstance(part, Named):
-            if _is_terminal(part.name):
-                return {part.name}, False
-            return self._first[part.name], part.name in self.nullable
-        if isinstance(part, Concatenation):
-            found: set[str] = set()
-            for one in part.parts:
-                first, is_nullable = self.starts(one)
-                found |= first
-                if not is_nullable:
-                    return found, False
-            return found, True
-        if isinstance(part, Alternation):
-            options = [self.starts(option) for option in part.options]
-            return set().union(*[first for first, _ in options]), any(empty for _, empty in options)
-        assert isinstance(part, Repeat)
-        first, is_nullable = self.starts(part.part)
-        return first, is_nullable or part.least == 0
-
-    def _walk(self, part: GrammarPart, follow: set[str]) -> None:
-        """Notes the successors of each name in a part of a rule."""
-        self._spend(1 + len(follow) // 8)
-        if isinstance(part, Named):
-            self._add(self._follow[part.name], follow)
-        elif isinstance(part, Concatenation):
-            for one in reversed(part.parts):
-                self._walk(one, follow)
-                first, is_nullable = self.starts(one)
-                follow = first | (follow if is_nullable else set())
-        elif isinstance(part, Alternation):
-            for option in part.options:
-                self._walk(option, follow)
-        elif isinstance(part, Repeat):
-            self._walk(part.part, follow | (set() if part.most == 1 else self.starts(part.part)[0]))
-
-    def _add(self, known: set[str], new: set[str]) -> None:
-        if not new <= known:
-            known |= new
-            self._has_changed = True
-
-    def check(self) -> None:
-        """``NotSupported`` if a lexer may read a terminal on where the next one begins."""
-        used = {name for follow in self._follow.values() for name in follow} | self._first["start"]
-        read = {name: self._positions(name) for name in sorted(used)}
-        for name, positions in read.items():
-            if positions.is_nullable:
-                raise cannot_express(f"the terminal {self._shown(name)} may be empty")
-            followed = [
-                read[after].chars[place] for after in self._follow[name] for place in read[after].first
-            ]
-            for other in read.values() if followed else ():
-                going_on = [other.chars[place] for place in self._going_on(positions, other)]
-                if any(self._overlap(one, two) for one in going_on for two in followed):
-                    raise cannot_express(
-                        f"the terminal {self._shown(name)} may be read on where the next one begins"
-                    )
-
-    def _going_on(self, one: _Positions, other: _Positions) -> set[int]:
-        """The positions of ``other`` that may come after a whole text of ``one``."""
-        found: set[int] = set()
-        waiting: list[tuple[int, int]] = []
-        seen: set[tuple[int, int]] = set()
-
-        def add(first: set[int], second: set[int]) -> None:
-            self._spend(len(first) * len(second))
-            for pair in [(a, b) for a in first for b in second]:
-                if pair not in seen and self._overlap(one.chars[pair[0]], other.chars[pair[1]]):
-                    seen.add(pair)
-                    waiting.append(pair)
-
-        add(one.first, other.first)
-        while waiting:
-            a, b = waiting.pop()
-            if a in one.last:
-                found |= other.after[b]
-            add(one.after[a], other.after[b])
-        return found
-
-    def _overlap(self, one: Chars, two: Chars) -> bool:
-        self._spend(1 + len(one.ranges) * len(two.ranges))
-        return _overlap(one, two)
-
-    def _spend(self, num_steps: int) -> None:
-        self._steps_left -= num_steps
-        if self._steps_left < 0:
-            raise cannot_express("the grammar is too large")
-
-    def refuse_left_recursion(self) -> None:
-        """``NotSupported`` for a rule that may begin with itself, which llama.cpp refuses."""
-        starts = {name: _leading(part, self.nullable) for name, part in self.rules.items()}
-        for name in starts:
-            seen: set[str] = set()
-            waiting = [*starts[name]]
-            while waiting:
-                at = waiting.pop()
-                if at == name:
-                    raise cannot_express(f"the rule {name} may begin with itself")
-                if at not in seen:
-                    seen.add(at)
-                    waiting += starts[at]
-                    self._spend(1 + len(starts[at]))
-
-    def _shown(self, name: str) -> str:
-        return written_part(self.rules[name]) if name[0] == "%" else name
-
-    def _positions(self, name: str) -> _Positions:
-        found = _Positions()
-        found.first, found.last, found.is_nullable = self._place(self.rules[name], found, (name,))
-        return found
-
-    def _place(
-        self, part: GrammarPart, found: _Positions, within: tuple[str, ...]
-    ) -> tuple[set[int], set[int], bool]:
-        """Adds the positions of a part of a terminal. Returns its first and last ones, and whether it may be
-        empty."""
-        self._spend(1)
-        if isinstance(part, Chars):
-            if len(found.chars) >= MAX_POSITIONS:
-                raise cannot_express("its terminals are too large")
-            found.chars.append(part)
-            found.after.append(set())
-            return {len(found.chars) - 1}, {len(found.chars) - 1}, False
-        if isinstance(part, Named):
-            if part.name in within:
-                raise cannot_express(f"the terminal {part.name} contains itself")
-            return self._place(self.rules[part.name], found, (*within, part.name))
-        if isinstance(part, Alternation):
-            options = [self._place(option, found, within) for option in part.options]
-            return (
-                set().union(*[first for first, _, _ in options]),
-                set().union(*[last for _, last, _ in options]),
-                any(is_nullable for _, _, is_nullable in options),
-            )
-        if isinstance(part, Concatenation):
-            return self._place_row(part.parts, found, within)
-        is_endless = part.most is None
-        times = max(1, part.least) if is_endless else part.most or 0
-        first, last, is_nullable = set[int](), set[int](), True
-        for number in range(times):
-            one_first, one_last, one_nullable = self._place(part.part, found, within)
-            if is_endless and number == times - 1:
-                self._put_after(found, one_last, one_first)
-            self._put_after(found, last, one_first)
-            first |= one_first if is_nullable else set()
-            may_end = one_nullable or number >= part.least
-            last = one_last | (last if may_end else set())
-            is_nullable = is_nullable and may_end
-        return first, last, is_nullable
-
-    def _place_row(
-        self, parts: Sequence[GrammarPart], found: _Positions, within: tuple[str, ...]
-    ) -> tuple[set[int], set[int], bool]:
-        first, last, is_nullable = set[int](), set[int](), True
-        for part in parts:
-            one_first, one_last, one_nullable = self._place(part, found, within)
-            self._put_after(found, last, one_first)
-            first |= one_first if is_nullable else set()
-            last = one_last | (last if one_nullable else set())
-            is_nullable = is_nullable and one_nullable
-        return first, last, is_nullable
-
-    def _put_after(self, found: _Positions, places: set[int], after: set[int]) -> None:
-        self._spend(len(places) * len(after))
-        for place in places:
-            found.after[place] |= after
+def _refuse_misread_terminals(rules: Mapping[str, GrammarPart]) -> None:
+    """``NotSupported`` if a lexer may read a terminal on where the next one begins."""
+    lexer = Lexer(rules, "start", max_steps=MAX_STEPS, max_copied=MAX_REPEATS)
+    lexer.whole = {
+        name
+        for rule, part in rules.items()
+        if not _is_terminal(rule)
+        for name in names_in(part)
+        if _is_terminal(name)
+    }
+    for name in sorted(lexer.whole):
+        if name not in lexer.regular:
+            raise cannot_express(f"the terminal {_shown(name, rules)} contains itself or is too large")
+        if lexer.placed(Named(name)).may_be_empty:
+            raise cannot_express(f"the terminal {_shown(name, rules)} may be empty")
+    try:
+        misread = [one.name for one in lexer.misread() if isinstance(one, Named)]
+    except TooLarge:
+        raise cannot_express("the grammar is too large") from None
+    if misread:
+        shown = _shown(min(misread), rules)
+        raise cannot_express(f"the terminal {shown} may be read on where the next one begins")
 
 
-def _overlap(one: Chars, two: Chars) -> bool:
-    """Whether a character may be in both."""
-    if one.is_negated and two.is_negated:
-        return True  # there are far more characters than a class excludes
-    if one.is_negated or two.is_negated:
-        plain, negated = (two, one) if one.is_negated else (one, two)
-        return any(not _covers(negated.ranges, first, last) for first, last in plain.ranges)
-    return any(a <= d and c <= b for a, b in one.ranges for c, d in two.ranges)
+def _shown(name: str, rules: Mapping[str, GrammarPart]) -> str:
+    return written_part(rules[name]) if name[0] == "%" else name
 
 
-def _covers(ranges: Ranges, first: int, last: int) -> bool:
-    """Whether the ranges contain all characters from ``first`` to ``last``."""
-    for low, high in sorted(ranges):
-        if low <= first <= high:
-            first = high + 1
-    return first > last
-
-
-def _names_in(part: GrammarPart) -> list[str]:
-    if isinstance(part, Named):
-        return [part.name]
-    if isinstance(part, Chars):
-        return []
-    inner = (
-        part.parts
-        if isinstance(part, Concatenation)
-        else part.options
-        if isinstance(part, Alternation)
-        else (part.part,)
-    )
-    return [name for one in inner for name in _names_in(one)]
+def _refuse_left_recursion(rules: Mapping[str, GrammarPart]) -> None:
+    """``NotSupported`` for a rule that may begin with itself, which llama.cpp refuses."""
+    users: dict[str, list[str]] = {name: [] for name in rules}
+    sizes = dict.fromkeys(rules, 1)
+    for name, part in rules.items():
+        for other in names_in(part):
+            users[other].append(name)
+            sizes[name] += 1
+    nullable: set[str] = set()
+    num_steps = 0
+    waiting = [*rules]
+    while waiting and num_steps <= MAX_STEPS:
+        name = waiting.pop()
+        num_steps += sizes[name]
+        if name not in nullable and _may_be_empty(rules[name], nullable):
+            nullable.add(name)
+            waiting += users[name]
+    starts = {name: _leading(part, nullable) for name, part in rules.items()}
+    for name in rules:
+        seen: set[str] = set()
+        waiting = [*starts[name]]
+        while waiting and num_steps <= MAX_STEPS:
+            at = waiting.pop()
+            if at == name:
+                raise cannot_express(f"the rule {name} may begin with itself")
+            if at not in seen:
+                seen.add(at)
+                waiting += starts[at]
+                num_steps += 1 + len(starts[at])
+    if num_steps > MAX_STEPS:
+        raise cannot_express("the grammar is too large")
 
 
 def _leading(part: GrammarPart, nullable: set[str]) -> set[str]:
     """The names with which a part may begin."""
-    if isinstance(part, Named):
-        return {part.name}
-    if isinstance(part, Alternation):
-        return set().union(*[_leading(option, nullable) for option in part.options])
-    if isinstance(part, Repeat):
-        return _leading(part.part, nullable)
-    found: set[str] = set()
-    for one in part.parts if isinstance(part, Concatenation) else ():
-        found |= _leading(one, nullable)
-        if not _may_be_empty(one, nullable):
-            break
-    return found
+    match part:
+        case Named(name):
+            return {name}
+        case Choice(options):
+            return set().union(*[_leading(option, nullable) for option in options])
+        case Times(inner):
+            return _leading(inner, nullable)
+        case Row(parts):
+            found: set[str] = set()
+            for one in parts:
+                found |= _leading(one, nullable)
+                if not _may_be_empty(one, nullable):
+                    break
+            return found
+        case _:
+            return set()
 
 
 def _may_be_empty(part: GrammarPart, nullable: set[str]) -> bool:
-    if isinstance(part, Named):
-        return part.name in nullable
-    if isinstance(part, Concatenation):
-        return all(_may_be_empty(one, nullable) for one in part.parts)
-    if isinstance(part, Alternation):
-        return any(_may_be_empty(one, nullable) for one in part.options)
-    return isinstance(part, Repeat) and (part.least == 0 or _may_be_empty(part.part, nullable))
+    match part:
+        case Named(name):
+            return name in nullable
+        case Row(parts):
+            return all(_may_be_empty(one, nullable) for one in parts)
+        case Choice(options):
+            return any(_may_be_empty(option, nullable) for option in options)
+        case Times(inner, least):
+            return least == 0 or _may_be_empty(inner, nullable)
+        case _:
+            return False

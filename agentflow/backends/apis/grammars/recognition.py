@@ -12,15 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from agentflow.backends.apis.grammars.gbnf import (
-    Alternation,
-    Chars,
-    Concatenation,
-    GrammarPart,
-    Named,
-    Repeat,
-)
 from agentflow.protocol.bounds.client_pattern import CannotCheck
+from agentflow.protocol.grammars.parts import Chars, Choice, GrammarPart, Named, Row, Text, Times
 
 START: Final = "start"
 MAX_STATES: Final = 10_000
@@ -47,25 +40,18 @@ class _State:
 
 
 class _Class:
-    """A class of characters, with its ranges in order."""
+    """A class of characters."""
 
-    __slots__ = ("_ends", "_is_negated", "_starts")
+    __slots__ = ("_ends", "_starts")
 
     def __init__(self, chars: Chars) -> None:
-        ranges: list[tuple[int, int]] = []
-        for first, last in sorted(chars.ranges):
-            if ranges and first <= ranges[-1][1] + 1:
-                ranges[-1] = ranges[-1][0], max(ranges[-1][1], last)
-            else:
-                ranges.append((first, last))
-        self._starts = [first for first, _ in ranges]
-        self._ends = [last for _, last in ranges]
-        self._is_negated = chars.is_negated
+        self._starts = [first for first, _ in chars.ranges]
+        self._ends = [last for _, last in chars.ranges]
 
     def has(self, point: int) -> bool:
         """Whether a code point is in the class."""
         at = bisect_right(self._starts, point) - 1
-        return (at >= 0 and point <= self._ends[at]) is not self._is_negated
+        return at >= 0 and point <= self._ends[at]
 
 
 class Recognizer:
@@ -157,26 +143,29 @@ class Recognizer:
 
     def _network(self, part: GrammarPart, after: int) -> int:
         """Adds the states that read a part. Returns the first one; the last one leads to ``after``."""
-        if isinstance(part, Chars):
-            chars = self._classes.setdefault(part, _Class(part))
-            return self._state(_State(chars, after=[after]))
-        if isinstance(part, Named):
-            return self._state(_State(rule=part.name, after=[after]))
-        if isinstance(part, Concatenation):
-            for one in reversed(part.parts):
-                after = self._network(one, after)
-            return after
-        if isinstance(part, Alternation):
-            return self._state(_State(after=[self._network(option, after) for option in part.options]))
-        assert isinstance(part, Repeat)
-        if part.most is None:
-            again = self._state(_State(after=[after]))
-            self._states[again].after.append(self._network(part.part, again))
-            first = again
-        else:
-            first = after
-            for _ in range(part.most - part.least):
-                first = self._state(_State(after=[self._network(part.part, first), after]))
-        for _ in range(part.least):
-            first = self._network(part.part, first)
-        return first
+        match part:
+            case Chars():
+                chars = self._classes.setdefault(part, _Class(part))
+                return self._state(_State(chars, after=[after]))
+            case Text(text):
+                for char in reversed(text):
+                    after = self._network(Chars(((ord(char), ord(char)),)), after)
+                return after
+            case Named(name):
+                return self._state(_State(rule=name, after=[after]))
+            case Row(parts):
+                for one in reversed(parts):
+                    after = self._network(one, after)
+                return after
+            case Choice(options):
+                return self._state(_State(after=[self._network(option, after) for option in options]))
+            case Times(inner, least, most):
+                first = after
+                if most is None:
+                    first = self._state(_State(after=[after]))
+                    self._states[first].after.append(self._network(inner, first))
+                for _ in range((most or least) - least):
+                    first = self._state(_State(after=[self._network(inner, first), after]))
+                for _ in range(least):
+                    first = self._network(inner, first)
+                return first

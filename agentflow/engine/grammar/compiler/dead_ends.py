@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import (
-    MAX_CODE_POINT,
     Alternation,
     CharSet,
     Concatenation,
@@ -23,10 +22,10 @@ from agentflow.engine.grammar.regex import (
     Repeat,
     TooLargeForDfa,
     literal,
-    merge_ranges,
     parse_regex,
 )
 from agentflow.errors import BadArgument
+from agentflow.protocol.grammars.char_ranges import MAX_CODE_POINT, merge_ranges
 
 _MOST_STEPS: Final = 300_000
 

@@ -11,7 +11,11 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from agentflow.engine.grammar.compiler.gbnf import (
+from agentflow.engine.grammar.compiler.gbnf import read_gbnf
+from agentflow.errors import BadArgument
+from agentflow.protocol.grammars.char_ranges import MAX_CODE_POINT, Ranges, all_but, without_surrogates
+from agentflow.protocol.grammars.lexemes import Lexemes, characters
+from agentflow.protocol.grammars.parts import (
     EMPTY,
     Chars,
     Choice,
@@ -21,11 +25,7 @@ from agentflow.engine.grammar.compiler.gbnf import (
     Text,
     Times,
     names_in,
-    read_gbnf,
 )
-from agentflow.engine.grammar.compiler.lexemes import Lexemes, characters
-from agentflow.engine.grammar.regex import MAX_CODE_POINT, Ranges, all_but, without_surrogates
-from agentflow.errors import BadArgument
 
 MAX_EBNF_CHARS = 20_000
 

@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
-from agentflow.engine.grammar.regex import MAX_CODE_POINT, Ranges, all_but, merge_ranges, without_surrogates
 from agentflow.errors import BadArgument
+from agentflow.protocol.grammars.char_ranges import MAX_CODE_POINT, all_but, merge_ranges, without_surrogates
+from agentflow.protocol.grammars.parts import (
+    EMPTY,
+    Chars,
+    Choice,
+    GrammarPart,
+    Named,
+    Row,
+    Text,
+    Times,
+    names_in,
+)
 
 MAX_DEPTH: Final = 100
 """The deepest nesting of brackets in a rule."""
@@ -25,55 +35,6 @@ _CHAR: Final = re.compile(
 )
 _TIMES: Final = re.compile(r"\{\s*([0-9]{1,9})\s*(,?)\s*([0-9]{0,9})\s*\}", re.ASCII)
 _NAMED_ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t"}
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Exactly this text, which is not empty."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Chars:
-    """One character of these ranges."""
-
-    ranges: Ranges
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One part after the other. Without parts, the empty text."""
-
-    parts: tuple[GrammarPart, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One of the options."""
-
-    options: tuple[GrammarPart, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """The part ``least`` to ``most`` times, at least once in all; ``most`` None: unlimited."""
-
-    part: GrammarPart
-    least: int
-    most: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """The texts of a rule."""
-
-    name: str
-
-
-GrammarPart: TypeAlias = "Text | Chars | Row | Choice | Times | Named"
-
-EMPTY: Final = Row(())
 
 
 def read_gbnf(source: str) -> dict[str, GrammarPart]:
@@ -90,19 +51,6 @@ def read_gbnf(source: str) -> dict[str, GrammarPart]:
             if name not in rules:
                 raise BadArgument(f"Rule {name!r} not found")
     return rules
-
-
-def names_in(part: GrammarPart) -> Iterator[str]:
-    """Yields the names of the rules that a part contains."""
-    waiting = [part]
-    while waiting:
-        match waiting.pop():
-            case Named(name):
-                yield name
-            case Row(parts) | Choice(parts):
-                waiting += parts
-            case Times(inner):
-                waiting.append(inner)
 
 
 class _Reader:

@@ -24,14 +24,13 @@ from agentflow.engine.grammar.regex import (
     Concatenation,
     LookAhead,
     LookBehind,
-    Ranges,
     Regex,
     Repeat,
     literal,
-    without_surrogates,
 )
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import TagRule
+from agentflow.protocol.grammars.char_ranges import Ranges, without_surrogates
 
 _PLAIN: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 _")
 _NO_TEXT: Final = r"[^\x{0}-\x{10FFFF}]"

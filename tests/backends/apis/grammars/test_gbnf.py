@@ -12,9 +12,10 @@ from support.apis.gbnf_reference import Gbnf
 from support.apis.grammar_strategies import TEXTS, engine_texts, grammars, patterns
 from support.examples import examples
 
-from agentflow.backends.apis.grammars.gbnf import MAX_REPEATS, Chars, gbnf_of_pattern, read_pattern
+from agentflow.backends.apis.grammars.gbnf import MAX_REPEATS, gbnf_of_pattern, read_pattern
 from agentflow.backends.apis.grammars.lark_grammar import gbnf_of_grammar
 from agentflow.errors import BadArgument, NotSupported
+from agentflow.protocol.grammars.parts import Chars
 
 
 @given(patterns)

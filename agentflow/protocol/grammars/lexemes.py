@@ -1,9 +1,10 @@
-"""Decides which parts of a grammar in GBNF a lexer may read as whole words.
+"""Decides which parts of a grammar a lexer may read as whole words without changing the grammar's texts.
 
-llguidance reads terminals with a lexer: each is as long as possible, and a lexer does not go back. GBNF has
-no lexer. So a part may only be a terminal if no terminal can be read on where the next one begins: in
-``word "s"`` with ``word ::= [a-z]+``, the word would take the ``s``. Such parts are left to the parser, which
-reads them character by character. That is slower, so all other parts stay terminals.
+Lark's notation has a lexer, and GBNF has none. It reads terminals: each is as long as possible, and a lexer
+does not go back. So a grammar has the same texts with and without it only if no terminal can be read on where
+the next one begins: in ``word "s"`` with ``word ::= [a-z]+``, the word would take the ``s``. ``Lexer`` finds
+such terminals. ``Lexemes`` leaves them to the parser, which reads them character by character. That is
+slower, so all other parts stay terminals.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from agentflow.engine.grammar.compiler.gbnf import (
+from agentflow.protocol.grammars.char_ranges import Ranges
+from agentflow.protocol.grammars.parts import (
     Chars,
     Choice,
     GrammarPart,
@@ -24,15 +26,12 @@ from agentflow.engine.grammar.compiler.gbnf import (
     Times,
     names_in,
 )
-from agentflow.engine.grammar.regex import Ranges
 
 MAX_PLACES: Final = 1_000
 """The characters of a terminal, with the rules that it contains. Larger rules are left to the parser."""
 MAX_COPIED: Final = 8
-"""The characters of a counted repeat that are compared one by one. Of a larger one, any number is assumed."""
 MAX_STEPS: Final = 200_000
-"""The steps of the comparison, which take some tenths of a second at most. In larger grammars, all is left to
-the parser."""
+"""They take some tenths of a second at most. In larger grammars, all is left to the parser."""
 
 Lexeme: TypeAlias = "Named | Text | Chars"
 """A terminal: a rule, a literal or a character class."""
@@ -53,33 +52,44 @@ class _Places:
     may_be_empty: bool = True
 
 
-class _TooLarge(Exception):
+class TooLarge(Exception):
     """There are too many steps."""
 
 
-class Lexemes:
+class Lexer:
     """The terminals of a grammar.
 
-    ``whole``: the rules that are terminals where other rules contain them. ``divided``: the literals that are
-    not terminals. Their characters are. ``start``: the rule whose texts are the grammar's.
+    Args:
+        rules: The rules by name.
+        start: The rule whose texts are the grammar's.
+        max_steps: The steps of the comparison.
+        max_copied: The characters of a counted repeat that are compared one by one. Of a larger one, any
+            number is assumed.
+
+    Attributes:
+        regular: The rules that may be terminals: without recursion, and not too large.
+        whole: The rules that are terminals where other rules contain them.
+        divided: The literals that are not terminals. Their characters are.
     """
 
-    def __init__(self, rules: Mapping[str, GrammarPart], start: str = "root") -> None:
+    def __init__(
+        self,
+        rules: Mapping[str, GrammarPart],
+        start: str,
+        *,
+        max_steps: int = MAX_STEPS,
+        max_copied: int = MAX_COPIED,
+    ) -> None:
         self.rules = rules
         self.start = start
+        self.max_copied = max_copied
+        self.whole: set[str] = set()
         self.divided: set[str] = set()
         self._alphabet = _Alphabet(rules)
         self._places: dict[Lexeme, _Places] = {}
         self._readings: dict[tuple[Lexeme, Lexeme], tuple[bool, int]] = {}
-        self._steps_left = MAX_STEPS
-        self.whole = self._regular_rules() - {start}
-        try:
-            while longer := self._that_read_on():
-                self.whole -= {one.name for one in longer if isinstance(one, Named)}
-                self.divided |= {one.text for one in longer if isinstance(one, Text)}
-        except _TooLarge:
-            self.whole = set()
-            self.divided |= {one.text for one in self._places if isinstance(one, Text)}
+        self._steps_left = max_steps
+        self.regular = self._regular_rules()
 
     def _regular_rules(self) -> set[str]:
         """Returns the rules that are not recursive and not too large, in whose ``_Places`` are no others."""
@@ -101,7 +111,7 @@ class Lexemes:
             name = waiting.popleft()
             try:
                 places = _Placing(self).whole(self.rules[name])
-            except _TooLarge:
+            except TooLarge:
                 continue
             self._places[Named(name)] = places
             for user in users[name]:
@@ -125,13 +135,14 @@ class Lexemes:
         return self._alphabet.class_bits(ranges)
 
     def spend(self, num_steps: int) -> None:
-        """Counts steps of the comparison. Raises ``_TooLarge`` if there have been too many."""
+        """Counts steps of the comparison. Raises ``TooLarge`` if there have been too many."""
         self._steps_left -= num_steps
         if self._steps_left < 0:
-            raise _TooLarge
+            raise TooLarge
 
-    def _that_read_on(self) -> set[Lexeme]:
-        """Returns the terminals that a lexer may read on where another one ends and the next one begins."""
+    def misread(self) -> set[Lexeme]:
+        """Returns the terminals that a lexer may read on where another one ends and the next one begins.
+        Raises ``TooLarge`` if that takes too many steps."""
         order = _Order(self)
         by_number = order.lexemes
         places = [self._places[lexeme] for lexeme in by_number]
@@ -142,7 +153,8 @@ class Lexemes:
         for a, one in enumerate(by_number):
             self.spend(1 + len(by_number) // 8)
             for b, other in enumerate(by_number):
-                if a != b and first_chars[a] & first_chars[b] and self._reading(one, other)[0]:
+                is_new = order.after[b] & ~may_follow[a] and first_chars[a] & first_chars[b]
+                if is_new and self._reading(one, other)[0]:
                     may_follow[a] |= order.after[b]
         together = [0] * len(by_number)
         for group in {order.first, *may_follow}:
@@ -196,6 +208,21 @@ class Lexemes:
         return is_both, going_on
 
 
+class Lexemes(Lexer):
+    """The terminals of a grammar in GBNF, as many and as large as possible."""
+
+    def __init__(self, rules: Mapping[str, GrammarPart], start: str = "root") -> None:
+        super().__init__(rules, start)
+        self.whole = self.regular - {start}
+        try:
+            while longer := self.misread():
+                self.whole -= {one.name for one in longer if isinstance(one, Named)}
+                self.divided |= {one.text for one in longer if isinstance(one, Text)}
+        except TooLarge:
+            self.whole = set()
+            self.divided |= {one.text for one in self._places if isinstance(one, Text)}
+
+
 class _Alphabet:
     """The classes of characters that a grammar does not distinguish."""
 
@@ -224,8 +251,8 @@ class _Alphabet:
 class _Placing:
     """Numbers the characters of one part."""
 
-    def __init__(self, lexemes: Lexemes) -> None:
-        self._lexemes = lexemes
+    def __init__(self, lexer: Lexer) -> None:
+        self._lexer = lexer
         self._found = _Places()
 
     def whole(self, part: GrammarPart) -> _Places:
@@ -252,14 +279,14 @@ class _Placing:
             case Times():
                 return self._times(part)
             case Named():
-                return self._copy(self._lexemes.placed(part))
+                return self._copy(self._lexer.placed(part))
 
     def _char(self, ranges: Ranges) -> tuple[int, int, bool]:
         found = self._found
         if len(found.chars) >= MAX_PLACES:
-            raise _TooLarge
-        found.chars.append(self._lexemes.class_bits(ranges))
-        found.leads.append(self._lexemes.lead_bits(ranges))
+            raise TooLarge
+        found.chars.append(self._lexer.class_bits(ranges))
+        found.leads.append(self._lexer.lead_bits(ranges))
         found.after.append(0)
         bit = 1 << (len(found.chars) - 1)
         return bit, bit, False
@@ -268,7 +295,7 @@ class _Placing:
         found = self._found
         offset = len(found.chars)
         if offset + len(places.chars) > MAX_PLACES:
-            raise _TooLarge
+            raise TooLarge
         found.chars += places.chars
         found.leads += places.leads
         found.after += [bits << offset for bits in places.after]
@@ -295,9 +322,10 @@ class _Placing:
         one = self._place(part.part)
         size = len(self._found.chars) - before
         copies = max(part.least, part.most or 0)
-        if part.most is None or size * copies > MAX_COPIED:
+        self._lexer.spend(min(size * copies, self._lexer.max_copied))
+        if part.most is None or size * copies > self._lexer.max_copied:
             self._follow(one[1], one[0])
-            if part.least * size <= MAX_COPIED and part.most is None:
+            if part.least * size <= self._lexer.max_copied and part.most is None:
                 row = one
                 for _ in range(part.least - 1):  # the first copy is the one that repeats
                     row = self._joined(row, self._place(part.part))
@@ -318,19 +346,19 @@ class _Placing:
 class _Order:
     """The terminals by number, and which of them may follow one another, as bits."""
 
-    def __init__(self, lexemes: Lexemes) -> None:
-        self._whole, self._divided = lexemes.whole, lexemes.divided
-        self._spend = lexemes.spend
-        self._may_be_empty = {one: lexemes.placed(one).may_be_empty for one in map(Named, lexemes.whole)}
+    def __init__(self, lexer: Lexer) -> None:
+        self._whole, self._divided = lexer.whole, lexer.divided
+        self._spend = lexer.spend
+        self._may_be_empty = {one: lexer.placed(one).may_be_empty for one in map(Named, lexer.whole)}
         self.lexemes: list[Lexeme] = []
         self._numbers: dict[Lexeme, int] = {}
         # A rule that is whole, or that only a whole one contains, has no part that the parser reads.
         self._rules: dict[str, GrammarPart] = {}
-        waiting = [lexemes.start]
+        waiting = [lexer.start]
         while waiting:
             name = waiting.pop()
             if name not in self._rules:
-                self._rules[name] = lexemes.rules[name]
+                self._rules[name] = lexer.rules[name]
                 waiting += [other for other in names_in(self._rules[name]) if other not in self._whole]
         self._starts: dict[str, tuple[int, bool]] = dict.fromkeys(self._rules, (0, False))
         self._ends: dict[str, int] = dict.fromkeys(self._rules, 0)
@@ -341,7 +369,7 @@ class _Order:
                 starts = self._start(part)
                 self._has_changed |= starts != self._starts[name]
                 self._starts[name] = starts
-        self.first = self._starts[lexemes.start][0]
+        self.first = self._starts[lexer.start][0]
         self.after = [0] * len(self.lexemes)
         self._has_changed = True
         while self._has_changed:

@@ -1,0 +1,1 @@
+"""Grammars as trees, for the engine and for the backends behind APIs."""

@@ -1,0 +1,71 @@
+"""The rules of a grammar as trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from agentflow.protocol.grammars.char_ranges import Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Exactly this text, which is not empty."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One character of these ranges."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One part after the other. Without parts, the empty text."""
+
+    parts: tuple[GrammarPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the options."""
+
+    options: tuple[GrammarPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The part ``least`` to ``most`` times, at least once in all; ``most`` None: unlimited."""
+
+    part: GrammarPart
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The texts of a rule."""
+
+    name: str
+
+
+GrammarPart: TypeAlias = "Text | Chars | Row | Choice | Times | Named"
+
+EMPTY: Final = Row(())
+
+
+def names_in(part: GrammarPart) -> Iterator[str]:
+    """Yields the names of the rules that a part contains."""
+    waiting = [part]
+    while waiting:
+        match waiting.pop():
+            case Named(name):
+                yield name
+            case Row(parts) | Choice(parts):
+                waiting += parts
+            case Times(inner):
+                waiting.append(inner)
