@@ -413,8 +413,9 @@ def test_f37_requests_of_paused_programs_wait_aside_whatever_moves(seed):
     assert ([*policy], policy.num_waiting, policy.num_tenants) == ([], 0, 0)
 
 
-@pytest.mark.parametrize("returns", ["resume", "arrive"])
-def test_a_tenant_whose_requests_wait_aside_gains_no_credit(returns):
+@pytest.mark.parametrize(("returns", "tenant"), [("resume", "a"), ("arrive", "a"), ("arrive", "c")])
+def test_f37_no_tenant_gains_credit_while_requests_wait_aside(returns, tenant):
+    """Neither the tenant whose requests wait aside nor a new one."""
     policy = FairLongestPrefix(lambda identity, run: 0, 64)
     policy.add(queued(0, tenant="a", program=1))
     policy.pause("a", 1)
@@ -424,7 +425,7 @@ def test_a_tenant_whose_requests_wait_aside_gains_no_credit(returns):
         admit_next(policy)
     policy.resume("a", 1) if returns == "resume" else None
     for number in range(30, 40):
-        policy.add(queued(number, tenant="a"))
+        policy.add(queued(number, tenant=tenant))
     order = [admit_next(policy) for _ in range(10)]
     assert sum(number in range(1, 30) for number in order if number is not None) >= 4
 

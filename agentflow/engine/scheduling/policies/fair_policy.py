@@ -251,8 +251,7 @@ class FairLongestPrefix(Policy):
 
     def _catch_up(self, tenant: TenantQueue) -> None:
         """The tenant returns after all of its requests waited aside, which earns no credit."""
-        others = [other.used for other in self._tenants.values() if not other.is_aside]
-        tenant.used = max(tenant.used, min(others, default=0.0))
+        tenant.used = max(tenant.used, self._least_used())
 
     def _find_program(self, request: Request) -> TenantProgram | None:
         """The request's program, which has a request now."""
@@ -269,9 +268,11 @@ class FairLongestPrefix(Policy):
         return program
 
     def _least_used(self) -> float:
-        """The lowest charge of the tenants that have requests here or on another engine; 0 if none has."""
+        """The lowest charge of the tenants that are not idle, here or on another engine; 0 if all are."""
         self._restore_passed()
-        lowest = self._lowest()
+        while (lowest := self._lowest()) is not None and lowest.is_aside:
+            heapq.heappop(self._by_charge)
+            self._passed.append(lowest)
         least = math.inf if lowest is None else lowest.used
         if self._absent is not None:
             least = min(self._absent.least(), least)
