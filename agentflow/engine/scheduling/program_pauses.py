@@ -89,8 +89,8 @@ class _Lost:
 class ProgramPauses:
     """The paused programs of one model.
 
-    ``is_used``: whether a program is paused, was resumed without a request that ended since, or could not be
-    paused in this step. Otherwise ``resume``, ``stopped`` and ``charge`` have nothing to do.
+    ``is_used``: whether a program is paused, or could not be paused in this step. Otherwise ``resume`` and
+    ``charge`` have nothing to do.
 
     Args:
         memory: Has the open states, and stops keeping the tokens of paused programs.
@@ -191,7 +191,7 @@ class ProgramPauses:
                 del self._tenants[tenant]
         if len(self._resumed) > self._memory.slots.total:
             self._resumed.clear()
-        self.is_used = bool(self._tenants or self._resumed)
+        self.is_used = bool(self._tenants)
 
     @property
     def paused(self) -> Sequence[ProgramKey]:

@@ -600,8 +600,7 @@ class Scheduler:
         unlocked."""
         if request.status is Status.RUNNING:
             self._stop_running(request)
-            if self.pauses.is_used:
-                self.pauses.stopped(request, has_ended=True)
+            self.pauses.stopped(request, has_ended=True)
             self.waiting.finish(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -627,8 +626,7 @@ class Scheduler:
         """Preempts a running request: frees its slots and puts it at the front of the queue. Its tokens are
         kept, and their KV stays in the cache until the room is needed."""
         self._stop_running(request)
-        if self.pauses.is_used:
-            self.pauses.stopped(request, has_ended=False)
+        self.pauses.stopped(request, has_ended=False)
         request.num_preemptions += 1
         request.passed_until = self.memory.num_steps
         self.waiting.restore(request)

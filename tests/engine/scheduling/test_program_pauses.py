@@ -213,6 +213,24 @@ def test_a_tenant_pauses_its_own_programs_only(monkeypatch):
     assert took_s < 1.5 * next(iter(program_times(alone).values()))
 
 
+def test_f37_a_paused_program_that_ends_slows_down_no_later_step(monkeypatch):
+    """The next step is prepared during a step again, although no request of the program comes back."""
+    monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
+    monkeypatch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
+    steps = ByHand()
+    scheduler, run_request = steps.scheduler, steps.run_request
+    for size, state in [(10, 1), (20, 2), (10, 1), (20, 2), (50, 4)]:
+        run_request(size, state=state, program=state % 4)
+    assert scheduler.pauses.paused
+    for state in (1, 2, 4):
+        scheduler.close_state(state)
+    run_request(1, state=0, program=0)
+    assert not scheduler.pauses.paused
+    scheduler.add(request_of(99, [1], 8))
+    assert scheduler.schedule() is not None
+    assert scheduler.prepare() is not None
+
+
 def test_a_program_is_not_busy_with_a_request_that_moved_to_another_one(monkeypatch):
     monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
     monkeypatch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
