@@ -36,6 +36,7 @@ SendQuery = Callable[[Callable[[int], Query]], Awaitable[EngineAnswer]]
 class _Shared:
     """A snapshot for all watches that wait for it."""
 
+    num_waiting: int = 0
     max_nodes: int = 0
     steps_after: int | None = None
     answer: EngineSnapshot | None = None
@@ -88,12 +89,18 @@ class SharedWatches:
         shared.max_nodes = max(shared.max_nodes, max_nodes)
         known = shared.steps_after
         shared.steps_after = steps_after if known is None else min(known, steps_after)
-        async with self._snapshots:
-            if shared.answer is None and shared.error is None:
-                await anyio.sleep_until(self._next_s)
-                if self._waiting.get(tenant) is shared:
-                    del self._waiting[tenant]
-                await self._take(shared, tenant)
+        shared.num_waiting += 1
+        try:
+            async with self._snapshots:
+                if shared.answer is None and shared.error is None:
+                    await anyio.sleep_until(self._next_s)
+                    if self._waiting.get(tenant) is shared:
+                        del self._waiting[tenant]
+                    await self._take(shared, tenant)
+        finally:
+            shared.num_waiting -= 1
+            if not shared.num_waiting and self._waiting.get(tenant) is shared:
+                del self._waiting[tenant]  # all were cancelled
         if shared.answer is None:
             assert shared.error is not None
             raise shared.error

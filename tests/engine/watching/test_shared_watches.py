@@ -94,6 +94,21 @@ async def test_those_that_share_a_snapshot_go_on_without_the_one_that_is_cancell
     assert len(engine.queries) == 2
 
 
+async def test_f37_nothing_is_kept_of_watches_that_were_cancelled_while_they_waited() -> None:
+    engine = Engine()
+    engine.took_s = 1000 * ENGINE_PART
+    engine.answers = anyio.Semaphore(9)
+    hub = SharedWatches(engine.send)
+    await hub.snapshot("bob", 0, 0)  # the next one must wait
+    with anyio.move_on_after(0):
+        await hub.snapshot("ann", 500, 1)
+    hub._next_s = 0.0
+    await hub.snapshot("ann", 2, 7)
+    asked = engine.queries[-1]
+    assert isinstance(asked, SnapshotRequest)
+    assert (asked.max_nodes, asked.steps_after) == (2, 7)
+
+
 async def test_an_error_is_for_all_that_waited_and_the_next_is_asked_again() -> None:
     engine = Engine()
     engine.error = EngineDown("it restarts")
