@@ -28,6 +28,7 @@ from agentflow.engine.constrained.grammar_builder import BuiltGrammar, GrammarBu
 from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.messages import (
     PHASES,
+    SIGN_OF_LIFE_S,
     STEP_BOUNDS_S,
     Abort,
     BlocksRequest,
@@ -85,9 +86,6 @@ MAX_REPORTED_BLOCKS = 1024
 READ_S = 0.01
 """The processor time for messages between two steps, unless the last step took longer. Other messages wait
 for the next step, so that running requests continue while thousands of others arrive."""
-SIGN_OF_LIFE_S = 5.0
-"""While all requests wait for a program to be resumed, an empty list of messages is delivered this often, so
-that the engine does not seem to hang."""
 CHARGES_EVERY_S = 0.05
 """The least time between two reports of charges."""
 _SCHEDULE, _RUN, _COMPLETE, _DELIVER = range(len(PHASES))

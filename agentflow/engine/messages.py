@@ -171,6 +171,11 @@ class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_ids: list[int]
 
 
+SIGN_OF_LIFE_S = 5.0
+"""While all requests wait for a program to be resumed, an empty list is delivered this often, so that the
+engine does not seem to hang."""
+
+
 class StepBegins(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A forward pass over ``num_tokens`` scheduled tokens begins. The next list follows after the pass, so
     the supervisor can distinguish an engine that hangs from one that computes."""

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 
 import anyio
 
+from agentflow.engine.messages import SIGN_OF_LIFE_S
+
 # A step may take this many times as long as the slowest recent step of its size.
 STEP_FACTOR = 20.0
 # The slowest duration decays with each step, so that an outlier is forgotten after a few dozen steps.
 _FADE = 0.9
+# The lowest limit between two steps, even if steps have a lower one.
+_BETWEEN_STEPS_S = 2 * SIGN_OF_LIFE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,5 +79,6 @@ class StepPace:
         limits = self._deadlines
         if not self._slowest_s or (self._size is not None and self._size not in self._slowest_s):
             return limits.first_step_s
-        slowest_s = 0.0 if self._size is None else self._slowest_s[self._size]
-        return min(max(limits.step_s, STEP_FACTOR * slowest_s), limits.first_step_s)
+        if self._size is None:
+            return max(limits.step_s, _BETWEEN_STEPS_S)
+        return min(max(limits.step_s, STEP_FACTOR * self._slowest_s[self._size]), limits.first_step_s)

@@ -18,7 +18,7 @@ from support.holds import Hold, until
 from support.process_engine import PLAIN, Ticks, generate, kill, process_engine, text_after
 from support.processes import has_ended, signal_child
 
-from agentflow.engine.messages import UpdateHint
+from agentflow.engine.messages import SIGN_OF_LIFE_S, UpdateHint
 from agentflow.engine.process.deadlines import Deadlines, StepPace
 from agentflow.engine.process.shutdown_budget import AFTER_DRAIN_S, DRAIN_S, ShutdownBudget
 from agentflow.engine.process.supervisor import EngineSupervisor, restart_delay_s, supervised_engine
@@ -131,6 +131,16 @@ def test_a_step_may_take_what_others_of_its_size_took():
     assert pace.limit_s == 20 * 2.0
     pace.received(now_s + 2.02, None)
     assert pace.limit_s == 30.0
+
+
+def test_f37_a_limit_of_steps_leaves_time_for_signs_of_life_between_them():
+    """While all requests wait for a program to be resumed, they come less often than steps end."""
+    pace = StepPace(Deadlines(step_s=2.0, first_step_s=2.0))
+    pace.received(0.0, 1)
+    pace.received(0.1, None)
+    assert pace.limit_s > SIGN_OF_LIFE_S
+    pace.received(0.2, 1)
+    assert pace.limit_s == 2.0
 
 
 # Between two processes
