@@ -121,6 +121,69 @@ async def test_the_values_of_typed_gens_are_typed():
         assert await flow.submit(find.trace(), {"text": "…"}) == (City("Bern"), 42)
 
 
+@pytest.mark.parametrize("number", ["17", "-5", "-0"])
+async def test_f37_an_awaited_value_has_the_same_form_in_the_prompts_of_a_run_and_a_trace(number: str):
+    @af.program
+    async def count(s: af.State, question: str) -> str:
+        s += question + af.gen("n", type=int)
+        n = await s["n"]
+        s += f"<{n}>" + af.gen("x")
+        match x := await s["x"]:
+            case str() if isinstance(question, str) and isinstance("a" + x, str):
+                s += f"{x} is text" + af.gen("is_new", type=bool)
+        return f"{n} {await s['is_new']}"
+
+    prompts, results = [], []
+    for is_traced in (False, True):
+        backend = af.Scripted([number, "yes", "true"])
+        async with af.session(backend=backend) as flow:
+            run = flow.submit(count.trace(), "How many?") if is_traced else flow.run(count, "How many?")
+            results.append(await run)
+        prompts.append(backend.prompts)
+    assert prompts[0] == prompts[1]
+    assert results == [f"{int(number)} True"] * 2
+
+
+async def _f37_formatted(s: af.State) -> object:
+    return s.add(f"{await s['n']}")
+
+
+async def _f37_set(s: af.State) -> object:
+    return s.set("y", f"It is {await s['n']}.")
+
+
+async def _f37_appended(s: af.State) -> object:
+    return s.add(await s["n"])
+
+
+async def _f37_summed(s: af.State) -> object:
+    return s.add("It is " + await s["n"])
+
+
+async def _f37_asked_for_its_type(s: af.State) -> object:
+    return isinstance(await s["n"], dict)
+
+
+async def _f37_asked_for_a_method(s: af.State) -> object:
+    return (await s["n"]).items()
+
+
+F37_USES = [use for name, use in list(globals().items()) if name.startswith("_f37_")]
+
+
+@pytest.mark.parametrize("use", F37_USES)
+@pytest.mark.parametrize("options", [{"type": bool}, {"type": float}, {"schema": {"type": "object"}}])
+async def test_f37_values_that_are_no_texts_are_refused_in_traced_prompts(use, options):
+    @af.program
+    async def uses(s: af.State) -> None:
+        s += "q" + af.gen("n", **options)
+        await use(s)
+
+    line = use.__code__.co_firstlineno + 1
+    with pytest.raises(af.errors.DataDependent, match=rf"test_trace\.py:{line}, in {use.__name__}: .*'n'"):
+        uses.trace()
+
+
 class TestFailures:
     async def test_a_failure_is_raised_with_its_cause_and_leaves_nothing_open(self):
         for _ in range(
@@ -240,7 +303,9 @@ async def _f37_split_sum(value) -> object:
     return ("a," + value).split(",")
 
 
-F37_LOOKS = [look for name, look in list(globals().items()) if name.startswith("_f37_")]
+F37_LOOKS = [
+    look for name, look in list(globals().items()) if name.startswith("_f37_") and look not in F37_USES
+]
 
 
 @pytest.mark.parametrize("look", [_is_no, _is_true, _number, _split, _loop, _length, _string])

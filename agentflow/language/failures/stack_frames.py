@@ -89,6 +89,11 @@ def program_frames(frame: FrameType | None) -> list[FrameType]:
 FrameOwner = Literal["package", "program", "loop", "library", "ignored"]
 
 
+def is_in_program(frame: FrameType) -> bool:
+    """Whether the frame belongs to the program, and not to this package or to a library."""
+    return _find_kind(frame) == "program"
+
+
 def _find_kind(frame: FrameType) -> FrameOwner:
     return find_owner(frame.f_code.co_filename, frame.f_globals.get("__name__") or "")
 

@@ -10,6 +10,7 @@ once, during the trace. ``GraphRun`` runs a graph: the backend gets it in one op
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args
@@ -26,7 +27,12 @@ from agentflow.language.expressions import (
     VideoExpression,
 )
 from agentflow.language.failures.mistakes import defined_at
-from agentflow.language.failures.stack_frames import ProgramLine, calling_line, program_line
+from agentflow.language.failures.stack_frames import (
+    ProgramLine,
+    calling_line,
+    is_in_program,
+    program_line,
+)
 from agentflow.language.graphs.graph import Graph, MediumArgument
 from agentflow.language.graphs.graph_result import (
     GraphOutput,
@@ -142,11 +148,22 @@ class _TraceLink(Link):
         raise _data_dependent(what)
 
     def stand_in(self, node: Any) -> Any:
-        return _StandIn(node)
+        return _StandIn(node) if node.value_type.is_text else _ValueStandIn(node)
+
+
+_AS_INTEGER = Transform("regex", "-?[1-9][0-9]*|0")
+"""Writes a text that is an integer as Python writes the integer: without the sign of ``-0``."""
+
+
+def _shown_class(asked: _StandIn | _Sum) -> type:
+    """The class of a stand-in: for ``isinstance`` in the program, the class that it has in a run."""
+    return asked._class_in_run() if is_in_program(sys._getframe(1)) else type(asked)
 
 
 class _StandIn(Reference[str]):
     """A text that does not exist: an argument of the program, or a value that it has awaited."""
+
+    __class__ = property(_shown_class)
 
     def __init__(self, node: VariableNode, transforms: tuple[Transform, ...] = ()) -> None:
         super().__init__(node, transforms)
@@ -161,6 +178,9 @@ class _StandIn(Reference[str]):
 
     def __await__(self) -> Generator[object, None, NoReturn]:
         raise BadArgument(f"{self._label} is a value already: it cannot be awaited")
+
+    def _class_in_run(self) -> type:
+        return str
 
     def _refuse(self, what: str) -> NoReturn:
         raise _data_dependent(f"{self._label} is {what}, and the program's next ops may depend on it")
@@ -191,10 +211,34 @@ class _StandIn(Reference[str]):
         return _Sum(super().__radd__(other).parts)
 
 
+class _ValueStandIn(_StandIn):
+    """A value that does not exist, and is no text: of a ``gen`` with a type, for example."""
+
+    def _class_in_run(self) -> NoReturn:
+        self._refuse("asked for its type")
+
+    def _then(self, name: TransformName, argument: str = "") -> NoReturn:
+        self._refuse(f"asked for its method {name!r}")
+
+    def __format__(self, spec: str) -> str:
+        is_integer = not spec and self._node.value_type.shown == "int"
+        return f"{_StandIn(self._node, (_AS_INTEGER,))}" if is_integer else super().__format__(spec)
+
+    def check_sendable(self) -> NoReturn:
+        raise _data_dependent(
+            f"a prompt has {self._label} in Python's form, which is not its text (for the text, leave out "
+            f"the await: s[{self._node.name!r}])"
+        )
+
+
 class _Sum(Sequence_):
     """A sum with stand-ins: a text that does not exist."""
 
     __slots__ = ()
+    __class__ = property(_shown_class)
+
+    def _class_in_run(self) -> type:
+        return str
 
     def __add__(self, other: Appendable) -> Sequence_:
         return _Sum((self, other))

@@ -253,6 +253,7 @@ class Recorder:
         if isinstance(piece, str):
             return piece
         assert isinstance(piece, Reference)
+        piece.check_sendable()
         node, transforms, label = find_target(piece)
         if node.state.link is not self._state.link:
             raise ForeignState(f"{label} belongs to another session: await it and append its value")

@@ -202,6 +202,9 @@ class Reference(Expression, Generic[ValueT_co]):
             self._node.kept[transforms] = found
         return found
 
+    def check_sendable(self) -> None:
+        """Raises an error if no text that is sent may refer to it. For the session."""
+
     def __format__(self, spec: str) -> str:
         if spec:
             raise BadArgument(

@@ -33,6 +33,11 @@ class ValueType:
     is_reply: bool = False  # it is an assistant's whole reply, with tool calls
 
     @property
+    def is_text(self) -> bool:
+        """Whether the value is the text itself."""
+        return self.read is str
+
+    @property
     def may_be_truncated(self) -> bool:
         """Whether a truncated text can be a value: free text can, ``12`` of ``123`` cannot."""
         return self.constraint is None or self.constraint.kind == "tags" or self.is_reply
