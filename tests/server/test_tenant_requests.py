@@ -224,6 +224,19 @@ async def test_f29b_sessions_that_open_at_the_same_time_count_once(
             assert opened == list(range(most))
 
 
+async def test_f37_sessions_that_end_or_never_begin_are_not_counted_any_more():
+    models = SessionModels(HangingGenerator())
+    async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
+        for _ in range(3):
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await sessions.open(models, anyio.CancelScope(), tenant="one")
+            for session in [await sessions.open(models, anyio.CancelScope(), tenant="one") for _ in range(2)]:
+                session.end()
+            await sessions.wait_until_empty()
+        assert not sessions._num_sessions_of
+
+
 async def test_answers_are_let_in_together_or_not_at_all():
     tenant = Tenant("ann", requests_per_minute=5)
     gate = TenantGate(ClockNs())

@@ -174,7 +174,8 @@ class Sessions(Generic[ContextT]):
         self.limits = limits
         self.graphs = OpenGraphs()
         self._num_connections_of: Counter[str] = Counter()
-        self._opening: dict[anyio.CancelScope, str] = {}  # tenants of sessions whose tasks have not begun
+        self._num_sessions_of: Counter[str] = Counter()  # with those in ``_opening``
+        self._opening: set[anyio.CancelScope] = set()  # holders of sessions whose tasks have not begun
         self._memory = TenantMemory(
             limits.sessions_bytes, "all sessions together may hold", "close some, or try again later"
         )
@@ -236,17 +237,24 @@ class Sessions(Generic[ContextT]):
                 "try again later"
             )
         most = tenant_part(self.limits.max_sessions, tenant)
-        num_open = sum([session.tenant == tenant for session in self._sessions.values()])
-        if num_open + list(self._opening.values()).count(tenant) >= most:
+        if self._num_sessions_of[tenant] >= most:
             raise Overloaded(f"this tenant has {most} open sessions, which is its limit: try again later")
-        self._opening[holder] = tenant
+        self._opening.add(holder)
+        self._num_sessions_of[tenant] += 1
         try:
             session: ServedSession[ContextT] = await self._tasks.start(
                 self._run, models, holder, tenant, is_valid
             )
         finally:
-            self._opening.pop(holder, None)
+            if holder in self._opening:
+                self._opening.remove(holder)
+                self._forget_one_of(tenant)
         return session
+
+    def _forget_one_of(self, tenant: str) -> None:
+        self._num_sessions_of[tenant] -= 1
+        if not self._num_sessions_of[tenant]:
+            del self._num_sessions_of[tenant]
 
     async def resume(
         self,
@@ -300,7 +308,7 @@ class Sessions(Generic[ContextT]):
                     models, group, holder, tenant, memory, is_valid, self.graphs.of(tenant), self._front
                 )
                 self._sessions[session.id] = session
-                self._opening.pop(holder, None)  # not counted twice until ``open`` continues
+                self._opening.remove(holder)  # not counted twice until ``open`` continues
                 task_status.started(session)
                 await session.until_over(self.limits.resume_grace_s)
                 group.cancel_scope.cancel()
@@ -315,6 +323,7 @@ class Sessions(Generic[ContextT]):
 
     async def _remove(self, session: ServedSession[ContextT]) -> None:
         del self._sessions[session.id]
+        self._forget_one_of(session.tenant)
         self._num_closing += 1
         session.dismiss_holder()
         try:
