@@ -199,10 +199,10 @@ class _ReplayConnection:
                 self._answer_stats(op.ticket)
                 return None
             case ops.GetGraph():  # a replay has no live graph
-                self._outgoing.append(GraphReply(op.ticket, LiveGraph()))
+                self._send_after(_FIRST, GraphReply(op.ticket, LiveGraph()))
                 return None
             case ops.Watch():
-                self._outgoing.append(Watched(op.ticket, graphs=GraphsDelta(reset=True)))
+                self._send_after(_FIRST, Watched(op.ticket, graphs=GraphsDelta(reset=True)))
                 return None
             case _ if is_content or isinstance(op, CONTROL):
                 state = self._tree.node(op.state)  # type: ignore[union-attr]
@@ -391,12 +391,15 @@ class _ReplayConnection:
 
     def _answer_stats(self, ticket: int) -> None:
         known = self._recorded.stats
-        seq, reply = -1, StatsReply(ticket, Stats(model=next(iter(self.models.values())).model))
+        seq, reply = _FIRST, StatsReply(ticket, Stats(model=next(iter(self.models.values())).model))
         if known:
             seq, recorded = known[min(self._num_stats, len(known) - 1)]
             reply = StatsReply(ticket, recorded.stats, recorded.error)
         self._num_stats += 1
-        self._scheduler.push_at(seq, lambda: self._outgoing.append(reply))
+        self._send_after(seq, reply)
+
+    def _send_after(self, seq: int, event: Event) -> None:
+        self._scheduler.push_at(seq, lambda: self._outgoing.append(event))
 
     def flush(self) -> None:
         """Delivers the events since the last call."""
@@ -538,6 +541,8 @@ _PATIENCE = 50
 
 ScheduledCall = Callable[[], None]
 
+_FIRST = -1
+"""Before all recorded events."""
 _LATE = math.inf
 """After all recorded events."""
 

@@ -65,6 +65,17 @@ async def assert_replayed(
     return first
 
 
+async def test_f37_a_replay_answers_for_its_live_graph(tmp_path: Path):
+    async def look(flow: af.Session) -> tuple[int, int, str]:
+        first = await flow.graph()
+        async with flow.state() as s:
+            s += "Why?" + af.gen("why")
+            graphs = await anext(aiter(flow.watch()))
+            return len(first.states), len(graphs), await s["why"]
+
+    assert await assert_replayed(tmp_path / "run.jsonl", af.Scripted("So."), look) == (0, 1, "So.")
+
+
 @af.program
 async def small(s: af.State, subject: str) -> list[str]:
     s += subject + af.gen("x", temperature=1.0)
