@@ -90,8 +90,8 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_OPS = 20_000
 SKIPS_PER_LOOK = 64
 """The ops of a failed state that are skipped between two checks of the clock."""
-VARIABLES_PER_LOOK = 64
-"""The variables of a closed state that are removed between two checks of the clock."""
+REMOVALS_PER_LOOK = 64
+"""The states and variables that a close removes between two checks of the clock."""
 # Rejected ops have a separate budget: their states and variables must fail even if memory is exhausted.
 REJECTED_BYTES = 4_000_000
 _NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if spec.is_numbered}
@@ -611,7 +611,7 @@ class Interpreter(Generic[ContextT]):
             variable.fail(error)
 
     async def _forget(self, state: StateRecord[ContextT]) -> None:
-        turn = LoopTurn(VARIABLES_PER_LOOK)
+        turn = LoopTurn(REMOVALS_PER_LOOK)
         graph, state.graph = state.graph, None
         for one in [state] if graph is None else graph.states:
             if one is not state:  # its ops may still run
@@ -626,6 +626,7 @@ class Interpreter(Generic[ContextT]):
                 if self._variables.get(variable.id) is variable:
                     del self._variables[variable.id]
                 await turn.pause()
+            await turn.pause()
 
     def _start_graph(self, op: ops.SubmitGraph) -> Iterator[None]:
         """Enqueues all ops of a graph before the first one runs, in steps. If one is rejected, none runs."""
@@ -652,6 +653,7 @@ class Interpreter(Generic[ContextT]):
                 graph.root.is_running = False
                 for state in graph.states:
                     self._states.stop(state, error)
+                    yield
             raise
         if graph is not None:
             if reports == "end":

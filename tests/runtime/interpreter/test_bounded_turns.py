@@ -25,7 +25,7 @@ from agentflow.protocol.sampling import GenParams
 from agentflow.protocol.text import transform
 from agentflow.protocol.text.transform import Transform, apply_transforms
 from agentflow.runtime import loop_turns
-from agentflow.runtime.interpreter import state_tree, variables
+from agentflow.runtime.interpreter import interpreter, state_tree, variables
 from agentflow.runtime.interpreter.checking import CheckingInterpreter
 from agentflow.runtime.interpreter.interpreter import Interpreter
 from agentflow.runtime.interpreter.state_tree import StateTree
@@ -427,6 +427,34 @@ async def test_no_op_of_a_rejected_graph_runs() -> None:
         assert failed.state == 1
         await all_freed(generator)
         group.cancel_scope.cancel()
+
+
+WIDE_GRAPH = ops.SubmitGraph(1, (ops.Open(1), ops.Fork(1, CHILDREN)))
+
+
+async def test_f37_the_states_of_a_graph_are_removed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "REMOVALS_PER_LOOK", 1)
+    async with anyio.create_task_group() as group:
+        session = Session(Interpreter(ScriptedGenerator("x"), group))
+        session.submit(WIDE_GRAPH)
+        while Reached(1, GRAPH_TICKET) not in session.events:
+            session.events += await session.interpreter.events.next()
+        async with counted_turns(monkeypatch) as counted:
+            session.submit(ops.Close(1))
+            with anyio.fail_after(10):
+                while [*session.interpreter._states]:
+                    await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+    assert counted.num_turns > NUM_BRANCHES
+
+
+async def test_f37_the_states_of_a_rejected_graph_are_stopped_in_steps() -> None:
+    wrong = msgspec.structs.replace(WIDE_GRAPH, ops=(*WIDE_GRAPH.ops, ops.Text(9999, ("b",))))
+    async with anyio.create_task_group() as group:
+        session = Session(Interpreter(ScriptedGenerator("x"), group))
+        num_steps = len([*session.interpreter.submitting(wrong)])
+        group.cancel_scope.cancel()
+    assert num_steps > NUM_BRANCHES
 
 
 def test_an_op_of_many_parts_is_counted_in_many_steps() -> None:
