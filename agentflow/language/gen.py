@@ -3,6 +3,7 @@ sampling."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import (
@@ -398,9 +399,7 @@ def reply(
         "grammar": grammar,
         **options,
     }
-    for option in ("on_invalid", "max_retries", "scored"):
-        if option in arguments:
-            raise BadArgument(f"reply: {option} is for gen: a reply has no type", param=option)
+    check_reply_options("reply", options)
     generation = gen(name, **arguments)
     with error_param("tools"):
         given = [
@@ -415,6 +414,18 @@ def reply(
         offered = offer(specs, choice, parallel=parallel, where="reply")
         checked_conversation((), offered)
     return GenExpression(name, generation.params, kind, offer=offered)
+
+
+def check_reply_options(where: str, options: Mapping[str, object]) -> None:
+    """``BadArgument`` for an option of ``gen`` that a reply does not have, ``TypeError`` for an unknown one,
+    which ``gen`` would report as its own."""
+    for option in options:
+        if option in ("on_invalid", "max_retries", "scored"):
+            raise BadArgument(
+                f"{where}: {option} is for gen: catch InvalidValue, and continue the state", param=option
+            )
+        if option not in inspect.signature(gen).parameters:
+            raise TypeError(f"{where}() got an unexpected keyword argument {option!r}")
 
 
 def select(

@@ -16,7 +16,7 @@ import anyio.to_thread
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field, PlainValidator, SecretStr
+from pydantic import BaseModel, Field, PlainValidator, SecretStr, ValidationError
 from support.observed_backends import Unbatched
 
 import agentflow as af
@@ -612,6 +612,30 @@ async def test_a_schema_makes_the_result_a_value():
         s += af.user("?")
         with pytest.raises(af.InvalidValue, match="days"):
             await af.act(s, tools=[weather], schema=Place)
+
+
+async def test_f37_an_invalid_result_has_its_text_and_faults():
+    async with scripted({"city": "Oslo", "days": 99}) as flow, flow.state() as s:
+        s += af.user("?")
+        with pytest.raises(af.InvalidValue, match="a valid Place") as failure:
+            await af.act(s, tools=[weather], schema=Place)
+        assert failure.value.text == '{"city": "Oslo", "days": 99}'
+        assert [one["loc"] for one in failure.value.errors] == [("days",)]
+        assert isinstance(failure.value.__cause__, ValidationError)
+    async with scripted({"city": "Oslo " * 20}) as flow, flow.state() as s:
+        s += af.user("?")
+        with pytest.raises(af.InvalidValue, match=r"truncated after 9 tokens .* raise max_tokens") as failure:
+            await af.act(s, tools=[weather], schema=Place, max_tokens=9)
+        assert failure.value.text.startswith('{"city": "Oslo')
+
+
+async def test_f37_an_unknown_option_is_reported_for_the_function_that_got_it():
+    async with scripted() as flow, flow.state() as s:
+        for name, ask in (("act", functools.partial(af.act, s)), ("reply", functools.partial(af.reply, "x"))):
+            with pytest.raises(TypeError, match=rf"^{name}\(\) got .* 'max_turns'"):
+                ask(tools=[weather], max_turns=3)
+            with pytest.raises(af.errors.BadArgument, match=f"^{name}: on_invalid is for gen"):
+                ask(tools=[weather], schema=Place, on_invalid="retry")
 
 
 async def test_options_of_gen_and_the_choice_are_passed_on():

@@ -36,6 +36,15 @@ def texts_of(answers: Sequence[int]) -> list[str]:
     return [str(answer) for answer in answers]
 
 
+async def test_f37_the_failure_of_a_state_has_the_invalid_text():
+    async with af.session(backend=af.Scripted({"n": "7", "next": "?"})) as flow, flow.state() as s:
+        s += even(max_retries=1) + af.gen("next")
+        with pytest.raises(af.errors.RunFailed) as failure:
+            await s["next"]
+    assert isinstance(failure.value.__cause__, af.InvalidValue)
+    assert failure.value.__cause__.text == "7"
+
+
 @pytest.mark.parametrize("unbatched", [False, True])
 async def test_only_the_valid_text_is_in_the_state(unbatched):
     backend = af.Scripted({"n": ["1", "3", "4"], "rest": "the end"})

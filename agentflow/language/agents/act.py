@@ -29,21 +29,20 @@ from agentflow.errors import (
     AgentflowError,
     BadArgument,
     DeadlineExceeded,
-    InvalidValue,
     LimitExceeded,
-    shown_error,
 )
 from agentflow.language.agents.tool_content import ToolContent, content_of_result, read_content
 from agentflow.language.expressions import RoleExpression, Sequence_
 from agentflow.language.failures import user_code
 from agentflow.language.failures.stack_frames import STARTED_AT, calling_line
 from agentflow.language.failures.user_code import UserCode
-from agentflow.language.gen import GenExpression, JsonOptions, reply
+from agentflow.language.gen import GenExpression, JsonOptions, check_reply_options, reply
 from agentflow.language.observing.spans import StateSpan
 from agentflow.language.program import StreamWork
 from agentflow.language.states.event_stream import TextDelta
+from agentflow.language.states.readers import complete_answer
 from agentflow.language.states.state import State, state_node
-from agentflow.language.states.variable import Variable
+from agentflow.language.states.variable import Variable, find_target
 from agentflow.language.typed.json_form import JsonRecord, json_text
 from agentflow.language.typed.replies import Reply
 from agentflow.language.typed.tools import (
@@ -55,7 +54,7 @@ from agentflow.language.typed.tools import (
     check_timeout,
     shown_for_model,
 )
-from agentflow.language.typed.values import value_type
+from agentflow.language.typed.values import ValueType, value_type
 from agentflow.protocol import ops
 from agentflow.protocol.chat import ToolChoice
 from agentflow.protocol.events import Capabilities
@@ -247,6 +246,7 @@ def act(
         raise BadArgument(f"act: the first argument is a state, not {state!r:.80}", param="state")
     if not is_whole(max_rounds, 1, 1_000_000):
         raise BadArgument(f"act: max_rounds must be 1 or more, not {max_rounds!r}", param="max_rounds")
+    check_reply_options("act", options)
     check_max_calls("act", max_calls)
     check_timeout("act", call_timeout_s, "call_timeout_s")
     if approve is not None and not callable(approve):
@@ -260,13 +260,13 @@ def act(
                 param="tools",
             )
     specs = [tool.spec for tool in toolbox]
-    read = None if schema is None else value_type(schema=schema).read
+    kind = None if schema is None else value_type(schema=schema)
     first, later = [
         reply(name, tools=specs, choice=mode, parallel=parallel, schema=schema, **options)
         for mode in (choice, "auto")
     ]
     calls = _Calls(toolbox, max_calls, call_timeout_s, approve)
-    return Act(_Loop(state, first, later, max_rounds, read, calls))
+    return Act(_Loop(state, first, later, max_rounds, kind, calls))
 
 
 class Act(Generic[ResultT]):
@@ -374,7 +374,7 @@ class _Events:
 
 
 class _Loop:
-    """One ``act``. ``read``: makes the result from the last text; None: the text is the result."""
+    """One ``act``. ``kind``: the type of the result; None: the text is the result."""
 
     def __init__(
         self,
@@ -382,13 +382,13 @@ class _Loop:
         first: GenExpression[Reply],
         later: GenExpression[Reply],
         max_rounds: int,
-        read: Callable[[str], Any] | None,
+        kind: ValueType | None,
         calls: _Calls,
     ) -> None:
         self.state = state
         self._replies = (first, later)
         self._max_rounds = max_rounds
-        self._read = read
+        self._kind = kind
         self._calls = calls
 
     async def run(self, emit: Emit | None) -> Any:
@@ -425,18 +425,9 @@ class _Loop:
         )
 
     def _result(self, variable: Variable[Reply], answer: Reply) -> Any:
-        if self._read is None:
+        if self._kind is None:
             return answer.text
-        if variable.finish_reason == "length":
-            raise InvalidValue(f"{variable.name!r} was truncated, raise max_tokens: {answer.text[-200:]!r}")
-        try:
-            with UserCode(f"the validation of {variable.name!r}"):
-                return self._read(answer.text)
-        except (ValueError, RecursionError) as error:
-            shown = repr(answer.text[:200])
-            raise InvalidValue(
-                f"{variable.name!r} is not a valid result ({shown_error(error, str)}): {shown}"
-            ) from error
+        return complete_answer(find_target(variable).node, answer.text, self._kind)
 
 
 def _ignore(event: ActEvent) -> None:

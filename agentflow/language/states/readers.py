@@ -15,36 +15,48 @@ from agentflow.language.failures.user_code import UserCode
 from agentflow.language.states.run import VariableNode
 from agentflow.language.typed.json_types import NothingYet, NotValid, partial_value
 from agentflow.language.typed.replies import Reply, make_reply
-from agentflow.language.typed.values import warn_of_length
-from agentflow.protocol.events import Value
+from agentflow.language.typed.values import ValueType, warn_of_length
+from agentflow.protocol.constraint import Constraint
 
 
 def complete_value(node: VariableNode) -> Any:
     """The complete value of a variable; raises its failure. ``InvalidValue`` if its text has none. The text
     is read once: a validator may be slow, or count its calls."""
-    end = node.end
-    if end.finish_reason == "length" and not node.value_type.may_be_truncated:
-        raise _invalid(node, end)
+    kind = node.value_type
+    if node.end.finish_reason == "length" and not kind.may_be_truncated:
+        raise _invalid(node, node.notation, kind)
     if node.read is None:
-        node.read = _read(node)
+        node.read = _read(node, node.notation, kind, kind.constraint)
     value, error = node.read
     if error is not None:
-        raise _invalid(node, end, error) from (error.__cause__ or error)
+        raise _invalid(node, node.notation, kind, error) from (error.__cause__ or error)
     return value
 
 
-def _read(node: VariableNode) -> tuple[Any, Exception | None]:
+def complete_answer(node: VariableNode, text: str, kind: ValueType) -> Any:
+    """The value of type ``kind`` in the text of a complete reply. ``InvalidValue`` if it has none."""
+    if node.end.finish_reason == "length":
+        raise _invalid(node, text, kind)
+    value, error = _read(node, text, kind, None)
+    if error is not None:
+        raise _invalid(node, text, kind, error) from (error.__cause__ or error)
+    return value
+
+
+def _read(
+    node: VariableNode, text: str, kind: ValueType, bounds: Constraint | None
+) -> tuple[Any, Exception | None]:
     try:
         with UserCode(f"the validation of {node.name!r}"):
-            value = node.value_type.read(node.notation)
-        warn_of_length(node.name, node.notation, node.value_type.constraint)
+            value = kind.read(text)
+        warn_of_length(node.name, text, bounds)
     except (ValueError, RecursionError) as error:
         return None, error
     return value, None
 
 
-def _invalid(node: VariableNode, end: Value, why: Exception | None = None) -> InvalidValue:
-    text, shown = node.notation, node.value_type.shown
+def _invalid(node: VariableNode, text: str, kind: ValueType, why: Exception | None = None) -> InvalidValue:
+    end, shown = node.end, kind.shown
     quoted = repr(text if len(text) <= 200 else f"{text[:199]}…")
     if end.finish_reason == "length":
         num = end.usage.output_tokens

@@ -122,7 +122,10 @@ class Attempts:
                     attempt = self._again(index, attempt)
         finally:
             self.base.run.drop(attempt.state)
-        raise InvalidValue(f"{variable.invalid} (after {num_attempts} attempts)")
+        assert variable.invalid is not None
+        invalid = InvalidValue(f"{variable.invalid} (after {num_attempts} attempts)")
+        invalid.text = variable.invalid.text
+        raise invalid
 
     def _refused(self, info: ErrorInfo) -> InvalidValue:
         """The error of an attempt that the backend found invalid."""
