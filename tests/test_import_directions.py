@@ -77,6 +77,7 @@ ROOMS = {
         "word_embedding",
     ),
     "language": (
+        "records",
         "markers",
         "by_name",
         "failures",

@@ -21,6 +21,7 @@ from typing import (
 
 from agentflow.errors import BadArgument, error_param
 from agentflow.language.expressions import Expression, Offer, checked_conversation, make_tuple, offer
+from agentflow.language.markers import MARKERS
 from agentflow.language.typed.finite import finite_texts
 from agentflow.language.typed.replies import Reply, reader_of_replies
 from agentflow.language.typed.tags import Tag, Tagged, tagged_type
@@ -321,6 +322,7 @@ def check_variable_name(name: str, what: str) -> None:
         raise BadArgument(
             f'{what} needs a name for its variable, as in {what}("answer"), not {name!r}', param="name"
         )
+    MARKERS.reject([name], f"{what}: its name")
 
 
 def _find_type(kinds: Mapping[str, Any]) -> ValueType:

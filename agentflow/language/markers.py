@@ -8,6 +8,7 @@ another nonce, so that a text with one is found too: ``f"{[s['x']]}"`` holds a r
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -17,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
 from agentflow.errors import BadArgument, StateClosed
+from agentflow.language.records import copy_with, is_record, members
 
 _OPEN, _CLOSE = "\u27e6af:", "\u27e7"
 _ESCAPED_OPEN, _ESCAPED_CLOSE = "\\u27e6af:", "\\u27e7"  # as json.dumps writes them
@@ -109,8 +111,8 @@ class Markers:
 
     async def resolved(self, value: Any, text_of: Callable[[Any], Awaitable[str]]) -> Any:
         """``value`` with the texts of variables in place of their markers: in a string, also inside JSON, and
-        in lists, tuples, sets and dicts. Other objects are unchanged, and so is ``value`` if it holds no
-        marker. Errors as in ``split``."""
+        in lists, tuples, sets, dicts and records. Other objects are unchanged, and so is ``value`` if it
+        holds no marker. Errors as in ``split``."""
         return (
             await self._with_texts(value, text_of) if self._num_marked and self._holds_one(value) else value
         )
@@ -122,24 +124,34 @@ class Markers:
             if isinstance(one, str):
                 if self._has_remains(one):
                     return True
-            elif isinstance(one, dict | list | tuple | set) and id(one) not in seen:
+            elif id(one) in seen:
+                continue
+            elif isinstance(one, dict | list | tuple | set | frozenset):
                 seen[id(one)] = one
                 pending += one
                 pending += one.values() if isinstance(one, dict) else ()
+            elif is_record(one):
+                seen[id(one)] = one
+                pending += members(one).values()
         return False
 
     async def _with_texts(self, value: Any, text_of: Callable[[Any], Awaitable[str]]) -> Any:
         if isinstance(value, str):
             return await self._resolved_text(value, text_of) if self._has_remains(value) else value
-        if type(value) is dict:
-            return {
-                await self._with_texts(key, text_of): await self._with_texts(item, text_of)
-                for key, item in value.items()
-            }
-        if type(value) in (list, tuple, set):
+        if isinstance(value, dict):
+            made = copy.copy(value)  # also of a subclass, such as a defaultdict
+            made.clear()
+            for key, item in value.items():
+                made[await self._with_texts(key, text_of)] = await self._with_texts(item, text_of)
+            return made
+        if type(value) in (list, tuple, set, frozenset):
             return type(value)([await self._with_texts(item, text_of) for item in value])
         if isinstance(value, tuple) and hasattr(value, "_make"):
             return value._make([await self._with_texts(item, text_of) for item in value])
+        if is_record(value):
+            found = {name: one for name, one in members(value).items() if self._holds_one(one)}
+            made = {name: await self._with_texts(one, text_of) for name, one in found.items()}
+            return copy_with(value, made) if made else value
         return value
 
     async def _resolved_text(self, text: str, text_of: Callable[[Any], Awaitable[str]]) -> str:

@@ -3,10 +3,15 @@
 import gc
 import json
 import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 import agentflow as af
 from agentflow.language.expressions import Expression
@@ -229,6 +234,61 @@ async def test_markers_in_a_result_become_texts(result, expected):
 
     async with af.session(backend=af.Scripted([QUOTED])) as flow:
         assert await flow.run(program) == expected
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    text: str
+    state: Any = None
+
+
+class Judged(BaseModel):
+    text: str
+    notes: dict[str, Noted]
+    score: int = 0
+
+
+class Row(msgspec.Struct, frozen=True):
+    texts: frozenset[str]
+
+
+async def test_f37_markers_in_records_become_texts():
+    async def program(s):
+        s += af.gen("x")
+        text = f"<{s['x']}>"
+        counted = defaultdict(list, {text: [text]})
+        return Judged(text=text, notes={"a": Noted(text, s)}), Row(frozenset([text])), counted
+
+    async with af.session(backend=af.Scripted(["a"])) as flow:
+        judged, row, counted = await flow.run(program)
+        assert judged.text == judged.notes["a"].text == "<a>"
+        assert judged.model_fields_set == {"text", "notes"}
+        assert isinstance(judged.notes["a"].state, af.State)
+        assert row == Row(frozenset(["<a>"]))
+        assert counted["<a>"] == ["<a>"]
+        assert counted["new"] == []
+
+
+async def test_f37_names_and_tools_hold_no_markers():
+    async def tool() -> dict[str, str]:
+        return {"found": f"<{s['x']}>"}
+
+    async with (
+        af.session(backend=af.Scripted(["a", af.ToolCall("tool", {}), "b"])) as flow,
+        flow.state() as s,
+    ):
+        s += af.user("?") + af.gen("x")
+        text = f"{s['x']}"
+        with pytest.raises(af.errors.BadArgument, match="gen: its name cannot hold a variable"):
+            af.gen(text)
+        with pytest.raises(af.errors.BadArgument, match="a question cannot hold a variable"):
+            await s.decide({text: bool})
+        with pytest.raises(af.errors.BadArgument, match="a tool cannot hold a variable"):
+            af.reply("y", tools=[af.tool(tool, description=text)])
+        s += af.user("?")
+        assert await af.act(s, tools=[tool]) == "b"
+        (result,) = [one["content"] for one in await s.messages() if one["role"] == "tool"]
+        assert "the result of a tool cannot hold a variable" in result
 
 
 async def test_a_result_without_markers_is_returned_itself():

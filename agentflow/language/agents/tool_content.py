@@ -117,7 +117,6 @@ def read_content(value: str, file_of: FileOf) -> ToolContent:
 
 def _read_text(value: Any) -> str:
     """A value as text for the model."""
-    if not isinstance(value, str):
-        return json_text(value, is_read_back=False)
-    MARKERS.reject([value], "the result of a tool")
-    return value
+    text = value if isinstance(value, str) else json_text(value, is_read_back=False)
+    MARKERS.reject([text], "the result of a tool")
+    return text

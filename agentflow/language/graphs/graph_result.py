@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
-
-import msgspec
 
 from agentflow.errors import BadArgument, DataDependent
 from agentflow.language.expressions import Expression, Sequence_
 from agentflow.language.markers import MARKERS
+from agentflow.language.records import copy_with, is_record, members
 from agentflow.language.states.variable import Reference
 from agentflow.protocol.text.transform import Transform
 
@@ -108,11 +106,11 @@ class _Result:
             empty = copy.copy(value)
             empty.clear()
             return _Items(empty, {self._key(key): self.made(item) for key, item in value.items()})
-        if _is_record(value):
-            members = {name: member for name, member in _members(value).items() if _holds_value(member)}
+        if is_record(value):
+            found = {name: member for name, member in members(value).items() if _holds_value(member)}
             # Without the stand-ins of the trace, which would keep all of it in memory.
-            original = _copy_with(value, dict.fromkeys(members))
-            return _Record(original, {name: self.made(member) for name, member in members.items()})
+            original = copy_with(value, dict.fromkeys(found))
+            return _Record(original, {name: self.made(member) for name, member in found.items()})
         raise self._refusal(value)
 
     def _key(self, value: Any) -> Any:
@@ -169,49 +167,12 @@ def _holds_value(value: Any) -> bool:
                 pending += [*one.keys(), *one.values()]
             elif _is_container(one):
                 pending += list(one)
-            pending += _members(one).values()
+            pending += members(one).values()
     return False
 
 
 def _is_container(value: Any) -> bool:
     return isinstance(value, list | tuple | set | frozenset) or type(value).__module__ == "collections"
-
-
-def _is_record(value: Any) -> bool:
-    return (
-        (is_dataclass(value) and not isinstance(value, type))
-        or isinstance(value, msgspec.Struct)
-        or hasattr(type(value), "model_copy")
-        or hasattr(type(value), "__attrs_attrs__")
-    )
-
-
-def _members(value: Any) -> dict[str, Any]:
-    """The members of an object, without running code of its class."""
-    kind: Any = type(value)
-    names: list[str] = []
-    if isinstance(value, msgspec.Struct):
-        names += value.__struct_fields__
-    elif is_dataclass(value) and not isinstance(value, type):
-        names += [one.name for one in fields(value)]
-    elif isinstance(value, type | ModuleType):
-        return {}
-    elif kind.__module__.startswith("agentflow.") and not hasattr(kind, "model_copy"):
-        return {}  # a state refers to its whole run
-    else:
-        for base in kind.__mro__:
-            slots = vars(base).get("__slots__", ())
-            names += [slots] if isinstance(slots, str) else slots
-        names = [name for name in names if not name.startswith("__")]
-    if isinstance(value, BaseException):
-        return {"args": value.args, **vars(value)}
-    found = dict(getattr(value, "__dict__", {})) | (getattr(value, "__pydantic_extra__", None) or {})
-    for name in names:
-        try:
-            found[name] = object.__getattribute__(value, name)
-        except AttributeError:  # it was not set
-            continue
-    return found
 
 
 def outputs_in(result: Any) -> Iterator[Output]:
@@ -223,8 +184,8 @@ def outputs_in(result: Any) -> Iterator[Output]:
             for part in parts:
                 if not isinstance(part, str):
                     yield part
-        case _Record(_, members):
-            yield from outputs_in(members)
+        case _Record(_, found):
+            yield from outputs_in(found)
         case _Items(_, items):
             yield from outputs_in(items)
         case list() | tuple() | set() | frozenset():
@@ -245,8 +206,8 @@ def filled(result: Any, values: Mapping[Output, Any]) -> Any:
             return values[result]
         case GraphText(parts):
             return "".join([part if isinstance(part, str) else f"{values[part]}" for part in parts])
-        case _Record(original, members):
-            return _copy_with(original, {name: filled(member, values) for name, member in members.items()})
+        case _Record(original, found):
+            return copy_with(original, {name: filled(member, values) for name, member in found.items()})
         case _Items(original, items):
             made = copy.copy(original)
             for key, item in items.items():
@@ -260,16 +221,3 @@ def filled(result: Any, values: Mapping[Output, Any]) -> Any:
             return {filled(key, values): filled(item, values) for key, item in result.items()}
         case _:
             return result
-
-
-def _copy_with(original: Any, members: Mapping[str, Any]) -> Any:
-    """A copy with other members. Its checks do not run: they have seen the object in the trace."""
-    if hasattr(type(original), "model_copy"):
-        return original.model_copy(update=members)
-    made = copy.copy(original)
-    for name, member in members.items():
-        if isinstance(made, msgspec.Struct):
-            msgspec.structs.force_setattr(made, name, member)
-        else:
-            object.__setattr__(made, name, member)
-    return made
