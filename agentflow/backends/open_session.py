@@ -143,7 +143,7 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
         backend = choose()
     elif any(value is not None for value in (url, *_chosen(options, *_OF_MODEL, *_OF_ENGINE).values())):
         raise BadArgument("session: a backend cannot be combined with a url, a model or options of an engine")
-    elif not callable(getattr(backend, "connect", None)):
+    elif isinstance(backend, type) or not callable(getattr(backend, "connect", None)):
         raise BadArgument(
             f"session: {backend!r:.200} is not a backend, such as af.Scripted(…) or af.Replay(…)"
         )

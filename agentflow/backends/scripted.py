@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import re
 import struct
+import traceback
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import anyio.lowlevel
@@ -31,7 +33,14 @@ from agentflow.backends.scripted_answers import (
     scripted_probabilities,
     stopped,
 )
-from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    NotSupported,
+    ScriptMismatch,
+    short_repr,
+    shown_error,
+)
 from agentflow.language.typed.replies import Message, make_calls, make_message
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol import ops
@@ -208,6 +217,12 @@ class ScriptedGenerator:
     """
 
     def __init__(self, script: Script) -> None:
+        if not isinstance(script, Mapping | Sequence) and not callable(script):
+            raise BadArgument(
+                f"Scripted: {short_repr(script)} is no script: give a dict from the names of variables to "
+                "their answers, a list of answers, or a function",
+                param="script",
+            )
         self.capabilities = Capabilities(
             model="scripted",
             logprobs=False,
@@ -501,7 +516,7 @@ class ScriptedGenerator:
             if not callable(script) and not isinstance(script, list | tuple):
                 return script
         if callable(script):
-            return script(call)
+            return _called(script, call)
         if position >= len(script):
             raise ScriptMismatch(
                 f"there is no answer left{for_name(call.name)}: {kept} has {len(script)}, and this is "
@@ -513,6 +528,19 @@ class ScriptedGenerator:
         self._stats["steps"] += 1
         self._stats["prompt_tokens"] += usage.prompt_tokens
         self._stats["generated_tokens"] += usage.output_tokens
+
+
+def _called(script: Callable[[ScriptedCall], ScriptedAnswer], call: ScriptedCall) -> ScriptedAnswer:
+    try:
+        return script(call)
+    except AgentflowError:  # scripted, like one that is returned
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ScriptMismatch(
+            f"the script's function raised {shown_error(error)}{for_name(call.name)}, at "
+            f"{Path(at.filename).name}:{at.lineno}"
+        ) from None
 
 
 class _ScriptedConnection:
@@ -564,11 +592,14 @@ class Scripted:
     JSON; or for ``af.reply`` an ``af.Reply``, an ``af.ToolCall`` or a tuple of these; or an exception, which
     is raised. (For a variable, a value that is a list stands in another list.) The answer to a decide is a
     mapping of its questions to their answers, or to a mapping of all answers to their probabilities. An
-    answer that violates the constraint or the choices of its op raises ``ScriptMismatch``.
+    answer that violates the choices, the ``regex`` or the ``tags`` of its op raises ``ScriptMismatch``. With
+    a ``schema``, it must be JSON; the type of the schema checks the value when it is read, so that a script
+    can test invalid values. A ``grammar`` is not checked.
 
     Args:
         script: Answers by the name of the variable; or a list of answers in the order in which the program
-            appends its gens and selects; or a function of the ``ScriptedCall``. For a variable, a list has
+            appends its gens and selects; or one text, which is a list of one answer; or a function of the
+            ``ScriptedCall``. For a variable, a list has
             its answers in order, a function is called, and any other answer is given every time.
         strict: A session that ends without an exception raises ``ScriptMismatch`` if an answer is left.
 

@@ -223,9 +223,10 @@ def not_appendable(item: object) -> BadArgument:
 
 
 def make_tuple(values: Iterable[ItemT], where: str, param: str, wanted: str) -> tuple[ItemT, ...]:
-    """The values as a tuple; ``BadArgument`` for ``param`` if they cannot be iterated."""
+    """The values as a tuple; ``BadArgument`` for ``param`` if they cannot be iterated. A set is sorted: its
+    order is another one in each process, so a recording would not fit."""
     try:
-        return tuple(values)
+        return tuple(sorted(values) if isinstance(values, set | frozenset) else values)
     except TypeError:
         raise BadArgument(
             f"{where}: {param} must be a list of {wanted}, not {values!r}", param=param

@@ -11,7 +11,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, short_repr
 
 ConstraintKind = Literal["regex", "schema", "choices", "grammar", "tags"]
 CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
@@ -59,7 +59,9 @@ class TagRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _check_source(kind: ConstraintKind, source: str) -> None:
-    if not isinstance(source, str) or not 0 < len(source) <= MAX_SOURCE_CHARS:
+    if not isinstance(source, str):
+        raise BadArgument(f"{kind}: give it as a string, not {short_repr(source)}")
+    if not 0 < len(source) <= MAX_SOURCE_CHARS:
         raise BadArgument(f"{kind}: the source must have 1 to {MAX_SOURCE_CHARS} characters")
 
 

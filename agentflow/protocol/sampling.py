@@ -189,7 +189,7 @@ _DEFAULTS: Final = tuple(
 )
 _BIASES: Final = f"at most {MAX_BIASES} different token ids, each with a number from -100 to 100"
 _CHECKS: Final[Mapping[str, tuple[Callable[[SamplingParams], bool], str]]] = {
-    "max_tokens": (lambda p: is_whole(p.max_tokens, 1, MAX_INT), "a whole number, at least 1"),
+    "max_tokens": (lambda p: is_whole(p.max_tokens, 1, MAX_INT), f"a whole number from 1 to {MAX_INT}"),
     "min_tokens": (_may_be_least, "a whole number from 0 to max_tokens"),
     "stop": (lambda p: _are_stops(p.stop), f"at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} chars"),
     "stop_token_ids": (

@@ -197,6 +197,33 @@ async def test_an_exception_as_an_answer_is_raised():
     assert "ZeroDivisionError" in str(failure.value.__cause__)
 
 
+async def test_f37_a_script_that_raises_is_a_mismatch():
+    """No failure of the backend: a map would try again."""
+
+    def checked(call: af.ScriptedCall) -> str:
+        assert "Oslo" in call, f"{call.name} is not about Oslo"
+        return "yes"
+
+    with pytest.raises(
+        af.errors.ScriptMismatch, match=r"x is not about Oslo.* for 'x', at test_scripted\.py:\d"
+    ):
+        await answers(checked, "a")
+    texts = iter(["yes"])
+    with pytest.raises(af.errors.ScriptMismatch, match="StopIteration"):
+        await answers(lambda call: next(texts), "a", "b")
+
+
+@pytest.mark.parametrize("script", [None, {"yes"}, 3])
+def test_f37_a_script_of_another_type_is_rejected(script):
+    with pytest.raises(af.errors.BadArgument, match=r"Scripted: .* is no script: give a dict"):
+        af.Scripted(script)
+
+
+def test_f37_a_class_is_no_backend():
+    with pytest.raises(af.errors.BadArgument, match=r"Scripted'> is not a backend, such as"):
+        af.session(backend=af.Scripted)
+
+
 def test_a_turn_that_never_began_cannot_end():
     generator = ScriptedGenerator([])
     with pytest.raises(af.errors.BadArgument):

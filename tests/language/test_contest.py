@@ -164,6 +164,22 @@ async def test_abstentions_and_enough_votes():
             await vote("a", n=0)
 
 
+async def test_f37_an_async_key_is_rejected():
+    async def first_word(value: object) -> str:
+        return str(value).split()[0]
+
+    async with af.session(backend=af.Scripted({"x": "one two"})) as flow, flow.state() as s:
+        for method, options in (
+            ("best", {"key": first_word}),
+            ("best", {"branch_key": first_word}),
+            ("vote", {"key": first_word}),
+        ):
+            async with s.fork(1) as branches:
+                begin(branches, ["a"])
+            with pytest.raises(af.errors.BadArgument, match=f"{method}: the key must be a plain function"):
+                await getattr(branches, method)("x", **options)
+
+
 async def test_votes_need_not_be_hashable():
     async with af.session(backend=af.Scripted(['["a"]', '["b"]', '["b"]'])) as flow, flow.state() as s:
         branches = s.fork(3)

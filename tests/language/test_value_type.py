@@ -222,7 +222,8 @@ REFUSED = [
     ({"type": "int"}, "type must be int"),
     ({"type": []}, "type must be int"),
     ({"regex": ""}, "regex: the source must have 1 to 200000"),
-    ({"regex": 3}, "regex: the source"),
+    ({"regex": re.compile("a+")}, r"regex: give it as a string, not re.compile\('a\+'\)"),
+    ({"regex": 3}, "regex: give it as a string, not 3"),
     ({"grammar": "x" * (MAX_SOURCE_CHARS + 1)}, "grammar: the source"),
 ]
 

@@ -7,6 +7,7 @@ counts votes until no further vote can change the winner.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Final
@@ -67,7 +68,8 @@ class Contest:
         if not values:
             raise self._no_value()
         with UserCode("best: the key"):
-            ranked = sorted(sorted(values), key=lambda index: rank(index, values[index]), reverse=True)
+            ranks = {index: _plain(rank(index, values[index]), "best") for index in sorted(values)}
+            ranked = sorted(ranks, key=ranks.__getitem__, reverse=True)
         self._choose(ranked[:count], "best")
         return ranked[:count]
 
@@ -82,7 +84,7 @@ class Contest:
             _, value = await self._next()
             num_values += value is not _NO_VALUE
             with UserCode("vote: the key"):
-                poll.add(None if value is _NO_VALUE else value if key is None else key(value))
+                poll.add(None if value is _NO_VALUE else value if key is None else _plain(key(value), "vote"))
         if not num_values:
             raise self._no_value()
         for index in self._waiting:
@@ -127,6 +129,14 @@ class Contest:
 
 
 _NO_VALUE: Final = object()
+
+
+def _plain(result: Any, where: str) -> Any:
+    """What a key returned. ``BadArgument`` if it is async: each coroutine would be an answer for itself."""
+    if inspect.iscoroutine(result):
+        result.close()
+        raise BadArgument(f"{where}: the key must be a plain function, not an async one", param="key")
+    return result
 
 
 class _Ends(EventStream):
