@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +28,9 @@ from rich.text import Text
 from agentflow.cli.command import Command
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed
 from agentflow.protocol.wire import DEFAULT_MODEL, DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 DISTRIBUTION = "agentflow-lm"
 # Extras for work on agentflow itself.
@@ -115,39 +118,49 @@ def check_packages() -> Iterator[Check]:
 
 def check_extra(requirements: Iterable[str], extra: str) -> Check | None:
     """The packages of one extra, or the base packages (""). None for an optional extra that is not installed.
-    An extra counts as installed if most of its packages are, because other packages may need some of them."""
+    An extra counts as installed if most of the packages are that no other extra needs."""
     from packaging.requirements import Requirement
 
+    of_extras = _by_extra(map(Requirement, requirements))
+    others = {one.name for name, of in of_extras.items() if name not in (extra, *DEVELOPMENT) for one in of}
     missing: list[str] = []
     wrong: list[str] = []
-    num_found = 0
-    for requirement in map(Requirement, requirements):
-        of_extra = requirement.marker is not None and "extra" in str(requirement.marker)
-        if of_extra != bool(extra) or not (
-            requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-        ):
-            continue
+    found_names: list[str] = []
+    for requirement in of_extras.get(extra, ()):
         try:
             installed = version(requirement.name)
         except PackageNotFoundError:
             missing.append(requirement.name)
             continue
-        num_found += 1
+        found_names.append(requirement.name)
         if not requirement.specifier.contains(installed, prereleases=True):
             wrong.append(f"{requirement.name} {installed} (needed: {requirement.specifier})")
+    only_here = {*found_names, *missing} - others or {*found_names, *missing}
+    is_installed = len(only_here.intersection(found_names)) > len(only_here.intersection(missing))
     name = f"[{extra}]" if extra else "packages"
     target = f"'{DISTRIBUTION}[{extra}]'" if extra else DISTRIBUTION
-    if extra and num_found <= len(missing):
+    if extra and not is_installed:
         if extra not in OPTIONAL:
             return None
         command = INSTALL_ENGINE if extra == "engine" else f"pip install {target}"
         return Check(name, "warning", f"not installed: {OPTIONAL[extra]}", f"to have it: {command}")
     if not missing and not wrong:
-        return Check(
-            name, "ok", f"{num_found} {'package' if num_found == 1 else 'packages'}, in versions that fit"
-        )
+        count = len(found_names)
+        return Check(name, "ok", f"{count} {'package' if count == 1 else 'packages'}, in versions that fit")
     found = "; ".join([*(f"{package} is missing" for package in missing), *wrong])
     return Check(name, "error", found, f"pip install --upgrade {target}")
+
+
+def _by_extra(requirements: Iterable[Requirement]) -> dict[str, list[Requirement]]:
+    """The requirements that apply here, by extra; "": the base packages."""
+    found: dict[str, list[Requirement]] = {}
+    for requirement in requirements:
+        marker = requirement.marker
+        named = re.findall(r"extra == [\"'](\w+)[\"']", str(marker or "")) or [""]
+        for extra in named:
+            if marker is None or marker.evaluate({"extra": extra}):
+                found.setdefault(extra, []).append(requirement)
+    return found
 
 
 def torch_build() -> TorchBuild | None:
@@ -268,9 +281,17 @@ def check_model(name: str, build: TorchBuild | None, *, is_nvidia: bool) -> Iter
         advice = f"agentflow pull {name}" if name in KNOWN_MODELS else ""
         yield Check("model", status, f"{name} is not pulled" if advice else str(error), advice)
         return
-    yield Check("model", "ok", f"{name} in {folder}")
+    memory: Check | None = None
     if importlib.util.find_spec("psutil") is not None:
-        yield check_memory(name, folder, asks_gpu=is_nvidia and build is not None and build.cuda is not None)
+        asks_gpu = is_nvidia and build is not None and build.cuda is not None
+        try:
+            memory = check_memory(name, folder, asks_gpu=asks_gpu)
+        except AgentflowError as error:  # such as a truncated file
+            yield Check("model", "error", str(error))
+            return
+    yield Check("model", "ok", f"{name} in {folder}")
+    if memory is not None:
+        yield memory
 
 
 def check_memory(name: str, folder: Path, *, asks_gpu: bool) -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,16 @@ def test_packages_are_compared_with_what_is_declared(requirements, extra, status
     assert check is None or check.status == "ok" or "pip install" in check.advice
 
 
+API = ["psutil>=6; extra == 'api'", "anyio>=4; extra == 'api'", "no-such-package; extra == 'api'"]
+
+
+def test_f37_an_extra_whose_packages_other_extras_need_is_not_installed():
+    shared = [*ENGINE, "anyio>=4; extra == 'server'"]
+    assert check_extra([*shared, *API], "api") is None
+    assert check_extra([*shared, *API, "no-such-package; extra == 'dev'"], "api") is None
+    assert check_extra([*ENGINE, *API], "engine").status == "ok"
+
+
 def test_the_packages_of_this_environment_fit():
     found = {check.name: check.status for check in check_packages()}
     assert found["packages"] == found["[engine]"] == found["[server]"] == "ok"
@@ -191,6 +202,14 @@ def test_the_memory_is_compared_with_the_model(monkeypatch, small_model, free_by
     monkeypatch.setattr(resources, "free_host_bytes", lambda: free_bytes)
     check = check_memory("small", small_model, asks_gpu=False)
     assert (check.status, bool(check.advice)) == (status, status == "error")
+
+
+def test_f37_a_damaged_model_is_a_failed_check(tmp_path):
+    file = tmp_path / "truncated.gguf"
+    file.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 272, 0))  # without the tensors that the header counts
+    (check,) = check_model(str(file), CPU, is_nvidia=False)
+    assert (check.name, check.status) == ("model", "error")
+    assert "truncated or damaged" in check.found
 
 
 def test_a_port_in_use_is_found():
