@@ -30,7 +30,7 @@ from agentflow.backends.open_session import session as open_session
 from agentflow.cli.command import Command, positive_int
 from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.cli.word_wrap import WordWrap
-from agentflow.errors import AgentflowError, Cancelled, no_chat_template
+from agentflow.errors import AgentflowError, BadArgument, Cancelled, no_chat_template
 from agentflow.language.expressions import ImageExpression, RoleExpression, assistant, system, user
 from agentflow.language.gen import gen
 from agentflow.language.media import image
@@ -187,8 +187,8 @@ def run_chat(
     system: str | None,
     reasoning: bool = True,
     **sampling: Any,
-) -> None:
-    """Runs a conversation.
+) -> bool:
+    """Runs a conversation. Returns whether all answers were complete or stopped.
 
     Args:
         session: The session, which is opened and closed here.
@@ -208,7 +208,7 @@ def run_chat(
             chosen = {**default_sampling(flow.capabilities), **given}
             conversation = portal.call(lambda: TerminalConversation(flow, system_text=system, **chosen))
             console.print(Text(f"{flow.capabilities.model}: /help lists the commands"), style="dim")
-            _Terminal(portal, conversation, console, shows_reasoning=reasoning).talk(read)
+            return _Terminal(portal, conversation, console, shows_reasoning=reasoning).talk(read)
 
 
 class _Terminal:
@@ -229,15 +229,16 @@ class _Terminal:
         self._shows_reasoning = shows_reasoning
         self._attached: dict[str, ImageExpression] = {}
         self._is_reasoning = False
+        self._all_answered = True
 
-    def talk(self, read: Callable[[], str]) -> None:
+    def talk(self, read: Callable[[], str]) -> bool:
         while True:
             try:
                 line = read().strip()
             except EOFError:
                 if sys.stdin.isatty():  # end the line of the prompt
                     self._say("")
-                return
+                return self._all_answered
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
@@ -248,7 +249,7 @@ class _Terminal:
                 case "":
                     pass
                 case "/exit" | "/quit":
-                    return
+                    return self._all_answered
                 case "/help":
                     self._say(HELP)
                 case "/image":
@@ -275,6 +276,7 @@ class _Terminal:
                 self._portal.call(self._conversation.stop)
                 answered = future.result()
         except AgentflowError as error:
+            self._all_answered = False
             self._end_answer()
             self._say(f"agentflow: {error}", style="red")
             self._portal.call(self._conversation.check_alive)
@@ -380,7 +382,10 @@ def stats_line(answered: Answered) -> str:
 def _read_line() -> str:
     if sys.stdin.isatty():
         return input(PROMPT)
-    line = sys.stdin.readline()
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise BadArgument(f"standard input is not UTF-8: {error}") from None
     if not line:
         raise EOFError
     return line
@@ -447,7 +452,7 @@ def _run(options: argparse.Namespace) -> int:
         seed=options.seed,
     )
     _edit_lines()
-    run_chat(
+    succeeded = run_chat(
         session,
         read=_read_line,
         console=Console(stderr=True),
@@ -457,7 +462,7 @@ def _run(options: argparse.Namespace) -> int:
         top_p=options.top_p,
         max_tokens=options.max_tokens,
     )
-    return 0
+    return 0 if succeeded or sys.stdin.isatty() else 1
 
 
 COMMAND = Command(
@@ -467,7 +472,8 @@ COMMAND = Command(
 Talks to a model in this process, or to a server. Ctrl-C stops an answer,
 Ctrl-D exits, and /help lists the commands. /image PATH attaches an image to
 the next message, for models with vision. Without a terminal, each line of
-standard input is one turn or command.""",
+standard input is one turn or command, and the exit status is 1 if an answer
+fails.""",
     examples="""\
 agentflow chat                                the default model
 agentflow chat qwen3-0.6b                     another model

@@ -265,7 +265,7 @@ def check_compiler() -> Check:
             "install g++ or clang++, or name a compiler in CXX: without one, the engine runs on torch's "
             "operations, at less than half the speed",
         )
-    done = "compiled" if is_ready else "compiled when the engine first starts, in a few seconds"
+    done = "compiled" if is_ready else "compiled when the engine first starts, in about 25 seconds"
     return Check("compiler", "ok", f"{command}; the kernels for {level} are {done}")
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +25,27 @@ a first session:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. Errors of agentflow are printed as one line."""
+    _prepare_streams()
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+        return status
+    except AgentflowError as error:
+        print(f"agentflow: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("agentflow: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # as in `agentflow models | head`
+        _discard_output()
+        return 141
+    except OSError as error:  # such as a full disk
+        print(f"agentflow: {error}", file=sys.stderr)
+        _discard_output()
+        return 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     commands = {command.name: command for command in _commands()}
     parser, subparsers = _parsers(commands.values())
     options, unknown = parser.parse_known_args(arguments)
@@ -33,9 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         return commands[options.command].run(options)
-    except AgentflowError as error:
-        print(f"agentflow: {error}", file=sys.stderr)
-        return 1
     except ImportError as error:
         print(
             f"agentflow: `{options.command}` needs the package {error.name!r}: "
@@ -43,12 +64,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    except KeyboardInterrupt:
-        print("agentflow: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # as in `agentflow models | head`
-        sys.stderr.close()  # so that Python does not report a failed flush
-        return 141
+
+
+def _prepare_streams() -> None:
+    """Files and pipes are UTF-8 in any locale. A character that a terminal lacks is shown as a question mark.
+    Closed streams are replaced by the null device."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            null = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115  (until the end)
+            setattr(sys, name, null)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                encoding=None if stream.isatty() else "utf-8",
+                errors="strict" if name == "stdin" else "replace",
+            )
+
+
+def _discard_output() -> None:
+    """Keeps Python from reporting at its exit that the rest of the output could not be written."""
+    with contextlib.suppress(OSError):  # not a file, as in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _commands() -> list[Command]:

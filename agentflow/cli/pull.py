@@ -38,7 +38,7 @@ def _compile_kernels() -> None:
     try:
         level = native_level()
         if not is_compiled(level):
-            print(f"compiling the CPU kernels for {level} (a few seconds) …", flush=True)
+            print(f"compiling the CPU kernels for {level} (about 25 seconds) …", flush=True)
             load_best()
     except (NoNativeKernels, ValueError) as error:
         print(f"no native CPU kernels, so engines will use the slower torch kernels: {error}")

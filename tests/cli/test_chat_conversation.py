@@ -127,6 +127,14 @@ def test_f37_terminals_show_all_characters_but_controls():
     assert without_controls("a\x1b\a\r\x9b\u202eb") == "ab"
 
 
+@pytest.mark.parametrize(("lines", "succeeded"), [(["think"], True), (["refuse", "think"], False)])
+def test_f37_a_failed_answer_is_a_failure_of_the_command(lines: list[str], succeeded: bool):
+    given = iter([*lines, "/exit"])
+    console = Console(file=io.StringIO())
+    session = af.session(backend=Talkative())
+    assert run_chat(session, read=lambda: next(given), console=console, system=None) == succeeded
+
+
 PNG = b"\x89PNG\r\n\x1a\n a chart"
 
 

@@ -38,7 +38,7 @@ def test_the_kernels_are_compiled_once(compiled: list[str], capsys: pytest.Captu
     assert compiled == ["avx2"]
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("some-model is ready in ")
-    assert second == "compiling the CPU kernels for avx2 (a few seconds) …"
+    assert second == "compiling the CPU kernels for avx2 (about 25 seconds) …"
     assert third == first
 
 
