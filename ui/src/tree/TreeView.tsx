@@ -62,7 +62,8 @@ function LiveTree({ maxNodes, onMaxNodes }: { maxNodes: number; onMaxNodes: (mos
   };
   const problem = useWatch({ steps: false, tree: true, intervalS: 0.5, maxNodes }, (watched) => {
     if (isPaused) {
-      missed.current = missed.current === null ? watched : mergeWatched(missed.current, watched);
+      const all = missed.current === null ? watched : mergeWatched(missed.current, watched);
+      missed.current = all.tree ? { ...all, tree: tree.withoutUnknown(all.tree) } : all;
       return;
     }
     take(watched);

@@ -53,6 +53,7 @@ export class PrefixTree {
 
   /** Merges an event that was received at `nowS`. */
   apply(delta: TreeDelta, nowS: number): void {
+    this.forgetGhosts(nowS); // nothing else does where no picture is drawn: in a hidden tab, and of the outline
     if (delta.reset) this.clear();
     this.numLeftOut = delta.num_nodes_left_out ?? 0;
     const nodes = delta.nodes ?? [];
@@ -64,6 +65,11 @@ export class PrefixTree {
     for (const row of nodes) this.merge(row, delta.tenants ?? [], nowS);
     for (const row of nodes) this.place(this.nodes.get(row[0]), row[1]);
     for (const id of delta.gone ?? []) this.evict(id, nowS, before);
+  }
+
+  /** The event without the nodes that came and went since the last one was applied. */
+  withoutUnknown(delta: TreeDelta): TreeDelta {
+    return { ...delta, gone: (delta.gone ?? []).filter((id) => this.nodes.has(id)) };
   }
 
   /** Removes ghosts whose time is over; true if there were any. */

@@ -1,4 +1,4 @@
-import type { Session, TreeDelta, TreeNode } from "agentflow-client";
+import { mergeWatched, type Session, type TreeDelta, type TreeNode, type Watched } from "agentflow-client";
 import { describe, expect, it } from "vitest";
 import { blockAt, layOut, moved, type Block } from "./layout";
 import { GHOST_S, HIT_S, PrefixTree, stateOf, type PrefixNode } from "./prefixes";
@@ -56,6 +56,27 @@ describe("PrefixTree", () => {
     expect(tree.node(1)?.children.map((node) => node.id)).toEqual([2, 9]);
     expect(tree.node(9)?.children.map((node) => node.id)).toEqual([3]);
     expect(tree.node(3)?.children).toHaveLength(2);
+  });
+
+  it("f37: forgets what was evicted, also where no picture is drawn", () => {
+    const tree = new PrefixTree();
+    for (let look = 1; look <= 2000; look++) tree.apply(delta([row(look, 0)], [look - 1]), look / 2);
+    expect(tree.root.children.length).toBeLessThan(2 * GHOST_S + 3);
+    expect(tree.node(1)).toBeUndefined();
+  });
+
+  it("f37: keeps no nodes that came and went while it is paused", () => {
+    const tree = small();
+    let missed: Watched = { tree: delta([], [2]) };
+    for (let look = 100; look < 2000; look++) {
+      missed = mergeWatched(missed, { tree: delta([row(look, 0)], look > 100 ? [look - 1] : []) });
+      missed = { ...missed, tree: tree.withoutUnknown(missed.tree!) };
+    }
+    expect(missed.tree?.gone).toEqual([2]);
+    tree.apply(missed.tree!, 1);
+    tree.forgetGhosts(1 + GHOST_S);
+    expect(tree.root.children.map(({ id }) => id)).toEqual([1, 1999]);
+    expect(tree.numNodes).toBe(5);
   });
 
   it("shows nodes that are used again as hit, for a while", () => {
