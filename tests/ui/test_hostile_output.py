@@ -40,6 +40,7 @@ HOSTILE = {
     "overrides": OVERRIDES,
     "broken": BROKEN,
     "long": LONG_LINE,
+    "nested": "> " * 20_000,
 }
 # What the text must not have made of the page.
 STATE = """() => ({
@@ -73,6 +74,10 @@ def test_the_chat_shows_it_as_text(stage: Stage, visit: Visit, kind: str) -> Non
     assert scrolls_sideways(screen) == []
     if kind == "markup":  # nothing of it is left out
         assert reply.inner_text() == MARKUP
+    if kind == "nested":  # nor is it of a stored chat
+        screen.page.reload()
+        screen.wait_status("open")
+        expect(reply).to_contain_text("> > >")
     # The page still answers: another message can be written and sent.
     stage.answer("Still there?", "Yes.")
     screen.at("message").fill("Still there?")

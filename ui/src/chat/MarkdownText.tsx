@@ -1,6 +1,6 @@
 // A reply as markdown. While it streams it is rendered again only so often that it takes a tenth of the time.
 import { useLayoutEffect, useRef } from "preact/hooks";
-import { MAX_MARKDOWN_CHARS, showMarkdown } from "../text/markdown";
+import { showMarkdown } from "../text/markdown";
 
 const LEAST_PAUSE_MS = 200;
 
@@ -18,11 +18,7 @@ export function MarkdownText(props: { text: () => string; subscribe?: (changed: 
       if (!element || text === shown) return;
       shown = text;
       const start = performance.now();
-      if (text.length <= MAX_MARKDOWN_CHARS) showMarkdown(element, text);
-      else {
-        element.textContent = text;
-        element.classList.add("is-plain");
-      }
+      showMarkdown(element, text);
       pause = Math.max(LEAST_PAUSE_MS, 10 * (performance.now() - start));
     };
     show();

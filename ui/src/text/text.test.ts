@@ -1,4 +1,5 @@
 import { describe, expect, test } from "vitest";
+import { htmlOf } from "./markdown";
 import { SentenceReader } from "./sentences";
 import { cutOf } from "./stream_text";
 
@@ -17,6 +18,22 @@ describe("sentences", () => {
 
   test("a text without an end is said in parts", () => {
     expect(read(["x".repeat(1000), "y"]).every((part) => part.length <= 400)).toBe(true);
+  });
+});
+
+describe("markdown", () => {
+  test("f37: of a model that repeats itself is shown in bounded time", () => {
+    const plain = (html: string): string => html.replaceAll(/<[^>]*>/g, "");
+    for (const part of ["_a_", " ", "**a *b ", "a ", "\n* a", "> a\n", "_a_\n\n"]) {
+      const source = `a${part.repeat(60_000 / part.length)}b`;
+      expect(plain(htmlOf(source)!)).toContain("b");
+    }
+    expect(htmlOf(`**a** ${"_a_".repeat(20)}`)).toContain("<strong>a</strong>");
+    expect(plain(htmlOf(`${"x<y ".repeat(3000)}\nend`)!)).toContain("x&lt;y");
+  });
+
+  test("f37: of quotes and lists that are too deep is none", () => {
+    for (const part of [">", "1. "]) expect(htmlOf(part.repeat(20_000))).toBeNull();
   });
 });
 
