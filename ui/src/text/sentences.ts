@@ -1,6 +1,7 @@
 // Whole sentences out of a text that grows, for screen readers.
 
-const END = /[.!?…。！？]["'”’)\]]*(?=\s)\s*|\n+/g;
+// Chinese and Japanese have no spaces between sentences.
+const END = /[.!?…]["'”’)\]]*(?=\s)\s*|[。！？]["'”’)\]」』）]*\s*|\n+/g;
 const MAX_CHARS = 400;
 
 export class SentenceReader {
@@ -16,11 +17,7 @@ export class SentenceReader {
       add(found, this.#rest.slice(start, end));
       start = end;
     }
-    this.#rest = this.#rest.slice(start);
-    if (this.#rest.length > MAX_CHARS) {
-      add(found, this.#rest);
-      this.#rest = "";
-    }
+    this.#rest = addParts(found, this.#rest.slice(start));
     return found;
   }
 
@@ -34,6 +31,20 @@ export class SentenceReader {
 }
 
 function add(found: string[], sentence: string): void {
-  const trimmed = sentence.trim();
-  if (trimmed) found.push(trimmed.slice(0, MAX_CHARS));
+  const rest = addParts(found, sentence.trim()).trim();
+  if (rest) found.push(rest);
+}
+
+/** Adds what is too much for one part, between two words where it can. Returns the rest. */
+function addParts(found: string[], text: string): string {
+  let rest = text;
+  while (rest.length > MAX_CHARS) {
+    const space = rest.lastIndexOf(" ", MAX_CHARS);
+    const isPair = (rest.codePointAt(MAX_CHARS - 1) ?? 0) > 0xffff;
+    const end = space > 0 ? space : isPair ? MAX_CHARS - 1 : MAX_CHARS;
+    const part = rest.slice(0, end).trim();
+    if (part) found.push(part);
+    rest = rest.slice(end).trimStart();
+  }
+  return rest;
 }

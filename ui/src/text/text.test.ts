@@ -16,8 +16,21 @@ describe("sentences", () => {
     expect(read([...source])).toEqual(whole);
   });
 
-  test("a text without an end is said in parts", () => {
-    expect(read(["x".repeat(1000), "y"]).every((part) => part.length <= 400)).toBe(true);
+  test("f37: a text without an end is said in parts, with all of its words", () => {
+    for (const source of ["x".repeat(1001), "word ".repeat(300), "\u{1f600}".repeat(501), `${"and so on ".repeat(90)}. Yes.`]) {
+      for (const pieces of [[source], [...source], source.match(/.{1,7}/gsu)!]) {
+        const parts = read(pieces);
+        expect(parts.join("").replaceAll(" ", "")).toBe(source.replaceAll(" ", ""));
+        expect(parts.every((part) => part.length <= 400 && part.isWellFormed())).toBe(true);
+        if (source.startsWith("word")) expect(parts.join(" ")).toBe(source.trim());
+      }
+    }
+  });
+
+  test("f37: sentences without spaces between them are said one by one", () => {
+    for (const pieces of [["これは本です。「はい！」彼は"], [..."これは本です。「はい！」彼は"]]) {
+      expect(read(pieces).map((part) => part.replace(/^」/, ""))).toEqual(["これは本です。", expect.stringMatching(/^「はい！」?$/), "彼は"]);
+    }
   });
 });
 
