@@ -55,7 +55,7 @@ def program_key(request: Request) -> ProgramKey | None:
 
 class LiveProgram:
     """A program with open states. ``number``: in the order in which their first requests ended.
-    ``priority``: of its latest request."""
+    ``priority``: of its latest request that did not compute ahead."""
 
     __slots__ = ("is_paused", "number", "priority", "states")
 
@@ -119,22 +119,22 @@ class Liveness:
         priority: int = 0,
     ) -> None:
         """A request of the state ended here, of the ``program`` and with the ``priority`` given.
-        ``num_computed``, ``step``: the engine's totals so far. ``is_ahead``: it computed ahead, and the state
-        is expected when it was before."""
+        ``num_computed``, ``step``: the engine's totals so far. ``is_ahead``: it computed ahead. The state is
+        expected when it was before, and the priority is not the program's."""
         known = self._ends.get(state)
         self._drop(state)
         if known is not None and known.program != program:
             self._leave(state, known.program)
         if is_ahead and known is not None:
             moved = known._replace(match=end, num_computed=num_computed, step=step, program=program)
-            self._put(state, moved, priority)
+            self._put(state, moved)
             return
         now = self._clock()
         arrived = None if is_ahead else self._arrivals.pop(state, None)
         if arrived is not None:
             self._request_s += (now - arrived - self._request_s) / MEAN_OF
         new = _End(end, num_computed, step, now, is_ahead=is_ahead, program=program)
-        self._put(state, self._expected(new, self._gap_s(state)), priority)
+        self._put(state, self._expected(new, self._gap_s(state)), None if is_ahead else priority)
         if known is not None and arrived is not None and known.ended <= arrived:  # not at the same time
             self._cache.supersede(known.match)
         if len(self._ends) > self._max_states:

@@ -80,13 +80,11 @@ class ByHand:
         *,
         moves_to: int | None = None,
         fill: int | None = None,
-        priority: int = 0,
+        **origin,
     ) -> None:
         """Runs a request whose tokens are ``fill``, or the number of the state."""
         prompt = np.full(size, state if fill is None else fill, dtype=np.int32)
-        self.scheduler.add(
-            request_of(self.num_requests, prompt, 2, state=state, program=program, priority=priority)
-        )
+        self.scheduler.add(request_of(self.num_requests, prompt, 2, state=state, program=program, **origin))
         self.num_requests += 1
         for _ in range(2):
             batch = self.scheduler.schedule()
@@ -162,13 +160,15 @@ def test_a_program_does_not_wait_for_another_one_that_does_not_come_back(monkeyp
     assert program_times(done)["agent 1"] < 1000
 
 
-def test_a_program_of_a_lower_priority_is_paused_first(monkeypatch):
+def test_f37_a_program_of_a_lower_priority_is_paused_first(monkeypatch):
+    """Requests that compute ahead have the lowest priority, but not their program."""
     monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
     monkeypatch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
     steps = ByHand()
     for _ in range(2):
         steps.run_request(10, state=1, program=1, priority=1)
         steps.run_request(20, state=2, program=2)
+    steps.run_request(11, state=1, program=1, priority=-10, is_ahead=True)
     steps.run_request(50, state=4, program=0)
     assert steps.scheduler.pauses.paused == [("", 2)]
 
