@@ -9,12 +9,14 @@ arguments and make expressions; ``gen``, ``reply`` and ``select`` are in ``gen``
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from agentflow.errors import BadArgument, StateClosed, error_param
+from agentflow.errors import BadArgument, StateClosed, error_param, short_repr
 from agentflow.language.markers import MARKERS
 from agentflow.language.typed.replies import Message, read_message
 from agentflow.language.typed.tools import Tool, ToolCall, describe_tool
@@ -216,10 +218,15 @@ def tool_result(*parts: Appendable, call: ToolCall | None = None) -> RoleExpress
 
 def not_appendable(item: object) -> BadArgument:
     """The error for an item that is not ``Appendable``."""
-    return BadArgument(
-        f"cannot append {type(item).__name__} {item!r}: "
-        "append a string, a variable, gen, select, image, video, a role or a conversation"
-    )
+    if inspect.iscoroutine(item):
+        advice = "await it first"
+    elif hasattr(item, "save") or isinstance(item, os.PathLike | bytes):
+        advice = "wrap an image, as in af.image(…)"
+    elif isinstance(item, dict) or (isinstance(item, list) and any(isinstance(one, dict) for one in item)):
+        advice = "messages are af.conversation([…]), other values an f-string or json.dumps(…)"
+    else:
+        advice = "append a string, a variable, gen, select, image, video, a role or a conversation"
+    return BadArgument(f"cannot append {type(item).__name__} {short_repr(item)}: {advice}")
 
 
 def make_tuple(values: Iterable[ItemT], where: str, param: str, wanted: str) -> tuple[ItemT, ...]:

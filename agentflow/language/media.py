@@ -158,11 +158,17 @@ def _read(path: str | os.PathLike[str], kind: MediumKind) -> bytes:
         raise BadArgument(f"{kind}: {os.fspath(path)!r:.200} cannot be read: {why}") from None
 
 
+_NOT_IN_PNG = dict.fromkeys(("CMYK", "YCbCr", "LAB", "HSV"), "RGB") | {"PA": "RGBA"}
+
+
 def _encoded(picture: Any) -> bytes:
-    """A Pillow image as a file: a PNG, or a JPEG if it was read from one."""
+    """A Pillow image as a file: a PNG, or a JPEG if it was read from one and has its colors."""
     written = io.BytesIO()
+    is_jpeg = getattr(picture, "format", None) == "JPEG" and picture.mode in ("L", "RGB", "CMYK")
     try:
-        picture.save(written, "JPEG" if getattr(picture, "format", None) == "JPEG" else "PNG")
+        if not is_jpeg and picture.mode in _NOT_IN_PNG:
+            picture = picture.convert(_NOT_IN_PNG[picture.mode])
+        picture.save(written, "JPEG" if is_jpeg else "PNG")
     except (OSError, ValueError) as error:
         raise BadArgument(f"image: {picture!r:.80} cannot be written as a file: {error}") from None
     return written.getvalue()

@@ -129,6 +129,24 @@ async def test_pictures_and_arrays_become_files():
         af.image(np.zeros((2, 2, 7), dtype=np.uint8))
 
 
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I;16"])
+def test_f37_pictures_of_every_mode_of_colors_become_files(mode: str):
+    pillow = pytest.importorskip("PIL.Image")
+    picture = pillow.new(mode, (4, 3))
+    assert af.image(picture).image.media_type == "image/png"
+
+
+def test_f37_a_picture_that_was_changed_after_it_was_read_becomes_a_file():
+    pillow = pytest.importorskip("PIL.Image")
+    written = io.BytesIO()
+    pillow.new("RGB", (4, 3)).save(written, "JPEG")
+    picture = pillow.open(written)
+    picture.load()
+    assert af.image(picture).image.media_type == "image/jpeg"
+    picture.putalpha(9)
+    assert af.image(picture).image.media_type == "image/png"
+
+
 async def test_a_graph_keeps_its_images():
     data = png("traced")
 

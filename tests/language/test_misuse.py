@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from pathlib import Path
 
 import pytest
 from support.fake_engine import FakeEngine
@@ -84,6 +85,25 @@ async def test_only_text_and_expressions_can_be_appended():
                 with pytest.raises(af.errors.BadArgument, match=f"cannot append {type(item).__name__}"):
                     s.add(around(item))
         assert observed.ops == [ops.Open(s.id)]
+
+
+async def test_f37_the_error_of_an_item_says_what_to_append():
+    async def ask() -> str:
+        return "a"
+
+    coroutine = ask()
+    async with af.session(backend=af.Scripted([])) as flow, flow.state() as s:
+        for item, advice in (
+            (coroutine, "await it first"),
+            (Path("leaf.png"), "as in af.image"),
+            ([{"role": "user", "content": "a"}], "messages are af.conversation"),
+            (["a"], "append a string"),
+            ([1] * 1_000_000, "append a string"),
+        ):
+            with pytest.raises(af.errors.BadArgument, match=advice) as failure:
+                s += af.user(item)  # type: ignore[arg-type]
+            assert len(str(failure.value)) < 400
+    coroutine.close()
 
 
 VALUE_USES = {
