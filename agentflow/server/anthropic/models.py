@@ -13,12 +13,13 @@ from agentflow.server.models.models import Model
 
 class AnthropicModel(msgspec.Struct, kw_only=True):
     """A model. ``created_at``: when the server loaded it. ``max_input_tokens``: the limit of prompt and
-    output together."""
+    output together. ``lifecycle``: every served model is available."""
 
     id: str
     display_name: str
     created_at: datetime
     max_input_tokens: int | None
+    lifecycle: Literal["active"] = "active"
     type: Literal["model"] = "model"
 
 

@@ -19,3 +19,9 @@ def test_models_are_listed_and_found() -> None:
         assert datetime(2020, 1, 1, tzinfo=UTC) < found.created_at <= datetime.now(UTC)
         with pytest.raises(anthropic.NotFoundError):
             peer.client.models.retrieve("unknown")
+
+
+def test_f37_a_model_has_the_fields_that_the_client_requires() -> None:
+    with anthropic_peer(constraints=False) as peer:
+        found = peer.client.models.retrieve(MODEL)
+        assert type(found).model_validate(found.to_dict(mode="json")).lifecycle == "active"

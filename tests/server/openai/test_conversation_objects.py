@@ -32,6 +32,11 @@ def texts(items: Any) -> list[str]:
     return [item.content[0].text for item in items]
 
 
+def call_and_result() -> list[Any]:
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    return [call, {"type": "function_call_output", "call_id": "c", "output": "a leaf"}]
+
+
 def asked(**fields: Any) -> Any:
     return {"model": MODEL, "input": "What do plants do?", "max_output_tokens": 6, "temperature": 0, **fields}
 
@@ -185,3 +190,15 @@ def test_tenants_see_their_own_and_changes_count_as_requests() -> None:
             assert client.conversations.retrieve(made.id).metadata == {}
         assert server.call(server.service.responses.find_conversation, "ann", made.id) is not None
         assert server.call(server.service.responses.find_conversation, "bob", made.id) is None
+
+
+def test_f37_given_items_have_the_fields_that_the_client_requires(client: openai.OpenAI) -> None:
+    parts = [{"type": "output_text", "text": "grow"}, {"type": "refusal", "refusal": "no"}]
+    items = [said("one"), said("two", "system"), *call_and_result(), said("three", "assistant")]
+    items.append({"type": "message", "role": "assistant", "content": parts})
+    made = client.conversations.create(items=items)
+    answer = client.responses.create(**asked(conversation=made.id, input=[*items, said("four")]))
+    listed = [*client.conversations.items.list(made.id), *client.responses.input_items.list(answer.id)]
+    for item in listed:
+        type(item).model_validate(item.to_dict())
+        assert item.status == "completed"

@@ -72,6 +72,9 @@ class _Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     image_url: str | None = None
     video_url: str | None = None
     num_frames: int | None = None
+    # Lists of items have these, as clients require them. Given annotations are not read.
+    detail: str | None = None
+    annotations: Unread = None
 
 
 class _JsonPart(msgspec.Struct):
@@ -83,6 +86,7 @@ class _Reasoning(_Fields, kw_only=True):
     summary: list[_Part] | None = None
 
 
+_NO_ANNOTATIONS = msgspec.Raw(b"[]")
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 
 
@@ -167,7 +171,7 @@ class ItemReader:
         if images and message.role != "user":
             raise unsupported(f"{param}.content", "only messages of the user may have images")
         if parts is None:
-            parts = [_Part(type="output_text" if message.role == "assistant" else "input_text", text=text)]
+            parts = [_text_part("output_text" if message.role == "assistant" else "input_text", text)]
         role = "system" if message.role == "developer" else message.role
         return _item(
             "message", message, {"role": message.role, "content": parts}, Message(role, text, images=images)
@@ -206,7 +210,7 @@ class ItemReader:
                 raise invalid_field(f"{param}.data", "give an object, or a list of objects")
             return _Part(type="input_text", text=bytes(memoryview(data)).decode())
         if part.type == "input_image" and self._model.images and part.image_url is not None:
-            return _Part(type=part.type, image_url=part.image_url)
+            return _Part(type=part.type, image_url=part.image_url, detail=part.detail or "auto")
         if part.type == "input_video" and self._model.videos and part.video_url is not None:
             return _Part(type=part.type, video_url=part.video_url, num_frames=part.num_frames)
         if part.type not in _TEXT_PARTS:
@@ -214,17 +218,19 @@ class ItemReader:
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
             raise invalid_field(param, "its text is missing")
-        return (
-            _Part(type=part.type, refusal=text)
-            if part.type == "refusal"
-            else _Part(type=part.type, text=text)
-        )
+        return _text_part(part.type, text)
+
+
+def _text_part(kind: str, text: str) -> _Part:
+    if kind == "refusal":
+        return _Part(type=kind, refusal=text)
+    return _Part(type=kind, text=text, annotations=_NO_ANNOTATIONS if kind == "output_text" else None)
 
 
 def _item(kind: str, given: _Fields, fields: dict[str, Any], step: Step) -> Item:
     item_id = given.id or f"{'msg' if kind == 'message' else 'item'}_{secrets.token_hex(12)}"
-    status = {} if given.status is None else {"status": given.status}
-    return Item.made(item_id, {"id": item_id, "type": kind, **fields, **status}, step)
+    status = given.status or "completed"  # an item that is given is complete
+    return Item.made(item_id, {"id": item_id, "type": kind, **fields, "status": status}, step)
 
 
 class Turns:
