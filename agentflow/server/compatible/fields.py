@@ -56,6 +56,13 @@ Biases: TypeAlias = Annotated[
 Unsupported: TypeAlias = Annotated[
     Unread, Meta(extra_json_schema={"type": "null"}, description="Not supported.")
 ]
+UnsupportedText: TypeAlias = Annotated[
+    Unread,
+    Meta(
+        extra_json_schema={"type": ["string", "null"], "maxLength": 0},
+        description="Not supported, unless it is empty.",
+    ),
+]
 # An object that is decoded later, after its bounds are checked (protocol/bounds/json_bounds.py).
 GivenObject: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "null"]})]
 GivenSchema: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "string", "null"]})]

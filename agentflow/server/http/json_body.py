@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,6 +30,8 @@ SMALL_BODY_BYTES = 32_768
 _UNKNOWN = "Object contains unknown field `"
 _MISSING = "Object missing required field `"
 _GOT_FLOAT = "got `float`"
+_MAX_UNKNOWN_NULLS = 16
+"""Names of unknown members that may be null: the body is decoded again for each."""
 # Beginnings of msgspec's messages.
 _BAD_CHOICES = ("Invalid value '", "Invalid enum value '")
 ALLOWED = "; allowed: "
@@ -38,20 +40,68 @@ ALLOWED = "; allowed: "
 
 def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], param: str = "") -> T:
     """Decodes the body of a request, or its field ``param``. ``ApiError`` if it does not have this
-    type."""
+    type. A member that is null is a member that was left out, also if its name is unknown."""
+    rewritten: bytes | bytearray | msgspec.Raw = data
+    nulls_left, numbers_left = _MAX_UNKNOWN_NULLS, 1
     try:
-        try:
-            return msgspec.json.decode(data, type=kind)
-        except msgspec.ValidationError as error:
-            if _GOT_FLOAT not in str(error) or len(memoryview(data)) > MAX_REWRITTEN_BYTES:
-                raise
-            return msgspec.json.decode(with_whole_numbers(bytes(data), kind), type=kind)
+        while True:
+            try:
+                return msgspec.json.decode(rewritten, type=kind)
+            except msgspec.ValidationError as error:
+                if len(memoryview(data)) > MAX_REWRITTEN_BYTES:
+                    raise
+                if _GOT_FLOAT in str(error) and numbers_left:
+                    numbers_left -= 1
+                    rewritten = with_whole_numbers(bytes(rewritten), kind)
+                elif nulls_left and (without := _without_unknown_null(bytes(rewritten), error)) is not None:
+                    nulls_left -= 1
+                    rewritten = without
+                else:
+                    raise
     except msgspec.ValidationError as error:
         message, field = shown_fault(error, kind, param)
         raise ApiError(400, "invalid_request", message, param=field) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         fault = json_fault(bytes(data), error)
         raise not_json(fault, _half_pair_param(data, param) if fault == HALF_PAIR else None) from None
+
+
+def _without_unknown_null(data: bytes, error: msgspec.ValidationError) -> bytes | None:
+    """Drops an unknown member that is null, also from other items of the same list. None if the error is
+    another one."""
+    text, _, path = str(error).rpartition(" - at `") if " - at `" in str(error) else (str(error), "", "")
+    if not text.startswith(_UNKNOWN):
+        return None
+    name = text.removeprefix(_UNKNOWN).removesuffix("`")
+    return _without_null(data, _STEPS.findall(path.removeprefix("$")), name)
+
+
+def _without_null(data: bytes, steps: Sequence[str], name: str) -> bytes | None:
+    if steps and steps[0].startswith("["):
+        if not data.startswith(b"["):
+            return None
+        items = msgspec.json.decode(data, type=list[msgspec.Raw])
+        kept = [_without_null(bytes(item), steps[1:], name) for item in items]
+        if not any(kept):
+            return None
+        return msgspec.json.encode(
+            [item if new is None else msgspec.Raw(new) for item, new in zip(items, kept, strict=True)]
+        )
+    if not data.startswith(b"{"):
+        return None
+    members = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    found = members.get(steps[0] if steps else name)
+    if found is None:
+        return None
+    if not steps:
+        if bytes(found) != b"null":
+            return None
+        del members[name]
+    elif (new := _without_null(bytes(found), steps[1:], name)) is not None:
+        members[steps[0]] = msgspec.Raw(new)
+    else:
+        return None
+    return msgspec.json.encode(members)
 
 
 def not_json(fault: object, param: str | None = None) -> ApiError:

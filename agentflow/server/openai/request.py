@@ -76,7 +76,13 @@ _WHY_UNSUPPORTED = {
     "moderation": "the server does not moderate",
 }
 # The values that are accepted, because they have no effect.
-_NEUTRAL = {"store": False, "echo": False, "skip_special_tokens": True, "include_stop_str_in_output": False}
+_NEUTRAL = {
+    "store": False,
+    "echo": False,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "suffix": msgspec.Raw(b'""'),
+}
 _MARKED = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 _KIND_OF_PART = {AudioPart: "audio", FilePart: "files"}
 _UNSUPPORTED_MEMBERS = {"audio": "the models generate no audio", "function_call": "use tool_calls"}
@@ -87,7 +93,7 @@ def check_fields(request: SharedFields, max_n: int, *, takes: Container[str] = (
     endpoint supports."""
     for name, why in _WHY_UNSUPPORTED.items():
         value = getattr(request, name, None)
-        if name not in takes and is_given(value) and value is not _NEUTRAL.get(name, ...):
+        if name not in takes and is_given(value) and value != _NEUTRAL.get(name, ...):
             raise unsupported(name, why)
     n = request.n or 1
     best_of = request.best_of or n

@@ -36,6 +36,7 @@ from agentflow.server.compatible.fields import (
     ToolName,
     Unread,
     Unsupported,
+    UnsupportedText,
 )
 from agentflow.server.compatible.functions import FunctionSpec
 from agentflow.server.compatible.logprobs import ChatTokenLogprob
@@ -109,7 +110,7 @@ class SharedFields(SharedSampling, kw_only=True, forbid_unknown_fields=True):
     service_tier: str | None = None
     best_of: Count | None = None
     echo: OnlyFalse | None = None
-    suffix: Unsupported = None
+    suffix: UnsupportedText = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     nvext: Unread = None
 

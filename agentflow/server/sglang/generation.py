@@ -43,6 +43,8 @@ _WHY_UNSUPPORTED = {
     "lora_path": "an adapter is a separate model: give its name as 'model' (GET /v1/models lists them)",
     "session_params": "the cache keeps common prefixes of requests: send the whole prompt",
     "return_hidden_states": "the engine returns tokens only",
+    "return_routed_experts": "the engine returns tokens only",
+    "return_indexer_topk": "the engine returns tokens only",
     "token_ids_logprob": "use top_logprobs_num",
     "custom_logit_processor": "the server runs no code of clients",
     "input_embeds": "give text or input_ids",
@@ -60,6 +62,8 @@ _WHY_UNSUPPORTED_SAMPLING = {
 # The values that are accepted, because they have no effect.
 _NEUTRAL = {
     "return_hidden_states": False,
+    "return_routed_experts": False,
+    "return_indexer_topk": False,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "no_stop_trim": False,

@@ -101,6 +101,8 @@ class SglangRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     extra_key: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
     kv_hints: KvHints | list[KvHints | None] | None = None
     return_hidden_states: OnlyFalse | None = None
+    return_routed_experts: OnlyFalse | None = None
+    return_indexer_topk: OnlyFalse | None = None
     lora_path: Unsupported = None
     session_params: Unsupported = None
     token_ids_logprob: Unsupported = None

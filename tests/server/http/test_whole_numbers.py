@@ -114,3 +114,19 @@ def test_f34a_other_numbers_are_rejected_with_their_field(body, param):
     with pytest.raises(ApiError) as caught:
         decoded(body.encode(), Asked)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+UNKNOWN = st.dictionaries(st.sampled_from(["new", "$", "a.b", "`", "ü"]), st.just(b"null"))
+
+
+@given(BODIES, st.data())
+def test_f37_unknown_members_that_are_null_are_left_out(body, data):
+    """Serializers write null for each option that is not set, also those of other servers."""
+    turns = [turn | data.draw(UNKNOWN) for turn in body.get("turns", [])]
+    with_nulls = body | data.draw(UNKNOWN) | ({"turns": turns} if turns else {})
+    expected = decoded(written(body, str).encode(), Asked)
+    assert decoded(written(with_nulls, lambda number: f"{number}.0").encode(), Asked) == expected
+    if turns:
+        turns[-1] |= {"new": 0}
+        with pytest.raises(ApiError, match=r"'turns.*new' is unknown"):
+            decoded(written(with_nulls | {"turns": turns}, str).encode(), Asked)

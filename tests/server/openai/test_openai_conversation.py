@@ -140,6 +140,10 @@ def test_of_what_is_not_read_nothing_is_built(field: str) -> None:
     assert asked.model == "m"
 
 
+def test_f37_an_empty_suffix_is_no_suffix() -> None:
+    check_fields(read(suffix=""), 1)
+
+
 def test_null_is_the_same_as_leaving_a_field_out() -> None:
     body = read(audio=None, functions=None, suffix=None, prediction=None)
     check_fields(body, 1)

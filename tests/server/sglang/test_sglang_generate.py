@@ -225,6 +225,12 @@ def test_hints_about_kv_change_no_answer(server: ApiServer) -> None:
     assert error(server, text="a", kv_hints=envelope | {"actions": [{"action_id": "a"}]})[0] == 400
 
 
+def test_f37_neutral_fields_of_sglangs_own_clients_are_accepted(server: ApiServer) -> None:
+    """Its benchmark and trainers send them with each request."""
+    neutral = {"return_routed_experts": False, "return_indexer_topk": False, "lora_path": None}
+    assert answer(server, **neutral, modalities=None)["text"] == answer(server)["text"]
+
+
 def test_too_many_log_probabilities_are_rejected(server: ApiServer) -> None:
     asked = {"return_logprob": True, "top_logprobs_num": 20}
     with patch("agentflow.server.compatible.field_errors.MAX_LOGPROB_TOKENS", 2_000):

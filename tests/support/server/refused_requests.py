@@ -311,6 +311,7 @@ OLLAMA_GENERATE: list[Row] = [
 ]
 UNSUPPORTED_OF_SGLANG = (
     *("lora_path", "session_params", "return_hidden_states", "token_ids_logprob", "custom_logit_processor"),
+    *("return_routed_experts", "return_indexer_topk"),
     *("input_embeds", "image_data", "video_data", "audio_data"),
 )
 SGLANG: list[Row] = [
