@@ -6,7 +6,6 @@
 // arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691).
 #pragma once
 
-#include <memory>
 #include <utility>
 
 #include "attention_tasks.h"
@@ -439,8 +438,8 @@ void merge_row(const Plan& plan, int32_t row, const HeadShape& shape, float* par
 
 template <class S>
 Scratch<S>& scratch_of(int thread) {
-    static std::unique_ptr<Scratch<S>> scratches[Team::MAX_THREADS];
-    if (!scratches[thread]) scratches[thread] = std::make_unique<Scratch<S>>();
+    static Scratch<S>* scratches[Team::MAX_THREADS];  // never destroyed, like the team
+    if (!scratches[thread]) scratches[thread] = new Scratch<S>;
     return *scratches[thread];
 }
 

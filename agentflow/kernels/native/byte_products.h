@@ -77,8 +77,8 @@ struct ByteRows {
 
 // The rows of the product that is running; guarded by the team's lock.
 inline ByteRows& byte_rows() {
-    static ByteRows rows;
-    return rows;
+    static ByteRows* const rows = new ByteRows;  // never destroyed, like the team
+    return *rows;
 }
 
 // A panel's groups in their stored form.

@@ -267,8 +267,8 @@ EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Ro
         team().start([=] {
             as_type(is_bf16, [&](auto type) {
                 using S = decltype(type);
-                static Activations<S> memory;
-                Forward<S> forward(*weights, *rows, *batch, adapters, memory);
+                static Activations<S>* const memory = new Activations<S>;  // never destroyed, like the team
+                Forward<S> forward(*weights, *rows, *batch, adapters, *memory);
                 forward.run(kv_layers);
                 if (wanted) forward.choose_tokens(*head, *wanted);
                 else forward.write_hidden(static_cast<S*>(hidden));

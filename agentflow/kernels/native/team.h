@@ -345,7 +345,7 @@ class Team {
     int num_workers_ = 0;
 };
 
-// The team is never destroyed, because its threads outlive main.
+// The team is never destroyed, nor is memory that its threads use: they may compute while the process ends.
 inline Team& team() {
     static Team* const the_team = [] {
         Team* made = new Team;

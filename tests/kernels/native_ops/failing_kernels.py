@@ -1,5 +1,5 @@
 """Runs the native kernels where threads or memory are refused, in a separate process for
-test_native_failures.py. Prints what came of each case.
+test_native_failures.py. Prints what came of each case. Ends while the kernels compute.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import ctypes
 import logging
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,13 +90,34 @@ def in_a_job() -> None:
     """A forward of so many rows needs 100 MB on the thread of the team that began it."""
     model, step = small_model()
     expected = step.run(model, NATIVE)[0]
-    pool_shape = (MANY_ROWS, 2, SIZES[0].num_kv_heads, SIZES[0].head_dim)
-    rows, lens = np.arange(MANY_ROWS), np.array([MANY_ROWS])
-    batch = AttentionBatch(rows.astype(np.int32)[None], np.array([0]), lens, lens, None)
-    layers = tuple(torch.empty(pool_shape) for _ in range(NUM_LAYERS))
-    given = ForwardInput(rows % VOCAB, rows, rows, layers, batch, rows[:1])
+    given = long_text(MANY_ROWS)
     says_memory_error(lambda: model.forward(given))
     print(torch.equal(step.run(model, NATIVE)[0], expected))
+
+
+def at_the_end() -> None:
+    """A daemon computes on while the process ends; one thread makes its memory the largest."""
+    use_threads(1)
+    model, given = small_model()[0], long_text(MANY_ROWS // 10)
+    assert model.whole_forward is not None
+    start = model.whole_forward.start_hidden
+    has_begun = threading.Event()
+
+    def compute() -> None:
+        finish = start(given)
+        has_begun.set()
+        finish()
+
+    threading.Thread(target=compute, daemon=True).start()
+    has_begun.wait()
+
+
+def long_text(num_rows: int) -> ForwardInput:
+    pool_shape = (num_rows, 2, SIZES[0].num_kv_heads, SIZES[0].head_dim)
+    rows, lens = np.arange(num_rows), np.array([num_rows])
+    batch = AttentionBatch(rows.astype(np.int32)[None], np.array([0]), lens, lens, None)
+    layers = tuple(torch.zeros(pool_shape) for _ in range(NUM_LAYERS))
+    return ForwardInput(rows % VOCAB, rows, rows, layers, batch, rows[:1])
 
 
 def without_threads() -> None:
@@ -129,3 +151,4 @@ if __name__ == "__main__":
     without_threads()  # first: the team has no threads yet
     in_a_loop()
     in_a_job()
+    at_the_end()
