@@ -21,6 +21,7 @@ from agentflow.cli.operating.top import (
     render_figures,
     run_top,
 )
+from agentflow.cli.operating.watch import render_graphs
 from agentflow.engine.messages import BucketCounts
 from agentflow.errors import ProtocolError
 from agentflow.server.metrics.metrics import ServerMetrics
@@ -196,6 +197,23 @@ def test_a_frame_fits_the_terminal_and_holds_the_figures(width):
     assert ["a", "150", "ms", "195", "ms", "-", "-", "0"] in cells
     assert ["ann", "4", "5", "500", "ms", "950", "ms"] in cells
     assert "…" not in console.file.getvalue()
+
+
+def test_f37_a_long_name_is_wrapped_and_the_numbers_stay_whole():
+    text = NOW.replace('model="b"', 'model="smollm2-135m-instruct"')
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render_figures(figures(scraped(text, 0.0), scraped(text, 2.0)), URL))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in console.file.getvalue()
+    assert lines[2].split()[:7] == ["model", "run", "wait", "in/s", "out/s", "hits", "total"]
+    assert any(line.split() == ["(down)"] for line in lines)
+
+
+def test_f37_the_heading_of_programs_is_one_line():
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render_graphs([], URL))
+    assert console.file.getvalue().splitlines()[1] == ""
 
 
 def test_a_tenants_name_does_not_steer_the_terminal():

@@ -359,9 +359,9 @@ def render_figures(now: Figures, url: str) -> RenderableType:
 
 def _load(now: Figures) -> Table:
     table = _table("model")
-    for header in ("run", "wait", "in/s", "out/s", "hits", "total hits"):
+    for header in ("run", "wait", "in/s", "out/s", "hits", "total"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("KV: # in use, = cached", no_wrap=True)
+    table.add_column("KV: # used, = cached", no_wrap=True)
     for model in now.models:
         table.add_row(
             _name(model),
@@ -409,7 +409,8 @@ def _tenants(now: Figures) -> Table:
 
 def _table(first: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    table.add_column(first, no_wrap=True, overflow="ellipsis", min_width=12, max_width=28)
+    # On a narrow terminal, only names are wrapped: every number is shown.
+    table.add_column(first, overflow="fold", min_width=12, max_width=28)
     return table
 
 

@@ -32,7 +32,7 @@ def render_graphs(graphs: Sequence[LiveGraph], url: str, max_rows: int = MAX_ROW
     nodes = [node for graph in graphs for node in graph.nodes]
     running, waiting = (sum(node.status == status for node in nodes) for status in ("running", "waiting"))
     sessions = "session" if len(graphs) == 1 else "sessions"
-    title = Text.assemble((f"agentflow {url}", "bold"), f"   {len(graphs):,} {sessions} with open states")
+    title = Text.assemble((f"agentflow {url}", "bold"), f"   {len(graphs):,} {sessions}")
     title.append(f"   {running:,} running, {waiting:,} waiting", "dim")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for header in ("session", "program", "state", "request", "status", "objective", "group", "after"):
