@@ -24,6 +24,7 @@ from agentflow.cluster.replicas.replica_set import ReplicaSet, ReplicaStatus
 from agentflow.engine.client import RequestObserver
 from agentflow.engine.grammar.compiler.compiler import CompileCounts
 from agentflow.engine.messages import PHASES, STEP_BOUNDS_S, BucketCounts, EngineStats
+from agentflow.engine.process.supervisor import EngineSupervisor
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import AgentflowError
 from agentflow.protocol.events import MISS_REASONS, Stats
@@ -466,6 +467,8 @@ class ModelMetrics:
             logger.debug("the engine returned no stats: %s", error)
         except Exception:  # one model's fault must not end the scrape
             logger.exception("the stats of an engine could not be read")
+        if isinstance(engine, EngineSupervisor):  # it counts deaths, also while no process answers
+            self.totals.restarted(0, engine.restarts)
         self.replicas = ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,9 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.clocks import ClockS
 from support.compile_loaders import LOADER
 from support.fake_engine import TEMPLATE, StepGate
-from support.holds import Hold
+from support.holds import Hold, until
 from support.plain_model import plain_model_engine
 from support.process_engine import PLAIN, generate, kill, process_engine
+from support.processes import signal_child
 from support.wire_server import open_generator
 
 from agentflow.engine.client import EngineClient
@@ -274,6 +276,23 @@ async def test_no_counter_goes_back_when_the_engine_process_is_started_again(tmp
     assert after["agentflow_generated_tokens_total",] == 20 + 19
     assert after["agentflow_ttft_seconds_count",] == after["agentflow_tpot_seconds_count",] == 2
     assert after["agentflow_queue_wait_seconds_count", "default"] == 2
+
+
+async def test_f37_restarts_are_counted_while_the_engine_is_down():
+    @asynccontextmanager
+    async def open_models() -> AsyncIterator[Models]:
+        yield Models([EngineModel("one", client, TEMPLATE)])
+
+    async with process_engine() as client:
+        app = create_app(open_models)
+        async with app.router.lifespan_context(app):
+            signal_child(client.engine.pid, signal.SIGKILL)
+            await until(lambda: client.engine.restarts == 1)
+            _, meanwhile = await get_metrics(app)
+            await until(lambda: client.engine.is_ready)
+            _, after = await get_metrics(app)
+    restarts = ("agentflow_engine_restarts_total",)
+    assert (meanwhile[restarts], after[restarts]) == (1, 1)
 
 
 async def test_a_scrape_does_not_wait_for_a_step_for_ever(monkeypatch):
