@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -18,6 +21,8 @@ from agentflow.cli.operating.top import figures, parse_metrics
 from agentflow.protocol.events import Usage
 from agentflow.server.metrics.api_calls import ApiCallTimes
 from agentflow.server.metrics.request_times import MAX_TENANTS, OTHER_TENANTS
+
+DASHBOARD = Path(__file__).parents[3] / "deploy/grafana/dashboards/agentflow.json"
 
 pytestmark = pytest.mark.anyio
 anyio_backend = pytest.fixture(only_asyncio)
@@ -90,6 +95,16 @@ async def test_figures_of_engines_are_absent() -> None:
         "agentflow_engine_restarts_total",
     ):
         assert name not in of_model
+
+
+async def test_f37_the_dashboard_lists_models_behind_apis() -> None:
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    [variable] = [one for one in dashboard["templating"]["list"] if one["name"] == "model"]
+    listing = re.match(r"label_values\((\w+){", variable["query"]["query"])
+    assert listing is not None
+    async with served_apis([]) as served:
+        _, found = await scraped(served)
+    assert (listing[1], "gpt") in found
 
 
 async def test_a_running_call_is_seen() -> None:
