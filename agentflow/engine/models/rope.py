@@ -46,8 +46,12 @@ class RopeConfig:
 
 def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
     """Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
-    parameters = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    return make_rope(raw, parameters)
+    return make_rope(raw, rope_parameters(raw))
+
+
+def rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``rope_scaling`` or else ``rope_parameters``."""
+    return dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
 
 
 def make_rope(raw: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConfig:

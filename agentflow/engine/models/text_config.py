@@ -1,83 +1,92 @@
-"""The text and vision parts of the ``config.json`` of a model that reads images."""
+"""The text and vision parts of a ``config.json``, with the defaults of transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-# Published configs leave out values that equal the defaults of the class that wrote them.
-_LLAMA: Final[Mapping[str, Any]] = {
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
+from agentflow.engine.models.config_defaults import DEFAULTS, Fields
+
+_PARTS: Final[Mapping[str, tuple[str, str]]] = {
+    "gemma3": ("gemma3_text", "siglip_vision_model"),
+    "idefics3": ("llama", "idefics3_vision"),
+    "llava": ("llama", "clip_vision_model"),
+    "llavanext": ("llama", "clip_vision_model"),
+    "llavanextvideo": ("llama", "clip_vision_model"),
+    "llavaonevision": ("qwen2", "siglip_vision_model"),
+    "qwen25vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision"),
+    "qwen3vl": ("qwen3_vl_text", "qwen3_vl_vision"),
+    "smolvlm": ("llama", "smolvlm_vision"),
 }
-_SIGLIP: Final[Mapping[str, Any]] = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-    "patch_size": 16,
-    "hidden_act": "gelu_pytorch_tanh",
-    "layer_norm_eps": 1e-6,
+"""The types of the text model and the vision tower in an architecture, where the parts do not have them."""
+_KINDS: Final = {kind.removesuffix("_text").replace("_", ""): kind for kind in DEFAULTS}
+_NULLABLE: Final = frozenset(
+    {
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "head_dim",
+        "logit_scale",
+        "num_key_value_heads",
+        "q_lora_rank",
+        "sliding_window",
+    }
+)
+"""The fields in which null is a value; in the other ones it is the default."""
+_GPT2_NAMES: Final = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
 }
-_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 131_072,
-        "sliding_window": 4096,
-    },
-    "llama": _LLAMA,
-    "mistral": {
-        **_LLAMA,
-        "intermediate_size": 14_336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-    },
-    "qwen2": {
-        **_LLAMA,
-        "vocab_size": 151_936,
-        "intermediate_size": 22_016,
-        "max_position_embeddings": 32_768,
-    },
-    "idefics3": {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32},
-    "siglip_vision_model": _SIGLIP,
-    "clip_vision_model": {**_SIGLIP, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+_OTHER_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "falcon": {"n_embed": "hidden_size"},
+    "gpt2": _GPT2_NAMES,
+    "gpt_bigcode": _GPT2_NAMES,
+    "gpt_neo": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
+    "gpt_oss": {"num_experts": "num_local_experts"},
+    "gptj": _GPT2_NAMES,
+    "mixtral": {"num_experts": "num_local_experts"},
+    "olmoe": {"num_local_experts": "num_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
 }
-_KINDS: Final[Mapping[str, str]] = {"idefics3_vision": "idefics3", "smolvlm_vision": "idefics3"}
-"""Other names for keys of ``_DEFAULTS``."""
+"""Names that transformers accepts for other fields."""
 
 
-def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns ``text_config`` with its defaults and the architectures of the whole model; ``raw`` if it has
-    none."""
-    part = raw.get("text_config")
-    if not part:
-        return raw
-    tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
-    return {**_defaults(part), **tied, **_given(part), "architectures": raw.get("architectures")}
+def text_config(raw: Mapping[str, Any]) -> Fields:
+    """Returns ``text_config``, or ``raw`` if it has none, with its defaults, its ``model_type`` and the
+    architectures of the whole model."""
+    name, part = _class_name(raw), dict(raw.get("text_config") or raw)
+    if part.get("tie_word_embeddings") is None:
+        part["tie_word_embeddings"] = raw.get("tie_word_embeddings")
+    kind = _PARTS[name][0] if name in _PARTS else _KINDS.get(name, "")
+    return {**_complete(part, kind), "architectures": raw.get("architectures")}
 
 
-def vision_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def vision_config(raw: Mapping[str, Any]) -> Fields:
     """Returns ``vision_config`` with its defaults. Raises ``KeyError`` if there is none."""
-    part = raw["vision_config"]
-    return {**_defaults(part), **_given(part)}
+    return _complete(raw["vision_config"], _PARTS[_class_name(raw)][1])
 
 
-def _given(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in part.items() if value is not None}
+def given_fields(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a config that have a value."""
+    return {name: value for name, value in part.items() if value is not None or name in _NULLABLE}
 
 
-def _defaults(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    kind = str(part.get("model_type"))
-    return _DEFAULTS.get(_KINDS.get(kind, kind), {})
+def _complete(part: Mapping[str, Any], kind: str) -> Fields:
+    """Returns a part with the defaults of its type, or of ``kind`` if its type has none."""
+    if part.get("model_type") in DEFAULTS:
+        kind = part["model_type"]
+    names = _OTHER_NAMES.get(kind, {})
+    given = given_fields(part)
+    given |= {names[name]: value for name, value in given.items() if name in names}
+    return {**DEFAULTS.get(kind, {}), **given, "model_type": kind or part.get("model_type")}
+
+
+def _class_name(raw: Mapping[str, Any]) -> str:
+    """Returns the architecture's name without its head, in lower case and without underscores."""
+    architectures = raw.get("architectures") or [""]
+    name = str(architectures[0] if isinstance(architectures, list) else architectures)
+    for end in ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model"):
+        name = name.removesuffix(end)
+    return name.replace("_", "").lower()

@@ -12,7 +12,7 @@ from agentflow.engine.models.families.family import (
     WeightNames,
     standard_shape,
 )
-from agentflow.engine.models.rope import read_rope, yarn_amplitude
+from agentflow.engine.models.rope import read_rope, rope_parameters, yarn_amplitude
 from agentflow.errors import BadModelFolder
 
 NAMES = WeightNames(
@@ -52,9 +52,8 @@ def read_deepseek_v2(raw: RawConfig) -> DecoderConfig:
 def _scale(raw: RawConfig, latent: LatentShape) -> float:
     """Returns the scale of the scores, which depends on yarn's amplitude."""
     scale = float((latent.plain_dim + latent.rotated_dim) ** -0.5)
-    parameters = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     rope = read_rope(raw)
-    if rope.kind != "default" and (mscale := float(parameters.get("mscale_all_dim") or 0)):
+    if rope.kind != "default" and (mscale := float(rope_parameters(raw).get("mscale_all_dim") or 0)):
         scale *= yarn_amplitude(rope.factor, mscale) ** 2
     return scale
 

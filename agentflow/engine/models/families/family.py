@@ -32,7 +32,7 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "relu": "relu",
 }
 # The names of the same field in different families.
-_ACTIVATION: Final = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_ACTIVATION: Final = ("hidden_activation", "hidden_act", "activation_function", "activation")
 _LAYER_NORM_EPS: Final = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 
 
@@ -136,19 +136,16 @@ def read_activation(raw: RawConfig, *names: str) -> Activation:
     return _ACTIVATIONS[value]
 
 
-def standard_shape(
-    raw: RawConfig, *, head_dim: int = 0, norm: NormKind = "rms", **changes: Any
-) -> DecoderConfig:
+def standard_shape(raw: RawConfig, *, norm: NormKind = "rms", **changes: Any) -> DecoderConfig:
     """Reads a shape from a config with the field names of Llama.
 
     Args:
         raw: the config.
-        head_dim: the default if the config has none; 0 derives it from the other sizes.
         norm: as in ``DecoderConfig``; selects the field of the epsilon.
         changes: values for other fields of ``DecoderConfig``.
     """
     hidden_size, num_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-    head_dim = int(raw.get("head_dim") or head_dim or hidden_size // num_heads)
+    head_dim = int(raw.get("head_dim") or hidden_size // num_heads)
     num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads or head_dim % 2:
         raise ValueError(f"{num_heads} heads over {num_kv_heads} KV heads of size {head_dim}")
@@ -180,7 +177,6 @@ def standard_shape(
 def gpt_fields(raw: RawConfig) -> dict[str, Any]:
     """Returns a config in GPT-2's format with the field names of ``standard_shape``."""
     return {
-        "activation_function": "gelu_new",
         **raw,
         "hidden_size": raw["n_embd"],
         "intermediate_size": raw.get("n_inner") or 4 * int(raw["n_embd"]),
@@ -190,16 +186,15 @@ def gpt_fields(raw: RawConfig) -> dict[str, Any]:
     }
 
 
-def read_ropes(raw: RawConfig, theta: float, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
+def read_ropes(raw: RawConfig, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
     """Returns the ropes of full and of sliding layers. ``rope_parameters`` has both; configs of older
-    releases scale only the rope of full layers. ``theta``, ``local_theta``: the defaults."""
+    releases scale only the rope of full layers. ``local_theta``: the default for sliding layers."""
     parameters = raw.get("rope_parameters") or {}
-    if "full_attention" in parameters:
-        return make_rope(raw, parameters["full_attention"]), make_rope(raw, parameters["sliding_attention"])
-    full = {"rope_theta": theta} | dict(raw.get("rope_scaling") or {}) | dict(parameters)
-    if raw.get("rope_theta"):
-        full["rope_theta"] = raw["rope_theta"]
-    return make_rope(raw, full), RopeConfig("default", local_theta)
+    is_flat = not {"full_attention", "sliding_attention"} & parameters.keys()
+    full = (parameters if is_flat else parameters.get("full_attention")) or {}
+    local = parameters.get("sliding_attention") or {}
+    scaled = dict(full) | dict(raw.get("rope_scaling") or {})
+    return make_rope(raw, scaled), make_rope(raw, {"rope_theta": local_theta, **local})
 
 
 def layer_types(raw: RawConfig, default: Callable[[int], str]) -> Sequence[str]:

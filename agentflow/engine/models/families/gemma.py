@@ -18,7 +18,6 @@ from agentflow.engine.models.families.family import (
     standard_shape,
     windowed,
 )
-from agentflow.engine.models.text_config import text_config
 from agentflow.errors import BadModelFolder
 
 NAMES = WeightNames(
@@ -34,8 +33,7 @@ def _shape(raw: RawConfig, **changes: Any) -> DecoderConfig:
             "attention in both directions is not supported", param="use_bidirectional_attention"
         )
     return standard_shape(
-        {"tie_word_embeddings": True} | dict(raw),
-        head_dim=256,
+        raw,
         norm="rms_less_one",
         embedding_scale=int(raw["hidden_size"]) ** 0.5,
         **changes,
@@ -45,7 +43,7 @@ def _shape(raw: RawConfig, **changes: Any) -> DecoderConfig:
 def read_gemma(raw: RawConfig) -> DecoderConfig:
     """Replaces the exact GELU, which is in published configs by mistake: the models were trained with the
     approximation."""
-    is_wrong = raw.get("hidden_act", "gelu") == "gelu"
+    is_wrong = raw["hidden_act"] == "gelu"
     return _shape({**raw, "hidden_act": "gelu_pytorch_tanh"} if is_wrong else raw)
 
 
@@ -59,7 +57,6 @@ def _scores(raw: RawConfig) -> dict[str, float]:
 
 def read_gemma2(raw: RawConfig) -> DecoderConfig:
     """Every other layer has a window."""
-    raw = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **raw}
     kinds = layer_types(raw, lambda i: "full_attention" if i % 2 else "sliding_attention")
     return _shape(raw, layers=windowed(raw, kinds), **_scores(raw))
 
@@ -68,7 +65,7 @@ def read_gemma3(raw: RawConfig) -> DecoderConfig:
     """Five layers of six have a window and the local rope."""
     pattern = int(raw.get("_sliding_window_pattern") or raw.get("sliding_window_pattern") or 6)
     kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
-    rope, local_rope = read_ropes(raw, 1_000_000.0, float(raw.get("rope_local_base_freq", 10_000.0)))
+    rope, local_rope = read_ropes(raw, raw["rope_local_base_freq"])
     return _shape(
         raw,
         layers=windowed(raw, kinds, sliding="local"),
@@ -77,11 +74,6 @@ def read_gemma3(raw: RawConfig) -> DecoderConfig:
         qk_norm="head",
         **_scores(raw),
     )
-
-
-def read_gemma3_text(raw: RawConfig) -> DecoderConfig:
-    """Reads the text part of a model that also reads images."""
-    return read_gemma3(text_config(raw))
 
 
 def _text_names(prefix: str, head: str) -> WeightNames:
@@ -111,7 +103,7 @@ FAMILIES = (
     Family(
         "Gemma3ForConditionalGeneration",
         "Gemma 3: text and images",
-        read_gemma3_text,
+        read_gemma3,
         _text_names("language_model.model.", "language_model.lm_head"),
         (_text_names("model.language_model.", "lm_head"),),
     ),

@@ -56,7 +56,7 @@ def _shape(raw: RawConfig, **changes: Any) -> DecoderConfig:
         "position_offset": 0,
         "layers": (LayerShape(rope=None),) * int(raw["num_hidden_layers"]),
     }
-    return standard_shape({"tie_word_embeddings": True} | dict(raw), **(fields | changes))
+    return standard_shape(raw, **(fields | changes))
 
 
 def read_gpt2(raw: RawConfig, num_kv_heads: int | None = None) -> DecoderConfig:
@@ -68,8 +68,7 @@ def read_gpt2(raw: RawConfig, num_kv_heads: int | None = None) -> DecoderConfig:
 
 
 def read_starcoder(raw: RawConfig) -> DecoderConfig:
-    num_kv_heads = 1 if raw.get("multi_query", True) else None
-    return read_gpt2({"activation_function": "gelu_pytorch_tanh"} | dict(raw), num_kv_heads)
+    return read_gpt2(raw, 1 if raw["multi_query"] else None)
 
 
 def read_gpt_neo(raw: RawConfig) -> DecoderConfig:
@@ -84,7 +83,7 @@ def read_gpt_neo(raw: RawConfig) -> DecoderConfig:
         "intermediate_size": raw.get("intermediate_size") or 4 * int(raw["hidden_size"]),
     }
     return _shape(
-        {"activation_function": "gelu_new"} | dict(raw) | fields,
+        dict(raw) | fields,
         attention_scale=1.0,
         layers=tuple(LayerShape(window if kind == "local" else 0, rope=None) for kind in kinds),
     )
@@ -96,9 +95,7 @@ def read_opt(raw: RawConfig) -> DecoderConfig:
         raise BadModelFolder("norms after the blocks are not supported", param="do_layer_norm_before")
     if int(raw.get("word_embed_proj_dim") or raw["hidden_size"]) != int(raw["hidden_size"]):
         raise BadModelFolder("projected embeddings are not supported", param="word_embed_proj_dim")
-    return _shape(
-        {"activation_function": "relu"} | dict(raw) | {"intermediate_size": raw["ffn_dim"]}, position_offset=2
-    )
+    return _shape({**raw, "intermediate_size": raw["ffn_dim"]}, position_offset=2)
 
 
 FAMILIES = (

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from agentflow.engine.models.config import DecoderConfig, RawConfig
 from agentflow.engine.models.families.family import Family, WeightNames
 from agentflow.engine.models.families.llama import read_llama, read_mistral, read_qwen2, read_qwen3
-from agentflow.engine.models.text_config import text_config
+from agentflow.engine.models.rope import rope_parameters
 from agentflow.errors import BadModelFolder
 
 _READERS: Final[dict[str, Callable[[RawConfig], DecoderConfig]]] = {
@@ -50,15 +50,14 @@ QWEN_BELOW = _names("model.language_model.", "lm_head", "visual.", "model.visual
 
 
 def read_text_config(raw: RawConfig) -> DecoderConfig:
-    """Reads the text model of a config with ``text_config``."""
-    part = text_config(raw)
-    kind = str(part.get("model_type") or "llama")
+    """Reads the text model, which may be of several types."""
+    kind = str(raw.get("model_type"))
     if kind not in _READERS:
         raise BadModelFolder(
             f"its text model is {kind!r}, and only {', '.join(_READERS)} can be run with images",
             param="text_config",
         )
-    return _READERS[kind](part)
+    return _READERS[kind](raw)
 
 
 def read_qwen2_5_vl(raw: RawConfig) -> DecoderConfig:
@@ -75,21 +74,18 @@ def read_qwen3_vl(raw: RawConfig) -> DecoderConfig:
     for axis in (1, 2):
         for i in range(axis, sections[axis] * 3, 3):
             axes[i] = axis
-    return _with_axes(read_qwen3(part), axes)
+    return _with_axes(read_qwen3({**part, "use_sliding_window": False}), axes)
 
 
 def _qwen_text(raw: RawConfig, default: list[int]) -> tuple[RawConfig, list[int]]:
     """Returns the config of the text model with a plain rope, and the number of frequencies of each axis."""
-    part = text_config(raw)
-    parameters: dict[str, Any] = dict(part.get("rope_scaling") or {}) | dict(
-        part.get("rope_parameters") or {}
-    )
+    parameters = rope_parameters(raw)
     sections = [int(count) for count in parameters.pop("mrope_section", default)]
     if len(sections) != 3 or min(sections) < 0:
         raise BadModelFolder(f"mrope_section must be 3 numbers, not {sections}", param="mrope_section")
     if parameters.get("rope_type", parameters.get("type")) == "mrope":  # its name in older files
         parameters["rope_type"] = "default"
-    return {**part, "rope_scaling": None, "rope_parameters": parameters}, sections
+    return {**raw, "rope_scaling": None, "rope_parameters": parameters}, sections
 
 
 def _with_axes(shape: DecoderConfig, axes: list[int]) -> DecoderConfig:

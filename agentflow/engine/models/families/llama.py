@@ -32,22 +32,22 @@ def read_qwen2(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. The layers after the first ``max_window_layers`` have a window, if enabled."""
     layers: tuple[LayerShape, ...] = ()
     if raw.get("use_sliding_window", False):
-        first = int(raw.get("max_window_layers", 28))
-        kinds = layer_types(raw, lambda i: "sliding_attention" if i >= first else "full_attention")
-        layers = windowed(raw, kinds)
+
+        def kind(layer: int) -> str:
+            return "sliding_attention" if layer >= int(raw["max_window_layers"]) else "full_attention"
+
+        layers = windowed(raw, layer_types(raw, kind))
     return standard_shape(raw, layers=layers)
 
 
 def read_qwen3(raw: RawConfig) -> DecoderConfig:
     """Reads the shape: Qwen 2, with norms over each head of queries and keys."""
-    shape = read_qwen2({"head_dim": 128} | {name: value for name, value in raw.items() if value is not None})
-    return replace(shape, qk_norm="head")
+    return replace(read_qwen2(raw), qk_norm="head")
 
 
 def read_smollm3(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. Every fourth layer does not rotate (NoPE; Yang et al. 2025, arXiv 2501.18795). These
     layers have windows, if enabled."""
-    raw = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True, **raw}
     interval, num_layers = int(raw.get("no_rope_layer_interval", 4)), int(raw["num_hidden_layers"])
     rotates = raw.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(num_layers)]
     kinds = raw.get("layer_types") or ["full_attention" if one else "sliding_attention" for one in rotates]
@@ -56,10 +56,6 @@ def read_smollm3(raw: RawConfig) -> DecoderConfig:
         replace(shape.layer(i), rope="global" if rotates[i] else None) for i in range(shape.num_layers)
     )
     return replace(shape, layers=layers)
-
-
-def read_seed_oss(raw: RawConfig) -> DecoderConfig:
-    return standard_shape(raw, head_dim=128)
 
 
 def read_granite(raw: RawConfig) -> DecoderConfig:
@@ -83,7 +79,7 @@ def read_hyperclovax(raw: RawConfig) -> DecoderConfig:
     dividing them."""
     if not raw.get("use_post_norm", True):
         raise BadModelFolder("blocks without norms after them are not supported", param="use_post_norm")
-    shape = read_granite({"attention_multiplier": 0.0} | {k: v for k, v in raw.items() if v is not None})
+    shape = read_granite({"attention_multiplier": 0.0, **raw})
     return replace(shape, logit_scale=1 / shape.logit_scale)
 
 
@@ -97,5 +93,5 @@ FAMILIES = (
     Family("SmolLM3ForCausalLM", "SmolLM3", read_smollm3, gguf=("smollm3",)),
     Family("GraniteForCausalLM", "Granite 3", read_granite, gguf=("granite",)),
     Family("HyperCLOVAXForCausalLM", "HyperCLOVA X SEED Think", read_hyperclovax, HYPERCLOVAX),
-    Family("SeedOssForCausalLM", "Seed-OSS", read_seed_oss, gguf=("seed_oss",)),
+    Family("SeedOssForCausalLM", "Seed-OSS", read_llama, gguf=("seed_oss",)),
 )

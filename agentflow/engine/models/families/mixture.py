@@ -52,8 +52,7 @@ def _with_experts(
 
 
 def read_mixtral(raw: RawConfig) -> DecoderConfig:
-    shape = read_mistral({"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0} | dict(raw))
-    num_used = int(raw.get("num_experts_per_tok", 2))
+    shape, num_used = read_mistral(raw), int(raw["num_experts_per_tok"])
     return _with_experts(
         shape, ExpertsShape(int(raw["num_local_experts"]), num_used, shape.intermediate_size)
     )
@@ -62,7 +61,7 @@ def read_mixtral(raw: RawConfig) -> DecoderConfig:
 def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. Some layers may have a plain MLP. All layers have a window, if enabled."""
     experts = ExpertsShape(
-        int(raw.get("num_experts") or raw["num_local_experts"]),
+        int(raw["num_experts"]),
         int(raw["num_experts_per_tok"]),
         int(raw["moe_intermediate_size"]),
         bool(raw.get("norm_topk_prob", False)),
@@ -76,7 +75,7 @@ def read_olmoe(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. Queries and keys have norms over whole rows."""
     if raw.get("clip_qkv") is not None:
         raise BadModelFolder("clipped queries, keys and values are not supported", param="clip_qkv")
-    shape = standard_shape({"rms_norm_eps": 1e-5} | dict(raw), qk_norm="row")
+    shape = standard_shape(raw, qk_norm="row")
     experts = ExpertsShape(
         int(raw["num_experts"]),
         int(raw["num_experts_per_tok"]),
@@ -94,8 +93,7 @@ def read_gpt_oss(raw: RawConfig) -> DecoderConfig:
         )
     kinds = layer_types(raw, lambda i: "full_attention" if i % 2 else "sliding_attention")
     shape = standard_shape(
-        {"rms_norm_eps": 1e-5} | dict(raw),
-        head_dim=64,
+        raw,
         activation="clamped_swiglu",
         has_sinks=True,
         layers=windowed(raw, kinds),

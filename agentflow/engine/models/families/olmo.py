@@ -23,21 +23,19 @@ NAMES = WeightNames(
 
 
 def read_olmo2(raw: RawConfig) -> DecoderConfig:
-    return standard_shape({"rms_norm_eps": 1e-5} | dict(raw), qk_norm="row")
+    return standard_shape(raw, qk_norm="row")
 
 
 def read_olmo3(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. Three of four layers have a window and an unscaled rope."""
-    raw = {"sliding_window": 4096, "rms_norm_eps": 1e-5, **raw}
     kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % 4 else "full_attention")
-    rope, local_rope = read_ropes(raw, 500_000.0, float(raw.get("rope_theta") or 500_000.0))
+    rope, local_rope = read_ropes(raw, raw["rope_theta"])
     layers = windowed(raw, kinds, sliding="local")
     return standard_shape(raw, qk_norm="row", rope=rope, local_rope=local_rope, layers=layers)
 
 
 def read_exaone4(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. In models with windows, the layers without a window do not rotate."""
-    raw = {"rms_norm_eps": 1e-5, "sliding_window": 4096, **raw}
     has_windows = raw["sliding_window"] is not None
 
     def kind(layer: int) -> str:  # not called if the config has the types: its pattern may then be "LLLG"

@@ -64,17 +64,16 @@ def read_gptj(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. Attention and MLP share a norm; the head has a bias."""
     fields = gpt_fields(raw)
     head_dim = int(raw["n_embd"]) // int(raw["n_head"])
-    fields["partial_rotary_factor"] = int(raw.get("rotary_dim", 64) or head_dim) / head_dim
+    fields["partial_rotary_factor"] = int(raw["rotary_dim"] or head_dim) / head_dim
     return standard_shape(fields, norm="layer", is_gated=False, is_parallel=True)
 
 
 def read_gpt_neox(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. Some models have sequential blocks."""
     fields = {
-        "hidden_act": "gelu",
+        **raw,
         "partial_rotary_factor": raw.get("rotary_pct", 0.25),
         "rope_theta": raw.get("rotary_emb_base", 10_000.0),
-        **raw,
         "num_key_value_heads": None,
     }
     is_parallel = bool(raw.get("use_parallel_residual", True))
@@ -88,13 +87,10 @@ def read_falcon(raw: RawConfig) -> DecoderConfig:
         raise BadModelFolder("ALiBi is not supported, only rotary positions", param="alibi")
     is_new = bool(raw.get("new_decoder_architecture"))
     num_kv_heads = raw.get("num_kv_heads")
-    if not is_new and raw.get("multi_query", True):
+    if not is_new and raw["multi_query"]:
         num_kv_heads = 1
     hidden_size = int(raw["hidden_size"])
     fields = {
-        "activation": "gelu",
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
         **raw,
         "intermediate_size": raw.get("ffn_hidden_size") or 4 * hidden_size,
         "num_key_value_heads": num_kv_heads,
@@ -107,19 +103,19 @@ def read_stablelm(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. A part of each head rotates. Large models have parallel blocks, and a norm for each
     head of queries and keys."""
     return standard_shape(
-        {"partial_rotary_factor": 0.25} | dict(raw),
+        raw,
         norm="layer",
         qk_norm="each_head" if raw.get("qk_layernorm") else "",
         is_parallel=bool(raw.get("use_parallel_residual", False)),
     )
 
 
-def _cohere(raw: RawConfig, theta: float, **changes: Any) -> DecoderConfig:
+def _cohere(raw: RawConfig, **changes: Any) -> DecoderConfig:
     """Reads a shape with norms without biases, scaled logits and parallel blocks."""
     return standard_shape(
-        {"tie_word_embeddings": True, "rope_theta": theta} | dict(raw),
+        raw,
         norm="layer_unbiased",
-        logit_scale=float(raw.get("logit_scale", 0.0625)),
+        logit_scale=float(raw["logit_scale"]),
         is_parallel=True,
         **changes,
     )
@@ -127,16 +123,15 @@ def _cohere(raw: RawConfig, theta: float, **changes: Any) -> DecoderConfig:
 
 def read_cohere(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. Command R+ norms each head of queries and keys with separate weights."""
-    return _cohere(raw, 500_000.0, qk_norm="each_head" if raw.get("use_qk_norm") else "")
+    return _cohere(raw, qk_norm="each_head" if raw.get("use_qk_norm") else "")
 
 
 def read_cohere2(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. Three of four layers have windows, and the others do not rotate."""
     pattern = int(raw.get("sliding_window_pattern") or 4)
     kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
-    raw = {"sliding_window": 4096, **raw}
     sliding: LayerRope = None if raw["sliding_window"] is None else "global"
-    return _cohere(raw, 10_000.0, layers=windowed(raw, kinds, sliding=sliding, full=None))
+    return _cohere(raw, layers=windowed(raw, kinds, sliding=sliding, full=None))
 
 
 FAMILIES = (

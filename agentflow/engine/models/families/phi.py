@@ -13,6 +13,7 @@ from agentflow.engine.models.families.family import (
     standard_shape,
     windowed,
 )
+from agentflow.engine.models.rope import rope_parameters
 
 PHI = WeightNames(
     final_norm="model.final_layernorm",
@@ -28,7 +29,7 @@ PHI3 = WeightNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 def read_phi(raw: RawConfig) -> DecoderConfig:
     return standard_shape(
-        {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, **raw},
+        raw,
         norm="layer",
         qk_norm="head" if raw.get("qk_layernorm") else "",
         is_gated=False,
@@ -37,7 +38,9 @@ def read_phi(raw: RawConfig) -> DecoderConfig:
 
 
 def read_phi3(raw: RawConfig) -> DecoderConfig:
-    raw = {"rms_norm_eps": 1e-5, **raw}
+    original = raw["original_max_position_embeddings"]  # takes precedence over the field of the rope
+    parameters = rope_parameters(raw) | {"original_max_position_embeddings": original}
+    raw = {**raw, "rope_scaling": None, "rope_parameters": parameters}
     return standard_shape(raw, layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")))
 
 

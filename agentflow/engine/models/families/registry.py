@@ -30,7 +30,7 @@ from agentflow.engine.models.families import (
 )
 from agentflow.engine.models.families.family import Family
 from agentflow.engine.models.rope import inverse_frequencies
-from agentflow.engine.models.text_config import text_config
+from agentflow.engine.models.text_config import given_fields, text_config
 from agentflow.engine.store.embedding_folder import DECODERS
 from agentflow.engine.store.native_architectures import OTHER_NAMES
 from agentflow.engine.store.weight_scheme import read_scheme
@@ -63,10 +63,11 @@ def read_config(folder: Path) -> DecoderConfig:
     try:
         family = _find_family(raw)
         read_scheme(raw)  # rejects unsupported formats
-        shape = family.read(raw)
+        text = text_config(raw)
+        shape = family.read(text)
         shape = replace(shape, max_context=_longest_text(shape))
         _check(shape)
-        ends = end_token_ids({**text_config(raw), **raw}, generation)
+        ends = end_token_ids({**text, **given_fields(raw)}, generation)
         return replace(shape, architecture=family.architecture, end_token_ids=ends)
     except BadModelFolder as error:
         raise BadModelFolder(f"{folder}: {error}", param=error.param) from None

@@ -15,7 +15,6 @@ NAMES = WeightNames(gate_up=("mlp.c_fc",), down="mlp.c_proj")
 
 
 def read_starcoder2(raw: RawConfig) -> DecoderConfig:
-    raw = {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, **raw}
     return standard_shape(
         raw,
         norm="layer",
