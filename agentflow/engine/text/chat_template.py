@@ -32,7 +32,7 @@ from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.engine.text.tokenizer_files import (
     chat_template_source,
     given_chat_template,
-    named_special_tokens,
+    template_tokens,
 )
 from agentflow.errors import BadModelFolder, NotSupported, no_chat_template
 from agentflow.protocol.bounds.json_bounds import MOST_NESTING, nests_deeper
@@ -289,7 +289,7 @@ class ChatTemplate:
         """Reads the folder's default chat template, if any, or the one in ``file``. Raises ``BadModelFolder``
         or ``BadArgument``."""
         source = chat_template_source(folder) if file is None else given_chat_template(file)
-        return cls(source, named_special_tokens(folder), where=f"the chat template in {file or folder}")
+        return cls(source, template_tokens(folder), where=f"the chat template in {file or folder}")
 
     @property
     def has_template(self) -> bool:
@@ -421,13 +421,18 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Parses ``{% generation %}…{% endgeneration %}``, which marks a model's text, as its body."""
+    """Parses ``{% generation %}…{% endgeneration %}``, which marks a model's text, as its body. The body has
+    its own scope, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012  (the name and type that Jinja asks for)
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+    def _text(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 class _Dict:
@@ -440,6 +445,26 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
+class _Namespace(jinja2.utils.Namespace):
+    """``namespace`` for templates, without names that start with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # ``namespace(self=1)`` is valid
+        self, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have the attribute {name!r}")
+
+
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -450,5 +475,6 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = to_json
     given: dict[str, Callable[..., Any]] = {"raise_exception": _refuse, "dict": _Dict()}
+    given["namespace"] = _Namespace
     environment.globals.update(given)
     return environment

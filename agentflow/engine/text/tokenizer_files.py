@@ -38,23 +38,33 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def named_special_tokens(folder: Path) -> dict[str, str]:
-    """Returns the special tokens by role, such as ``{"bos_token": "<s>"}``. ``tokenizer_config.json``
-    overrides ``special_tokens_map.json``."""
+    """Returns the special tokens by role, such as ``{"bos_token": "<s>"}``."""
+    return {name: token for name, token in template_tokens(folder).items() if name in NAMED_TOKENS}
+
+
+def template_tokens(folder: Path) -> dict[str, str]:
+    """Returns the special tokens that a chat template receives by name: ``named_special_tokens``, and tokens
+    that only this model has, such as ``image_token``. As in transformers, the roles in
+    ``special_tokens_map.json`` override ``tokenizer_config.json`` if that has no ``added_tokens_decoder``."""
     if (gguf := find_gguf(folder)) is not None:
         return open_gguf(gguf).vocabulary.named_tokens
-    named: dict[str, str] = {}
-    for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
-        config = read_object(folder / file_name) or {}
-        for name in NAMED_TOKENS:
-            if name not in config:
-                continue
-            token = config[name]
-            token = token.get("content") if isinstance(token, Mapping) else token
-            if isinstance(token, str):
-                named[name] = token
-            else:
-                named.pop(name, None)
-    return named
+    config = read_object(folder / "tokenizer_config.json") or {}
+    older = read_object(folder / "special_tokens_map.json") or {}
+    found = _extra_tokens(older)
+    for part in (older, config):
+        found |= {name: token for name, token in part.items() if name.endswith("_token")}
+    found |= _extra_tokens(config)
+    if "added_tokens_decoder" not in config:
+        found |= _extra_tokens(older) | {name: older[name] for name in NAMED_TOKENS if name in older}
+    texts = {
+        name: token.get("content") if isinstance(token, Mapping) else token for name, token in found.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _extra_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    extra = config.get("extra_special_tokens")
+    return dict(extra) if isinstance(extra, Mapping) else {}
 
 
 def given_chat_template(file: str) -> str:

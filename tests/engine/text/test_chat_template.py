@@ -11,6 +11,7 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2.exceptions import SecurityError
 from support import chat_template_shapes as shapes
 from support import small_tokenizers
 from support.engine.conversations import TEMPLATES, TOKENS, alternating, messages_of, pieces_of
@@ -88,6 +89,61 @@ def test_roles_that_a_template_rejects(name: str, roles: list[str], message: str
 def test_the_time_is_the_one_that_was_given() -> None:
     layout = lay_out(TEMPLATES["known_roles"], messages_of([("user", "x")]), now=datetime(2031, 2, 3))
     assert "Today is 03 February 2031." in layout.text
+
+
+DECODER = {"added_tokens_decoder": {"0": {"content": "<s>", "special": True}}}
+LATER = {"content": "<later>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "special_tokens_map"),
+    [
+        ({"image_token": "<image>", "extra_special_tokens": {"boi_token": "<boi>"}}, {}),
+        ({"extra_special_tokens": {"boi_token": LATER | {"__type": "AddedToken"}}}, {}),
+        ({"image_token": "<image>", "bos_token": "<s>"}, {"image_token": LATER, "bos_token": "<later>"}),
+        ({"image_token": "<image>"} | DECODER, {"image_token": "<later>"}),
+        (
+            {"extra_special_tokens": {"boi_token": "<boi>"}},
+            {"extra_special_tokens": {"boi_token": "<later>"}},
+        ),
+        ({}, {"extra_special_tokens": {"boi_token": "<boi>"}, "bos_token": LATER}),
+        ({"add_bos_token": True, "boi_token": None, "image_token": 3, "extra_special_tokens": ["<x>"]}, {}),
+    ],
+)
+def test_f37_a_template_receives_every_named_token(
+    config: dict[str, object], special_tokens_map: dict[str, object], tmp_path: Path
+) -> None:
+    source = (
+        "{{ bos_token }},{{ boi_token }},{{ image_token }},{{ add_bos_token }}: {{ messages[0].content }}"
+    )
+    small_tokenizers.write_folder(tmp_path, small_tokenizers.byte_level(), config=config, template=source)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special_tokens_map))
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    assert ChatTemplate.from_folder(tmp_path).render([Message("user", "x")]) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}[{{ x }}]",
+        "{% set x = 0 %}{% generation %}{% set x = x + 1 %}{{ x }}{% endgeneration %}[{{ x }}]",
+        "{% set ns = namespace({'a': 1}, self=2) %}{% set ns.a = 3 %}{{ ns.a }}{{ ns.self }}",
+        "{% set ns = namespace(_a=1) %}{{ ns._a }}",
+        "{% set ns = namespace() %}{% set ns._a = 1 %}{{ ns._a }}",
+    ],
+)
+def test_f37_scopes_and_namespaces_of_a_template(
+    source: str, reference: transformers.PreTrainedTokenizerFast
+) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    try:
+        expected = reference.apply_chat_template(messages, chat_template=source, tokenize=False)
+    except SecurityError:
+        with pytest.raises(NotSupported, match="_a"):
+            ChatTemplate(source).render([Message("user", "x")])
+    else:
+        assert ChatTemplate(source).render([Message("user", "x")]) == expected
 
 
 def test_no_template() -> None:

@@ -246,9 +246,9 @@ def test_added_tokens_of_turns_are_text_in_contents(tmp_path: Path) -> None:
 def test_tokens_that_only_the_config_calls_special(tmp_path: Path) -> None:
     spec = small_tokenizers.byte_level(plain_added=["<end>"])
     (tmp_path / "special_tokens_map.json").write_text(
-        '{"eos_token": {"content": "<end>"}, "bos_token": "<old>"}'
+        '{"eos_token": {"content": "<end>"}, "bos_token": "<s>"}'
     )
-    small_tokenizers.write_folder(tmp_path, spec, config={"bos_token": "<s>", "pad_token": None})
+    small_tokenizers.write_folder(tmp_path, spec, config={"bos_token": "<old>", "pad_token": None})
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert (tokenizer.bos, tokenizer.bos_id, tokenizer.eos) == ("<s>", 0, "<end>")
     assert tokenizer.eos_id in tokenizer.special_ids
