@@ -241,6 +241,20 @@ def test_f43g_after_a_restart_of_the_server_the_page_is_connected_again(visit: V
         expect(timeline).not_to_contain_text("continued")
 
 
+def test_f37_after_a_restart_with_another_model_the_page_is_connected_again(visit: Visit) -> None:
+    port = free_port()
+    with open_stage(port=port, model="before") as stage:
+        screen = visit(stage.url)
+        screen.expect_problem(NO_ANSWER)
+        screen.open("chat")
+        screen.wait_status("open")
+        expect(screen.page.locator(".model-name")).to_have_text("before")
+    screen.wait_status("unreachable")
+    with open_stage(port=port, model="after"):
+        screen.wait_status("open")
+        expect(screen.page.locator(".model-name")).to_have_text("after")
+
+
 def test_a_view_that_could_not_be_fetched_is_fetched_again(stage: Stage, visit: Visit) -> None:
     screen = visit(stage.url)
     screen.expect_problem(NO_ANSWER)

@@ -245,11 +245,13 @@ def open_stage(
     roles: bool = True,
     images: bool = True,
     port: int = 0,
+    model: str = "scripted",
 ) -> Iterator[Stage]:
     """A server. ``port``: 0 is a free one. ``roles``: whether its model has a chat template. ``images``:
-    whether it sees images."""
+    whether it sees images. ``model``: its name."""
     with start_blocking_portal("asyncio") as portal:
         generator = portal.call(lambda: StagedGenerator(roles=roles, images=images))
+        generator.capabilities = msgspec.structs.replace(generator.capabilities, model=model)
 
         @asynccontextmanager
         async def open_this() -> AsyncIterator[Generator[Any]]:

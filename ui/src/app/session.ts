@@ -20,8 +20,10 @@ export type ServerStatus =
 export const status = signal<ServerStatus>({ kind: "connecting" });
 export const session = signal<Session | null>(null);
 export const models = signal<string[]>([]);
-/** The model that new sessions use; null: the server's first one. */
+/** The model of the session; null: not known yet. */
 export const model = signal<string | null>(null);
+/** What the user has chosen; null: the server's first model, which may be another one after a restart. */
+let chosen: string | null = null;
 /** An error of an action, which the status bar shows until it is dismissed or the action repeated. */
 export const trouble = signal<{ text: string; again?: () => void } | null>(null);
 
@@ -46,7 +48,7 @@ export function useKey(given: string, isStored: boolean): Promise<void> {
 export const hasKey = () => key !== null;
 
 export function useModel(name: string): Promise<void> {
-  model.value = name;
+  model.value = chosen = name;
   return open();
 }
 
@@ -68,7 +70,7 @@ export async function open(): Promise<void> {
   try {
     const opened = await connect({
       ...(key === null ? {} : { key }),
-      ...(model.peek() === null ? {} : { model: model.peek()! }),
+      ...(chosen === null ? {} : { model: chosen }),
       record: newSessionLog(),
     });
     if (mine !== attempt) {
@@ -80,7 +82,7 @@ export async function open(): Promise<void> {
     });
     openedAt = performance.now();
     session.value = opened;
-    model.value ??= opened.model;
+    model.value = chosen ?? opened.model;
     follow(opened, mine);
     void listModels(mine);
   } catch (error) {
@@ -122,6 +124,11 @@ async function failed(error: unknown, mine: number): Promise<void> {
   }
   const known = error instanceof AgentflowError ? error : null;
   if (known?.code === "unknown_model" || known?.code === "protocol_error") {
+    if (known.code === "unknown_model") {
+      // The server has other models now: the next session takes its first one, unless the user chooses again.
+      model.value = chosen = null;
+      void listModels(mine);
+    }
     status.value = { kind: "ended", reason: known.message };
     return;
   }
