@@ -88,11 +88,12 @@ def _any_value() -> Schema:
 _LITERAL: Final = frozenset({"const", "enum"})
 
 
-def has_finite_value(root: Schema) -> bool:
-    """Returns False if no value can satisfy ``root`` because each would contain another one like it.
+def endless_references(root: Schema) -> set[str]:
+    """Returns the references to schemas that no value can satisfy because each would contain another one like
+    it; ``#`` is the root.
 
-    >>> has_finite_value({"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]})
-    False
+    >>> endless_references({"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]})
+    {'#'}
 
     Each pass finds the schemas that can be satisfied by values found before. Every other pass goes backwards,
     so that long chains of references need few passes.
@@ -106,7 +107,7 @@ def has_finite_value(root: Schema) -> bool:
             if name in endless and _is_finite(targets[name], endless):
                 endless.remove(name)
         if len(endless) == num_before:
-            return "#" not in endless
+            return endless
         names.reverse()
 
 
@@ -181,11 +182,16 @@ def explicit(schema: Schema) -> Schema:
         drop_names_without_text(sub)
         check_writable(sub, ".".join(path))
     subschemas = [sub for _, sub in subschemas_with_paths(schema)]
-    if not has_finite_value(schema):
+    endless = endless_references(schema)
+    if "#" in endless:
         raise BadArgument(
             "schema: no finite value satisfies it: each would contain another one like it; let the recursive "
             "member be null, or do not require it"
         )
+    for sub in subschemas:
+        if endless and sub.get("$ref") in endless:  # a model that began such a value could not end it
+            sub.clear()
+            sub["enum"] = []
     for sub in subschemas:
         if sub.get("uniqueItems") is True and (lists := unique_lists(sub, schema)) is not None:
             kept = {key: value for key, value in sub.items() if key in ANNOTATIONS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
-from agentflow.engine.grammar.compiler.explicit_schema import has_finite_value
+from agentflow.engine.grammar.compiler.explicit_schema import endless_references
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
+from benchmarks.constrained.text_walks import text_under, walk
 
 NAMES = "abc"
 references = st.sampled_from([{"$ref": f"#/$defs/{name}"} for name in NAMES])
@@ -57,7 +59,7 @@ def height(schema: Any, definitions: dict[str, Any], most: int) -> bool:
 def test_finite_schemas_are_those_that_a_search_finds(
     root: dict[str, Any], definitions: dict[str, Any]
 ) -> None:
-    assert has_finite_value({**root, "$defs": definitions}) is height(root, definitions, 24)
+    assert ("#" not in endless_references({**root, "$defs": definitions})) is height(root, definitions, 24)
 
 
 LIST = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}}
@@ -88,6 +90,34 @@ def test_a_schema_with_a_finite_value_is_accepted(schema: dict[str, Any]) -> Non
     compile_constraint(Constraint("schema", json.dumps(schema)))
 
 
+ENDLESS = {"type": "object", "properties": {"x": {"$ref": "#/$defs/d"}}, "required": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        (
+            {"properties": {"a": {"$ref": "#/$defs/d"}, "b": {"const": 1}}, "additionalProperties": False},
+            [{}, {"b": 1}],
+        ),
+        ({"additionalProperties": {"$ref": "#/$defs/d"}}, [{}]),
+        ({"additionalProperties": {"$ref": "#/$defs/loop"}}, [{}]),
+        ({"patternProperties": {"^a": {"$ref": "#/$defs/d"}}, "additionalProperties": False}, [{}]),
+        ({"type": "array", "items": {"$ref": "#/$defs/d"}}, [[]]),
+        ({"type": "array", "prefixItems": [{"const": 1}, ENDLESS], "items": False}, [[], [1]]),
+        ({"type": ["object", "null"], "anyOf": [{"type": "null"}, {"$ref": "#/$defs/d"}]}, [None]),
+    ],
+)
+def test_f37_no_value_begins_that_could_not_end(schema: dict[str, Any], values: list[Any]) -> None:
+    definitions = {"d": ENDLESS, "loop": {"$ref": "#/$defs/loop"}}
+    source = json.dumps({"type": "object", **schema, "$defs": definitions})
+    constraint = compile_constraint(Constraint("schema", source))
+    for seed in range(10):
+        text = walk(text_under(constraint), random.Random(seed))
+        assert text is not None
+        assert json.loads(text) in values
+
+
 def test_a_long_chain_of_references_takes_few_passes() -> None:
     chain = {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(3000)} | {"3000": {"type": "null"}}
-    assert has_finite_value({"$ref": "#/$defs/0", "$defs": chain})
+    assert not endless_references({"$ref": "#/$defs/0", "$defs": chain})
