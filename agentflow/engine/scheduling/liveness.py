@@ -153,6 +153,13 @@ class Liveness:
             self._arrivals[state] = now
             self._move(state, end._replace(returns=0.0, due=math.inf))
 
+    def preempted(self, state: Hashable) -> None:
+        """The request of the state that ended last was preempted and waits again."""
+        end = self._ends.get(state)
+        if end is not None and state not in self._arrivals:
+            self._arrivals[state] = self._clock()
+            self._move(state, end._replace(returns=0.0, due=math.inf))
+
     def departed(self, state: Hashable) -> None:
         """The request of the state left the queue and did not run."""
         end = self._ends.get(state)

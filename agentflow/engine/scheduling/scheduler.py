@@ -631,6 +631,8 @@ class Scheduler:
         request.passed_until = self.memory.num_steps
         self.waiting.restore(request)
         request.status = Status.WAITING  # not before: after a fault it is released as one that ran
+        if not request.origin.is_ahead:
+            self.memory.liveness.preempted(request.origin.state)
         self._note_pace(request)
         self._counters.preemptions += 1
         self._reserve.preempted()

@@ -2,6 +2,7 @@
 is much, or the batch is well filled), and is ordinary cache again when they are over or forgotten."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 
@@ -291,6 +292,28 @@ class Scheduled:
         for result in self.scheduler.complete(run_batch(self._runner, batch)):
             if result.request.num_generated == result.request.max_new_tokens:
                 self.scheduler.finish(result.request)
+
+
+def test_f37_the_tokens_of_a_preempted_request_are_needed_soon():
+    """However long its state took between requests before. Other states continue in ten seconds."""
+    clock = Clock()
+    scheduled = Scheduled(num_slots=64, max_context=64, max_running=3, clock=clock)
+    scheduler = scheduled.scheduler
+    for _ in range(2):
+        clock.now += 100.0
+        scheduled.request(1, [1] * 20, 1, state=1)
+        scheduled.step()
+    scheduled.request(2, [2] * 20, 1, state=2)
+    scheduled.step()
+    scheduler.update_hint(2, 0, 0, "latency", None, 10.0)
+    again = scheduled.request(3, [1] * 20 + [3], 4, state=1)
+    scheduled.step()
+    scheduler.preempt(again)
+    scheduler.memory.cache.evict(20)
+    assert scheduler.memory.peek(again.cache_key, again.reusable_run()) == 21
+    assert scheduler.memory.liveness.late_at(1, 0.0) == math.inf
+    scheduler.release(again)
+    assert scheduler.memory.liveness.late_at(1, 0.0) < math.inf
 
 
 @pytest.mark.parametrize("num_running", [1, 2])
