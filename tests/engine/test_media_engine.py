@@ -388,6 +388,15 @@ async def test_pixels_are_bounded_and_released() -> None:
         assert (stats.media_pixel_bytes, stats.media_encoded) == (6000, 3)
 
 
+def test_f37_nothing_is_kept_of_tenants_without_pictures() -> None:
+    """To add one, the bytes of all tenants are counted."""
+    known = KnownMedia()
+    for number in range(10):
+        assert known.add(prepared(b"cat"), f"tenant {number}")[1]
+    assert len(known.released()) == 10
+    assert not known._bytes_of
+
+
 async def test_an_aborted_encoding_leaves_nothing() -> None:
     reached, go_on = threading.Event(), threading.Event()
 

@@ -122,6 +122,8 @@ class KnownMedia:
     def _forget(self, identity: str) -> None:
         known = self._known.pop(identity)
         self._bytes_of[known.tenant] -= known.num_bytes
+        if not self._bytes_of[known.tenant]:
+            del self._bytes_of[known.tenant]
         for ids, _ in known.runs:
             here = [one for one in self._by_first_id.pop(ids[0], ()) if one[0] != identity]
             if here:
