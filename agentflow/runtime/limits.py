@@ -174,10 +174,18 @@ class Budget:
     ``tokens_left``: for all generations together; concurrent generations may make it negative, and a
     generation that ends after that fails."""
 
+    __slots__ = ("deadline", "output_tokens", "tokens_left")
+
     def __init__(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
         self.deadline = math.inf if deadline_s is None else anyio.current_time() + deadline_s
         self.output_tokens = output_tokens
         self.tokens_left: float = math.inf if output_tokens is None else output_tokens
+
+    def tighten(self, other: Budget) -> None:
+        """From now on, has the limits of another budget of the same states, too."""
+        self.deadline = min(self.deadline, other.deadline)
+        if other.tokens_left < self.tokens_left:
+            self.output_tokens, self.tokens_left = other.output_tokens, other.tokens_left
 
 
 def earliest_deadline(budgets: Sequence[Budget]) -> float:

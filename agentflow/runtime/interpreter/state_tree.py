@@ -7,6 +7,7 @@ make the errors of the states and variables that a failure ends."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Generator as Steps
@@ -99,6 +100,7 @@ class StateRecord(Generic[ContextT]):
         self.is_cancelled = False  # and all its forks
         self.scope: anyio.CancelScope | None = None
         self.budgets: tuple[Budget, ...] = () if parent is None else parent.budgets
+        self.own_budget: Budget | None = None  # of these, its own, which its forks share
         self.num_limits = 0
         self.reservation = reservation
         self.context_reservation: MemoryReservation | None = None
@@ -117,8 +119,12 @@ class StateRecord(Generic[ContextT]):
         """Adds a budget."""
         self.budgets += (budget,)
         self.num_limits += 1
+        self.hasten(budget.deadline)
+
+    def hasten(self, deadline: float) -> None:
+        """The op that runs has this deadline, or an earlier one."""
         if self.scope is not None:
-            self.scope.deadline = min(self.scope.deadline, budget.deadline)
+            self.scope.deadline = min(self.scope.deadline, deadline)
 
     def begin(
         self,
@@ -214,7 +220,8 @@ class GraphExecution(Generic[ContextT]):
 
 MAX_STATES = 10_000
 """The maximum number of open states of a session."""
-# Each limit counts once for each state that it applies to: every op of the state checks it.
+# The limit of a state or of the session counts once for each state that it applies to: every op of the state
+# checks it.
 MAX_LIMITS = 100_000
 MAX_STOPPED = 200
 """The states that a failure or a cancellation stops in one turn of the event loop."""
@@ -249,7 +256,7 @@ class StateTree(Generic[ContextT]):
         self._kick = kick
         self._later = later
         self._states: dict[int, StateRecord[ContextT]] = {}
-        self._budgets: tuple[Budget, ...] = ()
+        self._budget: Budget | None = None  # of all states
         self._num_limits = 0
         self._sealed: dict[StateRecord[ContextT], int] = {}  # and the bytes of each, the oldest first
         self._num_sealed_bytes = 0
@@ -272,7 +279,7 @@ class StateTree(Generic[ContextT]):
 
     def add_root(self, state_id: int) -> StateRecord[ContextT]:
         """Adds a root state."""
-        self._check_new((state_id,))
+        self._check_new((state_id,), self._budgets)
         return self._add(state_id, None, MemoryReservation(self._memory, STATE_BYTES))
 
     def adding_children(
@@ -281,7 +288,7 @@ class StateTree(Generic[ContextT]):
         """Adds states that a fork will start, in steps. They accept ops after the last one."""
         if not children or len(set(children)) != len(children):
             raise ProtocolError("a fork needs one or more new states")
-        self._check_new(children)
+        self._check_new(children, parent.budgets)
         reservations: list[MemoryReservation] = []  # all of them, or none
         for number in range(len(children)):
             reservations.append(MemoryReservation(self._memory, STATE_BYTES))
@@ -309,20 +316,27 @@ class StateTree(Generic[ContextT]):
 
     def restrict(self, root: StateRecord[ContextT] | None, budget: Budget) -> None:
         """Makes ``root`` and all its forks (None: all states, and future ones) share the budget."""
+        own = self._budget if root is None else root.own_budget
+        if own is not None:
+            own.tighten(budget)
+            if budget.deadline == math.inf:
+                return
         if root is None:
             restricted = [*self._states.values()]
         else:
             restricted = [root]
             for state in restricted:
                 restricted += state.children.values()
-        num_limits = self._num_limits + len(restricted) + (root is None)
-        if num_limits > MAX_LIMITS:
-            raise Overloaded(
-                f"the states of a session may have {MAX_LIMITS} limits together: close some states first"
-            )
+        if own is not None:
+            for state in restricted:
+                state.hasten(budget.deadline)
+            return
+        self._check_limits(len(restricted))
         if root is None:
-            self._budgets += (budget,)
-        self._num_limits = num_limits
+            self._budget = budget
+        else:
+            root.own_budget = budget
+        self._num_limits += len(restricted)
         for state in restricted:
             state.restrict(budget)
 
@@ -464,15 +478,29 @@ class StateTree(Generic[ContextT]):
             state.budgets = self._budgets
         else:
             parent.children[state_id] = state
+        state.num_limits = len(state.budgets)
+        self._num_limits += state.num_limits
         return state
 
-    def _check_new(self, state_ids: tuple[int, ...]) -> None:
+    @property
+    def _budgets(self) -> tuple[Budget, ...]:
+        """The budgets of a root."""
+        return () if self._budget is None else (self._budget,)
+
+    def _check_limits(self, num_more: int) -> None:
+        if self._num_limits + num_more > MAX_LIMITS:
+            raise Overloaded(
+                f"the states of a session may have {MAX_LIMITS} limits together: close some states first"
+            )
+
+    def _check_new(self, state_ids: tuple[int, ...], budgets: tuple[Budget, ...]) -> None:
         for state_id in state_ids:
             check_number(state_id)
             if state_id in self._states:
                 raise ProtocolError(f"state {state_id} exists already")
         if len(self._states) + len(state_ids) > self._max_states:
             raise Overloaded(f"a session may have {self._max_states} open states: close some first")
+        self._check_limits(len(state_ids) * len(budgets))
 
 
 def _fail_expected(state: StateRecord[ContextT], error: AgentflowError) -> None:

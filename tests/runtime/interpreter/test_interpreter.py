@@ -382,10 +382,10 @@ async def test_too_many_states_fail_their_fork(monkeypatch):
 async def test_a_limit_that_is_refused_is_not_counted(monkeypatch):
     monkeypatch.setattr(state_tree, "MAX_LIMITS", 1)
     async with bench() as at:
-        at.submit(ops.Open(1), ops.Text(1, ("a",)))
+        at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Open(3))
         for _ in range(3):
             with pytest.raises(af.Overloaded):
-                at.submit(ops.Limit(0, output_tokens=100))  # one for the session, one for its state
+                at.submit(ops.Limit(0, output_tokens=100))  # one for each state
         at.submit(ops.Limit(1, output_tokens=100), gen(1, 2))
         await at.listen_until_all_ended([2])
         assert at.listener.texts == {2: "<a>"}

@@ -100,25 +100,45 @@ async def test_the_limits_of_a_state_that_is_gone_do_not_count(monkeypatch, at):
     monkeypatch.setattr(state_tree, "MAX_LIMITS", 3)
     kept = at.root(1)
     at.tree.restrict(kept, Budget())
-    for number in range(2, 9):
+    for number in range(2, 9, 2):
         state = at.root(number)
-        at.tree.restrict(state, Budget())
+        [branch] = at.fork(state, number + 1)
         at.tree.restrict(state, Budget())
         with pytest.raises(Overloaded):
-            at.tree.restrict(state, Budget())
+            at.tree.restrict(branch, Budget())
+        at.tree.forget(branch)
         at.tree.forget(state)
 
 
-async def test_a_limit_of_the_session_counts_for_each_state_and_for_future_ones(monkeypatch, at):
-    monkeypatch.setattr(state_tree, "MAX_LIMITS", 5)
+async def test_f37_limits_count_for_each_state_and_for_its_later_forks(monkeypatch, at):
+    monkeypatch.setattr(state_tree, "MAX_LIMITS", 9)
     parent = at.root(1)
     at.fork(parent, 2)
     at.tree.restrict(None, Budget())
-    with pytest.raises(Overloaded):
-        at.tree.restrict(None, Budget())
     at.tree.restrict(parent, Budget())
+    branches = at.fork(parent, 3, 4)
     with pytest.raises(Overloaded):
-        at.tree.restrict(at.root(3), Budget())
+        at.fork(parent, 5)
+    at.root(5)
+    for refused in (lambda: at.root(6), lambda: at.tree.restrict(branches[0], Budget())):
+        with pytest.raises(Overloaded):
+            refused()
+    at.tree.forget(branches[1])
+    at.fork(branches[0], 6)
+
+
+@pytest.mark.parametrize("is_of_session", [True, False])
+async def test_f37_further_limits_of_the_same_states_tighten_the_first(is_of_session, at):
+    state = at.root(1)
+    [branch] = at.fork(state, 2)
+    root = None if is_of_session else state
+    for tokens, deadline_s in ((9, None), (4, 50.0), (7, 20.0), (5, None)):
+        at.tree.restrict(root, Budget(output_tokens=tokens, deadline_s=deadline_s))
+    [late] = at.fork(branch, 3)
+    [budget] = state.budgets
+    assert state.budgets == branch.budgets == late.budgets
+    assert (budget.tokens_left, budget.output_tokens) == (4, 4)
+    assert budget.deadline == pytest.approx(anyio.current_time() + 20, abs=5)
 
 
 async def test_the_first_deadline_ends_an_op_that_runs(at):

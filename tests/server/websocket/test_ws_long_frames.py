@@ -6,11 +6,11 @@ from itertools import count
 
 import pytest
 from support.asgi_peer import bench, check_still_served, connected
-from support.session_peer import gen
 
 from agentflow.protocol import ops
+from agentflow.protocol.events import Reached, StateFailed
 from agentflow.runtime import loop_turns
-from agentflow.runtime.interpreter.state_tree import MAX_LIMITS
+from agentflow.runtime.interpreter import state_tree
 
 pytestmark = pytest.mark.anyio
 
@@ -35,20 +35,28 @@ async def test_ops_that_take_long_let_others_run_in_between(monkeypatch: pytest.
         await server.is_idle()
 
 
-async def test_limits_do_not_add_up_without_end() -> None:
-    num_states = 1000
-    fork = ops.Fork(1, tuple(range(2, num_states + 1)))
-    num_allowed = (MAX_LIMITS - 1) // num_states
+def limited_chain(first: int, length: int) -> list[ops.Op]:
+    """Each state has the limits of all states above it, and its own."""
+    chain: list[ops.Op] = [ops.Open(first)]
+    for number in range(first, first + length - 1):
+        chain += [ops.Limit(number, output_tokens=5), ops.Fork(number, (number + 1,))]
+    return [*chain, ops.Limit(first + length - 1, output_tokens=5)]
+
+
+async def test_limits_do_not_add_up_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    length = 30
+    monkeypatch.setattr(state_tree, "MAX_LIMITS", sum(range(length + 1)))
     async with bench() as server, connected(server, binary=[True, True], greets=True) as [bad, good]:
-        bad.put_ops(1, ops.Open(1), fork, *(ops.Limit(1, output_tokens=5) for _ in range(num_allowed)))
-        bad.put_ops(3 + num_allowed, ops.Close(1), *(ops.Close(child) for child in fork.children))
-        bad.put_ops(3 + num_allowed + num_states, ops.Open(1), ops.Await(1, 1))
-        await bad.events(lambda events: any(getattr(event, "ticket", 0) == 1 for event in events))
-        # What is closed counts no more.
-        first = 5 + num_allowed + num_states
-        bad.put_ops(first, ops.Text(1, ("say #1",)), fork, ops.Limit(0, output_tokens=5), gen(1, 1))
-        await bad.events(lambda events: any(getattr(event, "usage", None) for event in events))
-        bad.put_ops(first + 4, *(ops.Limit(0, output_tokens=5) for _ in range(num_allowed)))
+        first = 1
+        for start in (1, 101):  # what is closed counts no more
+            last = start + length - 1
+            closes = [ops.Close(number) for number in range(start, last + 1)]
+            sent = [*limited_chain(start, length), *closes[:-1], ops.Await(last, 1), closes[-1]]
+            bad.put_ops(first, *sent)
+            events = await bad.events(lambda events: any(isinstance(event, Reached) for event in events))
+            assert not [event for event in events if isinstance(event, StateFailed)]
+            first += len(sent)
+        bad.put_ops(first, *limited_chain(201, length), ops.Limit(0, output_tokens=5))
         refused, code = await bad.refusal()
         assert (refused.error.code, code) == ("overloaded", 1013)
         await check_still_served(good, count(1))
