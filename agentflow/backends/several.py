@@ -13,11 +13,12 @@ under the numbers of the session. Three things cross backends:
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import msgspec
@@ -40,6 +41,7 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
     Watched,
+    spent,
     summed,
 )
 from agentflow.protocol.images import known_file
@@ -220,12 +222,21 @@ class _Asked:
     replies: dict[_OpenBackend, Stats | None]
 
 
-@dataclass(eq=False)
-class _TokenLimit:
-    """The tokens that a state and its forks (None: all states) may still generate, in all backends."""
+class _Limit(NamedTuple):
+    """The limits of a state and its forks in all backends together. ``tokens``: that they may still
+    generate."""
 
-    root: _State | None
-    left: int
+    deadline: float = math.inf
+    tokens: float = math.inf
+
+    def tightest(self, *others: _Limit) -> _Limit:
+        """The earliest deadline, and the fewest tokens."""
+        return _Limit(*map(min, zip(self, *others, strict=True)))
+
+    def as_op(self, number: int) -> ops.Limit:
+        """The rest of the limits, for a state (0: all states) of one backend."""
+        left_s = None if math.isinf(self.deadline) else max(0.0, self.deadline - anyio.current_time())
+        return ops.Limit(number, left_s, None if math.isinf(self.tokens) else int(self.tokens))
 
 
 class SeveralConnection:
@@ -241,8 +252,7 @@ class SeveralConnection:
         self._numbers = itertools.count(-1, -1)
         # Undoes what the op that ``send`` translates has noted. None for ops that follow from events.
         self._undos: list[Callable[[], object]] | None = None
-        self._token_limits: list[_TokenLimit] = []
-        self._deadlines: list[tuple[_State | None, float]] = []
+        self._limits: dict[_State | None, _Limit] = {}  # None: of all states
         self._asked: dict[int, _Asked] = {}  # by the tickets of ops.GetStats
         self._images: set[str] = set()  # the sources of those that the session has uploaded
         self._asked_graphs: set[int] = set()  # tickets of ops.GetGraph without an answer
@@ -498,52 +508,43 @@ class SeveralConnection:
         root = self._known(op.state) if op.state else None
         if op.state and root is None:
             return
-        if op.output_tokens is not None:
-            limit = _TokenLimit(root, op.output_tokens)
-            self._token_limits.append(limit)
-            self._on_refusal(_discard, self._token_limits, limit)
-        if op.deadline_s is not None:
-            deadline = (root, anyio.current_time() + op.deadline_s)
-            self._deadlines.append(deadline)
-            self._on_refusal(_discard, self._deadlines, deadline)
-        yield from self._everywhere(root, op.deadline_s, op.output_tokens)
+        before = self._limits.get(root, _Limit())
+        self._on_refusal(self._set_limit, root, before)
+        deadline = math.inf if op.deadline_s is None else anyio.current_time() + op.deadline_s
+        given = _Limit(deadline, math.inf if op.output_tokens is None else op.output_tokens)
+        self._set_limit(root, before.tightest(given))
+        yield from self._everywhere(root, given)
 
-    def _everywhere(
-        self, root: _State | None, deadline_s: float | None, output_tokens: int | None
-    ) -> Iterator[tuple[_OpenBackend, ops.Op]]:
+    def _set_limit(self, root: _State | None, limit: _Limit) -> None:
+        if limit == _Limit():
+            self._limits.pop(root, None)
+        else:
+            self._limits[root] = limit
+
+    def _everywhere(self, root: _State | None, limit: _Limit) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         """The limit in each backend of the state and its forks, or of all states."""
         if root is None:
             for backend in self._backends.values():
-                yield backend, ops.Limit(0, deadline_s, output_tokens)
+                yield backend, limit.as_op(0)
             return
         for state in root.with_forks():
             if (state is root or state.is_import) and state.lost is None:
-                yield state.backend, ops.Limit(state.number, deadline_s, output_tokens)
+                yield state.backend, limit.as_op(state.number)
 
     def _inherited_limits(self, child: _State) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         """The limits of the states above a root of another backend."""
-        yield from self._left(set(child.with_parents()), child.backend, child.number)
-
-    def _left(
-        self, roots: Container[_State | None], backend: _OpenBackend, number: int
-    ) -> Iterator[tuple[_OpenBackend, ops.Op]]:
-        """The rest of the limits of ``roots``, as a limit of state ``number`` (0: all states)."""
-        now = anyio.current_time()
-        left_s = [deadline - now for root, deadline in self._deadlines if root in roots]
-        tokens = [limit.left for limit in self._token_limits if limit.root in roots]
-        if left_s or tokens:
-            deadline_s = max(0.0, min(left_s)) if left_s else None
-            yield backend, ops.Limit(number, deadline_s, max(0, min(tokens)) if tokens else None)
+        above = [self._limits[one] for one in child.with_parents() if one in self._limits]
+        if above:
+            yield child.backend, above[0].tightest(*above[1:]).as_op(child.number)
 
     def _spend(self, state: _State, num_tokens: int) -> Iterator[tuple[_OpenBackend, ops.Op]]:
-        """Charges tokens that one backend has counted. A limit that all backends use up together
-        ends in each."""
-        above = set(state.with_parents())
-        for limit in self._token_limits:
-            if limit.left > 0 and (limit.root is None or limit.root in above):
-                limit.left -= num_tokens
-                if limit.left <= 0:
-                    yield from self._everywhere(limit.root, None, 0)
+        """Charges tokens that one backend has counted to the limits in all backends."""
+        for root in (None, *state.with_parents()):
+            limit = self._limits.get(root)
+            if limit is not None and 0 < limit.tokens < math.inf:
+                left = max(0, limit.tokens - num_tokens)
+                self._limits[root] = limit._replace(tokens=left)
+                yield from self._everywhere(root, _Limit(tokens=left))
 
     # From events of the backends to events of the session.
 
@@ -597,8 +598,8 @@ class SeveralConnection:
             variable.error = event.error
         else:
             variable.extend(event)
-            if isinstance(event, Value):
-                yield from self._spend(variable.state, event.usage.output_tokens)
+        if (usage := spent(event)) is not None and usage.output_tokens:
+            yield from self._spend(variable.state, usage.output_tokens)
         for one in variable.imports:
             if (provide := variable.provided(one)) is not None:
                 yield one.state.backend, provide
@@ -686,7 +687,8 @@ class SeveralConnection:
             failures += [] if self._watched is None else [Watched(self._watched, error=info)]
         self.receive(backend, failures)
         if not is_final:  # the limits and images of the session are lost as well
-            self._react(self._left((None,), backend, 0))
+            if None in self._limits:
+                self._react([(backend, self._limits[None].as_op(0))])
             images = [known_file(source) for source in self._images if backend.has_media]
             for image in images:
                 self._react([(backend, op) for op in (parts_of_upload(image) if image is not None else ())])
@@ -699,5 +701,4 @@ class SeveralConnection:
                 del self._variables[number]
         if state.parent is not None and state in state.parent.children:
             state.parent.children.remove(state)
-        self._token_limits = [limit for limit in self._token_limits if limit.root is not state]
-        self._deadlines = [(root, when) for root, when in self._deadlines if root is not state]
+        self._limits.pop(state, None)

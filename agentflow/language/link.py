@@ -53,6 +53,7 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
     Watched,
+    spent,
     summed,
 )
 from agentflow.protocol.images import Image, known_file
@@ -238,22 +239,22 @@ class Link:
         await link.close(None, None, None)
 
     async def _leave(self, link: Link) -> None:
-        """Returns to the limits of one link, whose backend does not know the usage of the other."""
+        """Keeps the counters of the link, which ends."""
         if anyio.current_effective_deadline() != -math.inf:  # else the tasks of the link are cancelled, too
             with anyio.CancelScope(shield=True), anyio.move_on_after(_STATS_S), suppress(AgentflowError):
                 self._ended_stats = [summed([*self._ended_stats, await link._backend_stats()])]
         if link in self._links:
             self._links.remove(link)
-        if self._tokens_left is not None:
-            self.send([limit_op(0, None, self._tokens_left)], quiet=True)
 
-    def _spend(self, num_tokens: int) -> None:
-        """Takes tokens from the limit of all links. The other backends end their states at its end."""
+    def _spend(self, event: Value | VarFailed) -> None:
+        """Takes tokens from the limit of all links, and tells their backends how many are left."""
+        usage = spent(event)
+        num_tokens = 0 if usage is None else usage.output_tokens
         for link in self._links:
-            if link._tokens_left:
+            if num_tokens and link._tokens_left:
                 link._tokens_left = max(0, link._tokens_left - num_tokens)
-                if link is not self and not link._tokens_left:
-                    link.send([limit_op(0, None, 0)], quiet=True)
+                if len(self._links) > 1:
+                    link.send([limit_op(0, None, link._tokens_left)], quiet=True)
 
     def _end_spans(self, error: BaseException | None) -> None:
         if self.spans is not None:
@@ -451,10 +452,11 @@ class Link:
                             variable.extend_reasoning(event.reasoning_at, event.reasoning)
                         variable.extend(event.at, event.text)
                 case Value():
-                    self._spend(event.usage.output_tokens)
+                    self._spend(event)
                     if (variable := self.variables.get(event.var)) is not None:
                         variable.complete(event)
                 case VarFailed():  # the state fails too, by a separate event
+                    self._spend(event)
                     if (variable := self.variables.get(event.var)) is not None:
                         variable.fail(event.error)
                 case Reached():

@@ -441,6 +441,13 @@ class VarFailed(_Event, frozen=True):
     error: ErrorInfo
 
 
+def spent(event: Delta | Value | VarFailed) -> Usage | None:
+    """The usage of a generation that has ended with this event; None if it tells none."""
+    if isinstance(event, VarFailed):
+        return event.error.usage
+    return event.usage if isinstance(event, Value) else None
+
+
 class Reached(_Event, frozen=True):
     """All ops that were submitted to the state before the ``Await`` with this ticket are done."""
 

@@ -346,6 +346,21 @@ async def test_the_tokens_of_a_limit_are_shared_by_all_models(flow: af.Session) 
                 await state["y"]
 
 
+@pytest.mark.parametrize("is_of_session", [True, False])
+async def test_f37_tokens_of_one_model_leave_fewer_to_states_of_another(
+    flow: af.Session, is_of_session: bool
+) -> None:
+    async with flow.state() as s:
+        branch = s.copy(model="large")
+        limited = flow if is_of_session else s
+        limited.limit(output_tokens=3)  # each answer has two words
+        s += af.user("Hello") + af.gen("x")
+        assert len((await s["x"]).split()) == 2
+        branch += af.user("Hello") + af.gen("x")
+        with pytest.raises(BudgetExceeded):
+            await branch["x"]
+
+
 async def test_a_model_refuses_what_another_one_of_the_session_can() -> None:
     backends = {
         "able": LosableBackend(generator_of("able")),

@@ -287,6 +287,20 @@ async def test_batches_use_up_the_limits_of_the_session(vendor: FakeVendor) -> N
             await before["answer"]
 
 
+async def test_f37_runs_beside_a_batch_use_up_its_limit() -> None:
+    async with af.session(backend=af.Scripted(lambda call: "two words")) as flow:
+        flow.limit(output_tokens=5)
+        results = flow.map(ask, ["a", "b"], batch=True, on_error="return")
+        async with results:
+            ends: list[Any] = [await anext(results)]
+            try:
+                ends.append(await flow.run(ask, "c"))
+            except af.BudgetExceeded as error:
+                ends.append(error)
+            ends.append(await anext(results))
+    assert [type(end) for end in ends].count(af.BudgetExceeded) == 1
+
+
 async def test_a_limit_that_is_set_while_a_batch_runs_holds_there(vendor: FakeVendor) -> None:
     vendor.num_polls = 10**9
     async with session_on(vendor) as place:
