@@ -160,7 +160,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         """The tags of a ``tags`` constraint. ``BadArgument`` if the source is not a list of tags."""
         try:
             return msgspec.json.decode(self.source, type=tuple[TagRule, ...])
-        except (msgspec.DecodeError, UnicodeError) as error:
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise BadArgument(f"tags: the source is not a list of tags: {error}") from None
 
     def _check_sequence(self) -> None:

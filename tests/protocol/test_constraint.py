@@ -3,6 +3,8 @@ server."""
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 from support.observed_backends import Observed
@@ -30,6 +32,12 @@ def tags(*rules: dict) -> Constraint:
 
 AGE = {"begin": "<age>", "kind": "regex", "source": "[0-9]+", "end": "</age>"}
 WHO = {"begin": "<who>", "kind": "schema", "source": '{"type": "string"}', "end": "</who>"}
+
+
+def test_f37_a_source_of_tags_that_nests_too_deeply_is_refused():
+    nested = json.dumps([{**AGE, "more": None}]).replace("null", "[" * 50_000 + "]" * 50_000)
+    with pytest.raises(af.errors.BadArgument, match="not a list of tags"):
+        Constraint("tags", nested).check()
 
 
 def test_valid_constraints():

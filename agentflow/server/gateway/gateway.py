@@ -214,7 +214,7 @@ class Gateway:
         if request.method == "POST" and action in ("drain", "resume"):
             try:
                 named = msgspec.json.decode(await _small_body(request), type=_Named).target
-            except (msgspec.DecodeError, UnicodeError) as error:
+            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
                 text = 'send {"target": "http://…"}, the address of a target'
                 raise ApiError(400, "invalid_request", text) from error
             for target in self.targets:

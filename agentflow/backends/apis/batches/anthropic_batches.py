@@ -138,7 +138,7 @@ class AnthropicBatches:
         def read(line: bytes) -> None:
             try:
                 found = msgspec.json.decode(line, type=_Line)
-            except (msgspec.MsgspecError, UnicodeError) as error:
+            except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
                 raise ProtocolError(f"batch {batch} has a line that is not of its API: {error}") from error
             receive(found.custom_id, self._outcome(batch, found.result))
 

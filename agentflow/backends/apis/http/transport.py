@@ -413,7 +413,7 @@ class ApiTransport:
             raise self.errors.of_response(exchange.status, exchange.headers, exchange.body)
         try:
             return msgspec.json.decode(exchange.body)
-        except (msgspec.DecodeError, UnicodeError) as error:
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise ProtocolError(f"{self.errors.server} answered {path} without JSON") from error
 
     async def _exchange(
@@ -600,7 +600,7 @@ async def _pause(pause_s: float) -> None:
 def _error_in(body: bytes) -> Any:
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
     return found.get("error") if isinstance(found, dict) else None
 

@@ -128,7 +128,7 @@ def message_events(message: bytes) -> Iterator[ServerEvent]:
     API."""
     try:
         whole = msgspec.json.decode(message, type=_WholeMessage)
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ProtocolError(f"an answer is not of Anthropic's API: {error}") from error
     yield _event("message_start", message={"usage": whole.usage})
     for index, block in enumerate(whole.content):

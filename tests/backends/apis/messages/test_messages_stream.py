@@ -187,7 +187,12 @@ def test_a_whole_message_is_read_like_its_stream() -> None:
     assert answers_read[0] == answers_read[1]
 
 
-@pytest.mark.parametrize("message", [b"{}", b"[]", b"x", b'{"content": [1], "stop_reason": "end_turn"}'])
+NESTED = b'{"content": ' + b"[" * 50_000
+
+
+@pytest.mark.parametrize(
+    "message", [b"{}", b"[]", b"x", b'{"content": [1], "stop_reason": "end_turn"}', NESTED], ids=range(5)
+)
 def test_a_message_that_is_not_of_the_api_is_an_error(message: bytes) -> None:
     sink = MessagesReader(AnswerCollector(GenParams(), lambda text: None), ERRORS)
 
