@@ -305,3 +305,16 @@ def test_f37_whole_arguments_are_unchanged_and_on_one_line(
 def test_f37_deep_arguments_are_not_lost() -> None:
     text = '{"n":' + "[" * 500 + "]" * 500 + "}"
     assert bytes(arguments_json(text)) == text.encode()
+
+
+@given(PARTS, st.booleans())
+def test_f37_a_response_that_is_polled_is_encoded_once_for_each_change(
+    parts: list[Part], has_tokens: bool
+) -> None:
+    writer = response_writer(has_logprobs=has_tokens)
+    writer.queue()
+    for delta in deltas_of(parts, has_tokens=has_tokens):
+        before = writer.body
+        writer.write([delta])
+        assert writer.body == msgspec.json.encode(writer.answer)
+        assert (writer.body is before) == (writer.body == before)

@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.events import Usage
 from agentflow.server.compatible.error_format import OpenAIErrorFormat
@@ -68,6 +70,15 @@ class ResponseWriter(CommentedEvents):
         self._early: list[ChatTokenLogprob] = []  # tokens that came outside of a message, before its text
         self._open: OutputItem | None = None
         self._head = b""
+        self._body: bytes | None = None
+
+    @property
+    def body(self) -> bytes:
+        """The response so far, as JSON. An open item has no text yet, so most deltas do not change it: polls
+        read the same bytes."""
+        if self._body is None:
+            self._body = msgspec.json.encode(self.answer)
+        return self._body
 
     def start(self, prompt_tokens: int) -> bytes:
         """The events before the first delta."""
@@ -252,12 +263,14 @@ class ResponseWriter(CommentedEvents):
         answer.incomplete_details = Incomplete("max_output_tokens") if status == "incomplete" else None
         answer.usage = make_usage(end.usage)
         answer.completed_at = int(time.time())
+        self._body = None
         return begun + closed
 
     # Events
 
     def _prepare(self, kind: str, position: dict[str, Any]) -> None:
         """Encodes the constant part of the deltas of the open item."""
+        self._body = None  # the open item is complete now
         fields = {"type": kind, **position}
         self._head = event_head(kind.encode()) + encode_json(fields)[:-1] + b',"sequence_number":'
 
@@ -270,6 +283,7 @@ class ResponseWriter(CommentedEvents):
         return self._event(f"response.{kind}", {"response": self.answer})
 
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        self._body = None  # each change but those above has an event
         numbered = {"type": kind, "sequence_number": self._number(), **fields}
         return event(encode_json(numbered), kind.encode())
 

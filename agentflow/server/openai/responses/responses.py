@@ -122,7 +122,7 @@ async def _run_in_background(call: ApiCall, turn: _Turn, generator: TextGenerato
         writer.answer.id,
         call.tenant.name,
         memory,
-        lambda: msgspec.json.encode(writer.answer),
+        lambda: writer.body,
         turn.input_items,
         EventLog() if streams else None,
         call.has_valid_key,
