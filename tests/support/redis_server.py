@@ -10,14 +10,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from agentflow.errors import Overloaded
 from agentflow.server.stores.shared import SharedStore
 
 
@@ -81,3 +83,26 @@ async def shared_store(
     store = SharedStore(server.url, prefix=prefix or f"{secrets.token_hex(8)}:", **options)
     async with store.running():
         yield store
+
+
+@contextmanager
+def lost_answer(
+    store: SharedStore, script: str, then: Callable[[], Awaitable[None]] | None = None
+) -> Iterator[None]:
+    """The answer to the next run of this script is lost: Redis runs it, and the front cannot know that.
+    ``then``: happens before the front can ask again."""
+    run, is_lost = store.run, False
+
+    async def lose(asked: str, keys: list[str], arguments: list[Any]) -> Any:
+        nonlocal is_lost
+        answer = await run(asked, keys, arguments)
+        if asked == script and not is_lost:
+            is_lost = True
+            if then is not None:
+                await then()
+            raise Overloaded("the answer is lost")
+        return answer
+
+    with patch.object(store, "run", lose):
+        yield
+    assert is_lost

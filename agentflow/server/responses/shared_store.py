@@ -1,7 +1,8 @@
 """Responses and conversations that several fronts share, in Redis (``stores/entries``).
 
 The messages of a turn are stored as a turn of the entries, so the responses of one conversation share its
-history. Conversations have versions: a change that conflicts with another front's is retried.
+history. Conversations have versions: a change that conflicts with another front's is retried. They also have
+the ids of their last changes: if an answer of Redis is lost, they show whether the change took effect.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ ArgT = TypeVar("ArgT")
 _INLINE_BYTES: Final = 64 * 1024
 """Larger values are encoded and decoded in a thread."""
 _MAX_CHANGES: Final = 50
+_KEPT_CHANGES: Final = 16
 
 
 class _Item(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +57,7 @@ class _Conversation(msgspec.Struct, frozen=True, tag="conversation"):
     metadata: dict[str, str]
     items: tuple[_Item, ...]
     messages: tuple[Message, ...]
+    changes: tuple[bytes, ...] = ()  # the ids of the last ones
 
 
 _Kept: TypeAlias = _Response | _Conversation
@@ -86,11 +89,12 @@ class SharedResponses:
         stored: StoredResponse | StoredConversation,
         *,
         version: bytes = b"",
+        changes: tuple[bytes, ...] = (),
         runs_on: str | None = None,
     ) -> bool | None:
         """Stores a value. False if it is larger than the store, None if the entry has another version."""
         history = stored.history if isinstance(stored, StoredResponse) else None
-        data = await self._beside(stored.num_bytes, lambda _: _encoded(stored, runs_on), stored)
+        data = await self._beside(stored.num_bytes, lambda _: _encoded(stored, runs_on, changes), stored)
         num_bytes = len(data) + ENTRY_BYTES + ITEM_BYTES * len(stored.items)
         if num_bytes + (0 if history is None else history.total_bytes) > self._entries.max_bytes:
             return False
@@ -135,16 +139,16 @@ class SharedResponses:
     async def find_conversation(self, tenant: str, conversation_id: str) -> StoredConversation | None:
         """See ``Responses``."""
         found = await self._find_conversation(tenant, conversation_id)
-        return None if found is None else found[0]
+        return None if found is None else _conversation(found[0])
 
     async def _find_conversation(
         self, tenant: str, conversation_id: str
-    ) -> tuple[StoredConversation, bytes] | None:
+    ) -> tuple[_Conversation, bytes] | None:
         """The conversation and its version."""
         found = await self._find(tenant, conversation_id)
         if found is None or not isinstance(found[0], _Conversation):
             return None
-        return _conversation(found[0]), found[1]
+        return found[0], found[1]
 
     async def find_items(self, tenant: str, item_ids: Iterable[str]) -> Mapping[str, Item]:
         """See ``Responses``. Reads each response or conversation once."""
@@ -167,13 +171,25 @@ class SharedResponses:
         return items
 
     async def change(self, tenant: str, conversation_id: str, change: Change) -> StoredConversation | None:
-        """See ``Responses``. ``Overloaded`` if conflicting changes always came first."""
+        """See ``Responses``. ``Overloaded`` if conflicting changes always came first, or the store does not
+        answer."""
+        own, is_repeated = secrets.token_bytes(8), False
         for _ in range(_MAX_CHANGES):
             found = await self._find_conversation(tenant, conversation_id)
             if found is None:
                 return None
-            changed = change(found[0])
-            was_stored = await self._add(tenant, changed, version=found[1])
+            kept, version = found
+            if own in kept.changes:  # it was stored, and the answer was lost
+                return _conversation(kept)
+            changed = change(_conversation(kept))
+            changes = (*kept.changes, own)[-_KEPT_CHANGES:]
+            try:
+                was_stored = await self._add(tenant, changed, version=version, changes=changes)
+            except Overloaded:  # the client repeats its request, even if the change took effect
+                if is_repeated:
+                    raise
+                is_repeated = True
+                continue
             if was_stored is False:
                 raise TooLargeToKeep
             if was_stored:
@@ -205,11 +221,13 @@ class SharedResponses:
         return await anyio.to_thread.run_sync(function, argument, limiter=self._threads)
 
 
-def _encoded(stored: StoredResponse | StoredConversation, runs_on: str | None) -> bytes:
+def _encoded(
+    stored: StoredResponse | StoredConversation, runs_on: str | None, changes: tuple[bytes, ...]
+) -> bytes:
     if isinstance(stored, StoredConversation):
         items = tuple(map(_kept_item, stored.items))
         return msgspec.msgpack.encode(
-            _Conversation(stored.id, stored.created_at, stored.metadata, items, stored.messages)
+            _Conversation(stored.id, stored.created_at, stored.metadata, items, stored.messages, changes)
         )
     return msgspec.msgpack.encode(
         _Response(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import anyio
 import pytest
-from support.redis_server import RedisServer, shared_store
+from support.redis_server import RedisServer, lost_answer, shared_store
 from support.server.http_clients import only_asyncio
 
 from agentflow.protocol.chat import CalledTool, Message
@@ -18,7 +19,7 @@ from agentflow.server.responses.item import Item, Reasoning, Step
 from agentflow.server.responses.keeping import TooLargeToKeep
 from agentflow.server.responses.shared_store import SharedResponses
 from agentflow.server.responses.store import History, StoredConversation, StoredResponse
-from agentflow.server.stores.entries import _SWEEP, ENTRY_BYTES, SharedEntries
+from agentflow.server.stores.entries import _ADD, _SWEEP, ENTRY_BYTES, SharedEntries
 from agentflow.server.stores.shared import SharedStore
 
 pytestmark = pytest.mark.anyio
@@ -268,6 +269,28 @@ async def test_changes_of_several_fronts_are_all_kept(redis: RedisServer) -> Non
         assert found is not None
         assert {one.id for one in found.items} == {f"i{number}" for number in range(12)}
         assert await fronts[0].change("ann", "no", lambda found: found) is None
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+async def test_f37_a_change_whose_answer_is_lost_is_made_once(redis: RedisServer, is_followed: bool) -> None:
+    async with shared_store(redis) as here, shared_store(redis, here.prefix) as there:
+        fronts = [SharedResponses(SharedEntries(store, "r", 10**6, 60)) for store in (here, there)]
+        await fronts[0].add("ann", StoredConversation("c", 0, {}, (), (), 0))
+
+        def append(found: StoredConversation) -> StoredConversation:
+            items = (*found.items, item("i"))
+            return StoredConversation("c", 0, {}, items, (), sum(one.num_bytes for one in items))
+
+        async def change_elsewhere() -> None:
+            if is_followed:
+                await fronts[1].change("ann", "c", lambda found: replace(found, metadata={"a": "b"}))
+
+        with lost_answer(here, _ADD, change_elsewhere):
+            changed = await fronts[0].change("ann", "c", append)
+        found = await fronts[1].find_conversation("ann", "c")
+        assert found == changed
+        assert [one.id for one in found.items] == ["i"]
+        assert found.metadata == ({"a": "b"} if is_followed else {})
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 9_999, b"{}", b"\x81\xa4type\xa8response"])
