@@ -79,10 +79,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     """
     if q.device.type != "cpu":
         return attend_dense(q, k, v, mask, scale)
+    if mask is None:
+        mask = mask_of_few(q, k.shape[2])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, attn_mask=mask, scale=scale
     )
     return out, lse
+
+
+def mask_of_few(q: Tensor, num_keys: int) -> Tensor | None:
+    """Returns a mask that hides none of a few keys, to be added to the scores; None for more keys or on a
+    GPU. Without a mask, torch's attention on CPUs takes the keys for hidden if no score is a number, and
+    returns zeros: it drops NaN from the maximum of fewer scores than a vector has."""
+    return q.new_zeros(1, 1, 1, num_keys) if num_keys < 16 and q.device.type == "cpu" else None
 
 
 def attend_dense(

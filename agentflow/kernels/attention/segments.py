@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentflow.kernels.attention.group_attention import mask_of_few
 from agentflow.kernels.inputs import IntArray
 
 
@@ -29,5 +30,6 @@ def _equal_segments(q: Tensor, kv: Tensor, num: int, scale: float) -> Tensor:
     _, num_heads, head_dim = q.shape
     keys, values = kv.view(num, -1, 2, num_heads, head_dim).permute(2, 0, 3, 1, 4)
     queries = q.reshape(num, -1, num_heads, head_dim).transpose(1, 2)
-    out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, scale=scale)
+    mask = mask_of_few(queries, keys.shape[2])
+    out = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, mask, scale=scale)
     return out.transpose(1, 2).reshape(len(q), -1)

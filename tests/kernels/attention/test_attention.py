@@ -237,6 +237,22 @@ def test_a_row_of_infinite_keys_is_lost_alone(kernels: Kernels) -> None:
 
 
 @QUICK_KERNELS
+@DTYPES
+@pytest.mark.parametrize("num_keys", [1, 7, 15, 16, 40])
+def test_f37_a_row_without_a_score_that_is_a_number(
+    kernels: Kernels, dtype: torch.dtype, num_keys: int
+) -> None:
+    """All keys are NaN, but no value, as with damaged weights: zeros would look like a result."""
+    sizes = {"head_dim": 16, "num_heads": 2, "num_kv_heads": 2}
+    case = make_case([Shape(-1, 0, num_keys - 1, 1)], dtype=dtype, consecutive=True, **sizes)
+    case.kv_layer[:, 0] = math.nan
+    plan = kernels.attention.plan(batch_of(case), dtype, case.q.device)
+    assert kernels.attention.attend(case.q, case.kv_layer, plan, RULE).isnan().all()
+    kv, starts = case.kv_layer[:num_keys], np.array([0, num_keys])
+    assert kernels.attention.attend_segments(case.q.contiguous(), kv, starts, 0, SCALE).isnan().all()
+
+
+@QUICK_KERNELS
 def test_many_rows_over_one_prefix(kernels: Kernels) -> None:
     """More rows than one task or group has share a run, next to requests down to one token."""
     shared = [Shape(-1, 0, 300, 1), *[Shape(0, 290, 290 + i % 7, 1 + i % 3) for i in range(150)]]
