@@ -8,6 +8,7 @@ environment variables and keys of the configuration file from the fields that ha
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from typing import Annotated, Any
 
@@ -84,9 +85,19 @@ def allowed_values(kind: inspect.Type) -> str:
         case inspect.VarTupleType(item_type=item):
             return f"a list in which each item is {allowed_values(plain_type(item))}"
         case inspect.StrType(pattern=str() as pattern):
-            return f"a text of the form {pattern.strip('^$')}"
+            return _pattern_in_words(pattern)
         case _:
             return "a non-empty string"
+
+
+def _pattern_in_words(pattern: str) -> str:
+    """A simple pattern as in the usage of a command.
+
+    >>> _pattern_in_words(r"^(cpu|cuda(:\\d{1,3})?)$")
+    'cpu or cuda[:N]'
+    """
+    text = re.sub(r"\\d(\{1,\d\}|\+)", "N", pattern.strip("^$").removeprefix("(").removesuffix(")"))
+    return re.sub(r"\(([^()|]*)\)\?", r"[\1]", text).replace("|", " or ")
 
 
 def _range(kind: inspect.IntType | inspect.FloatType) -> str:

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -244,8 +245,47 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def check_tls(tls: Tls) -> None:
+    """``ServerError`` for a certificate or key that cannot be used. Asks no terminal for a password."""
+    was_asked = False
+
+    def password() -> str:
+        nonlocal was_asked
+        was_asked = True
+        return tls.key_password or ""
+
+    try:
+        for path in (tls.certificate, tls.key):
+            path.open("rb").close()
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certificate, tls.key, password)
+    except ssl.SSLError as error:
+        if error.reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
+            why = f"tls_key: {tls.key} is not the key of {tls.certificate}"
+        elif was_asked and tls.key_password is None:
+            why = f"tls_key: {tls.key} is encrypted: set AGENTFLOW_SERVE_TLS_KEY_PASSWORD"
+        elif was_asked:
+            why = f"tls_key_password does not decrypt {tls.key}"
+        elif not _is_certificate(tls.certificate):
+            why = f"tls_cert: {tls.certificate} is not a certificate in PEM format"
+        else:
+            why = f"tls_key: {tls.key} is not a private key in PEM format"
+        raise ServerError(why, param="tls") from error
+    except OSError as error:
+        raise ServerError(f"{error.filename} cannot be read: {error.strerror}", param="tls") from error
+
+
+def _is_certificate(path: Path) -> bool:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
+    except ssl.SSLError:
+        return False
+    return True
+
+
 def http_config(app: ASGIApp, limits: ServerLimits, tls: Tls | None) -> uvicorn.Config:
     """Returns uvicorn's configuration. ``ServerError`` for a certificate that cannot be used."""
+    if tls is not None:
+        check_tls(tls)
     config = uvicorn.Config(
         app,
         http=timed_http_protocol(limits.header_timeout_s, limits.idle_timeout_s),
@@ -265,10 +305,7 @@ def http_config(app: ASGIApp, limits: ServerLimits, tls: Tls | None) -> uvicorn.
         ws_ping_timeout=limits.ping_interval_s,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
-    try:
-        config.load()
-    except OSError as error:  # ssl.SSLError is one
-        raise ServerError(f"the TLS certificate or key cannot be used: {error}", param="tls") from error
+    config.load()
     return config
 
 

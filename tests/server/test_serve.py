@@ -24,9 +24,9 @@ from agentflow.runtime.generator import Generator
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models.models import one_model
-from agentflow.server.serve import Tls, listen, running_server, serve
+from agentflow.server.serve import Tls, check_tls, listen, running_server, serve
 
-TESTS = Path(__file__).parent.parent
+PEMS = Path(__file__).parent.parent / "support"
 
 
 anyio_backend = pytest.fixture(only_asyncio)
@@ -140,7 +140,7 @@ async def test_signal_handlers_are_left_alone() -> None:
 
 @pytest.mark.anyio
 async def test_a_server_on_tls_is_reached_with_its_certificate(tmp_path: Path) -> None:
-    pem = TESTS / "support" / "localhost_for_tests.pem"
+    pem = PEMS / "localhost_for_tests.pem"
     context = ssl.create_default_context(cafile=pem)
     async with running_server(one_model(Opening()), tls=Tls(pem, pem)) as server:
         assert server.url.startswith("wss://")
@@ -154,6 +154,31 @@ async def test_a_server_on_tls_is_reached_with_its_certificate(tmp_path: Path) -
             async with running_server(one_model(opening), tls=Tls(wrong, wrong)):
                 pytest.fail("it started")
     assert not opening.is_open
+
+
+@pytest.mark.parametrize(
+    ("key", "password", "why"),
+    [
+        (
+            "encrypted_key_for_tests.pem",
+            None,
+            r"tls_key: .* is encrypted: set AGENTFLOW_SERVE_TLS_KEY_PASSWORD",
+        ),
+        ("encrypted_key_for_tests.pem", "wrong", "tls_key_password does not decrypt"),
+        ("encrypted_key_for_tests.pem", "open", "tls_key: .* is not the key of"),
+        (__file__, None, "tls_key: .* is not a private key in PEM format"),
+    ],
+)
+def test_f37_an_unusable_key_is_named_without_a_question_at_the_terminal(
+    key: str, password: str | None, why: str
+) -> None:
+    with pytest.raises(ServerError, match=why):
+        check_tls(Tls(PEMS / "localhost_for_tests.pem", PEMS / key, password))
+
+
+def test_f37_an_unusable_certificate_is_named() -> None:
+    with pytest.raises(ServerError, match=r"tls_cert: .* is not a certificate in PEM format"):
+        check_tls(Tls(Path(__file__), PEMS / "localhost_for_tests.pem"))
 
 
 # Addresses

@@ -306,7 +306,8 @@ def _check(config: ServeConfig) -> None:
         ("keys_file", access.keys_file),
     ):
         if path is not None and not Path(path).expanduser().is_file():
-            raise BadArgument(f"{name}: no such file: {path}")
+            is_folder = Path(path).expanduser().is_dir()
+            raise BadArgument(f"{name}: {path} is a folder" if is_folder else f"{name}: no such file: {path}")
     has_keys = bool(access.api_keys) or access.keys_file is not None
     if not (has_keys or network.allow_anonymous or is_loopback(network.host)):
         raise BadArgument(

@@ -167,7 +167,7 @@ def test_engine_options_are_those_of_the_model():
         ({"kv_tokens": "0"}, ("--kv-tokens", "1", "'0'")),
         ({"memory_share": "nan"}, ("--memory-share", "0", "1", "nan")),
         ({"max_wait_s": "inf"}, ("--max-wait-s", "0", "inf")),
-        ({"device": "gpu"}, ("--device", "cpu", "cuda", "gpu")),
+        ({"device": "gpu"}, ("--device", "cpu or cuda[:N]", "gpu")),
         ({"dtype": "int8"}, ("--dtype", "bfloat16", "float32", "int8")),
         ({"host": ""}, ("--host", "''")),
         (
@@ -181,6 +181,7 @@ def test_engine_options_are_those_of_the_model():
         ({"tls_cert": "c.pem"}, ("tls_key",)),
         ({"tls_key_password": "x"}, ("tls_key_password", "tls_key")),
         ({"keys_file": "/no/such"}, ("keys_file", "/no/such")),
+        ({"keys_file": "/"}, ("keys_file", "/ is a folder")),
         ({"models": ("a", "a")}, ("--model", "'a'", "twice")),
         ({"models": ("=x",)}, ("--model", "'=x'")),
         ({"models": ("x=",)}, ("--model", "'x='")),
