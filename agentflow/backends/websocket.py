@@ -38,9 +38,8 @@ def handshake_error(url: str, response: Response) -> ServerError:
     status, reason = response.status_code, _reason(response)
     why = reason or "no reason given"
     if status == 401:
-        return NotAuthorized(
-            f"{url} requires a valid API key (HTTP 401): {why}: give it as af.session(url, api_key=…)"
-        )
+        remedy = "give api_key= to the session or --api-key to the command, or set AGENTFLOW_API_KEY"
+        return NotAuthorized(f"{url} requires a valid API key (HTTP 401): {why}: {remedy}")
     if status == 403 and reason:
         return NotAuthorized(f"{url} denies access (HTTP 403): {why}")
     if status not in (429, 503):

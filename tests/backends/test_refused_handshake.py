@@ -212,3 +212,8 @@ async def test_a_rate_limit_of_a_request_has_its_retry_after(server: ThreadServe
     assert error.retry_after_s == 2.5
     with anyio.fail_after(10):
         await server.wait_until_idle()
+
+
+def test_f37_the_remedy_for_a_missing_key_fits_programs_and_commands():
+    message = str(handshake_error("ws://host:1/", Response(401, "", Headers(), b"")))
+    assert all(way in message for way in ("api_key=", "--api-key", "AGENTFLOW_API_KEY"))
