@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
-from support.docs.page_blocks import DOCS
+from support.docs.page_blocks import DOCS, ROOT
 
+from agentflow.cli.main import _commands
 from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.store.catalog import CATALOG
 from agentflow.engine.store.gguf.architectures import ARCHITECTURES
@@ -99,3 +101,32 @@ def test_the_page_of_models_has_the_short_names() -> None:
         )
         for model in CATALOG.values()
     ]
+
+
+def test_f37_the_page_has_every_environment_variable() -> None:
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "agentflow").rglob("*.py"))
+    read = set(re.findall(r"\"(AGENTFLOW_[A-Z_]+)\"", code))
+    table = (DOCS / "operating" / "install.md").read_text(encoding="utf-8").partition("## Environment")[2]
+    listed = re.findall(r"`(AGENTFLOW_[A-Z_]+)…?`", table)
+    assert len(read) > 8
+    assert sorted(listed) == sorted(read)
+
+
+PAGES = [ROOT / "README.md", *DOCS.rglob("*.md")]
+
+
+def test_f37_the_flags_of_commands_on_all_pages_exist() -> None:
+    known: dict[str, set[str]] = {}
+    for command in _commands():
+        parser = argparse.ArgumentParser()
+        command.add_options(parser)
+        known[command.name] = {"--help", *parser._option_string_actions}
+    shown = [
+        (name, flag)
+        for page in PAGES
+        for name, rest in re.findall(r"\bagentflow (\w+) ([^`\n#|]*)", page.read_text(encoding="utf-8"))
+        for flag in re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", rest.partition(" && ")[0])
+        if name in known
+    ]
+    assert len(shown) > 30
+    assert [(name, flag) for name, flag in shown if flag not in known[name]] == []
