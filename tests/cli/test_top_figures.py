@@ -254,3 +254,8 @@ def test_a_model_whose_replicas_do_not_all_serve_is_marked():
     shown = console.file.getvalue()
     assert shown.count("(1 of 3 up)") == 1
     assert "down" not in shown
+
+
+def test_f37_a_gateway_has_no_load_to_show():
+    with pytest.raises(ProtocolError, match="is a gateway"):
+        parse_metrics(b'agentflow_gateway_target_up{target="http://a:1"} 1\n', URL, 0.0)

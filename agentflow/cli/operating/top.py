@@ -341,6 +341,8 @@ def parse_metrics(content: bytes, url: str, at_s: float) -> Scrape:
         ]
     except (ValueError, KeyError, IndexError):  # the parser's errors for other content
         samples = []
+    if any(sample.name.startswith("agentflow_gateway_") for sample in samples):
+        raise ProtocolError(f"{url} is a gateway: give the URL of one of its servers")
     if not samples:
         raise ProtocolError(f"{url} has no metrics of an agentflow server")
     return Scrape(at_s, samples)
