@@ -149,6 +149,12 @@ export class Connection {
     this.#write();
   }
 
+  /** Throws what `send` would throw for one of these ops, which are sent next. */
+  check(ops: readonly Op[]): void {
+    if (this.error) throw this.error;
+    this.#queue.check(ops);
+  }
+
   /** Whether the server knows the state. */
   isOpen(state: number): boolean {
     return !this.error && this.#cursors.isOpen(state);

@@ -155,6 +155,8 @@ class Recorder implements Link {
     for (const image of images) this.images.add(image);
   }
 
+  prepare(): void {}
+
   addState(state: State): void {
     this.states.set(state.number, state);
   }

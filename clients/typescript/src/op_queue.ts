@@ -16,6 +16,7 @@ const UNLIMITED: ReadonlySet<Op["op"]> = new Set([
   "await",
   "cancel",
   "close",
+  "end",
   "getgraph",
   "getstats",
   "peek",
@@ -37,6 +38,7 @@ export class OpQueue {
   #numSent = 0; // of those from `#head` on
   #numAcked = 0;
   #bytes = 0;
+  readonly #checked = new WeakMap<Op, EncodedOp>(); // ops do not change
 
   /**
    * `frameBytes`: the largest frame. `maxBytes`: the largest sum of ops that are not acknowledged, to which ops that
@@ -57,6 +59,33 @@ export class OpQueue {
    * number that is not finite, and `BacklogFull` if too much is not acknowledged for an op that adds something.
    */
   add(op: Op): number {
+    const encoded = this.#encoded(op);
+    this.#checkRoom([op]);
+    this.#bytes += encoded.bytes;
+    this.#ops.push(encoded);
+    return this.#numAcked + this.length;
+  }
+
+  /** Throws what `add` would throw for one of these ops, which are added next, one after the other. */
+  check(ops: readonly Op[]): void {
+    this.#checkRoom(ops);
+  }
+
+  #checkRoom(ops: readonly Op[]): void {
+    let bytes = this.#bytes;
+    for (const op of ops) {
+      bytes += this.#encoded(op).bytes;
+      if (bytes > this.maxBytes && !UNLIMITED.has(op.op)) {
+        throw new BacklogFull(
+          `${op.op}: ${this.length} ops with ${this.#bytes} bytes are not acknowledged: await something first`,
+        );
+      }
+    }
+  }
+
+  #encoded(op: Op): EncodedOp {
+    const known = this.#checked.get(op);
+    if (known) return known;
     const text = JSON.stringify(op);
     if (text.includes("\\ud") && HALF_PAIR.test(text)) {
       throw new BadArgument(`${op.op}: a text holds half a surrogate pair`);
@@ -68,14 +97,9 @@ export class OpQueue {
         `${op.op}: the op takes ${bytes} bytes, and the server accepts frames of at most ${this.frameBytes}`,
       );
     }
-    if (this.#bytes + bytes > this.maxBytes && !UNLIMITED.has(op.op)) {
-      throw new BacklogFull(
-        `${op.op}: ${this.length} ops with ${this.#bytes} bytes are not acknowledged: await something first`,
-      );
-    }
-    this.#bytes += bytes;
-    this.#ops.push({ text, bytes });
-    return this.#numAcked + this.length;
+    const encoded = { text, bytes };
+    this.#checked.set(op, encoded);
+    return encoded;
   }
 
   /** An `ops` frame with as many waiting ops as fit, which count as sent from now on. */

@@ -316,6 +316,11 @@ class SessionLink implements RunLink {
     this.#connection.send(op);
   }
 
+  prepare(ops: readonly Op[], images: readonly Image[]): void {
+    this.#uploads.send(images, this.#connection.frameBytes);
+    this.#connection.check(ops);
+  }
+
   want(variable: number, how: "stream" | "value"): void {
     try {
       this.send({ op: "want", var: variable, how });

@@ -41,6 +41,8 @@ export interface Link {
   nextNumber(): number;
   /** `images`: those that the op refers to. */
   send(op: Op, images?: readonly Image[]): void;
+  /** Throws if one of these ops cannot be sent, which are sent next: a turn is appended as a whole or not at all. */
+  prepare(ops: readonly Op[], images: readonly Image[]): void;
   addState(state: State): void;
   addVariable(variable: Variable): void;
   /** The gen has no seed: one can be derived from its place. */
@@ -61,6 +63,13 @@ interface TurnPosition {
   readonly lastRole?: string;
   /** Something was appended after the last turn. */
   readonly hasText?: boolean;
+}
+
+/** An op that appends text or an image, and what it appends. */
+interface Content {
+  readonly op: Op;
+  readonly said: readonly Entry[];
+  readonly images?: readonly Image[];
 }
 
 /** The content of one model's context, which grows with each op, and which can be forked. */
@@ -125,26 +134,38 @@ export class State {
 
   /** Appends a tool's turn: the answer to a call of a reply. */
   tool(call: { id?: string; name: string }, ...parts: Part[]): this {
-    this.begin("tool", call);
-    if (parts.length) this.text(...parts);
-    return this.end();
+    return this.#turn("tool", parts, call);
   }
 
   /** Appends text, as content: special tokens of the model in it stay text; or images. */
   text(...parts: Part[]): this {
+    const contents = this.#contentsOf(parts, this.#position.openRole);
+    if (contents.length > 1) this.#prepare(contents);
+    return this.#append(contents);
+  }
+
+  /** Appends an image, in a turn of the user or of a tool. A text is an `https:` URL. */
+  image(source: Image | string): this {
+    return this.text(typeof source === "string" ? imageAt(source) : source);
+  }
+
+  /** The ops that append these parts to a turn of the role, or to the text outside the turns. */
+  #contentsOf(parts: readonly Part[], role: string | undefined): Content[] {
+    const contents: Content[] = [];
     let open: (string | Ref)[] = [];
     let said: TextPart[] = [];
     let room = MAX_TEXT_CHARS;
     const flush = (): void => {
-      if (open.length) this.#send({ op: "text", state: this.number, parts: open });
-      this.#transcript.add(...said);
+      if (open.length) contents.push({ op: { op: "text", state: this.number, parts: open }, said });
       [open, said] = [[], []];
       room = MAX_TEXT_CHARS;
     };
     for (const part of parts) {
       if (part instanceof Image) {
         flush();
-        this.image(part);
+        checkImages(role);
+        const op: Op = { op: "image", state: this.number, source: part.source };
+        contents.push({ op, said: [part], images: [part] });
         continue;
       }
       for (const piece of typeof part === "string" ? splitText(part, MAX_TEXT_CHARS) : [this.#ref(part)]) {
@@ -157,32 +178,45 @@ export class State {
       }
     }
     flush();
-    if (this.#position.openRole === undefined) this.#position = { ...this.#position, hasText: true };
-    return this;
+    return contents;
   }
 
-  /** Appends an image, in a turn of the user or of a tool. A text is an `https:` URL. */
-  image(source: Image | string): this {
-    const role = this.#position.openRole;
-    checkImages(role);
-    const image = typeof source === "string" ? imageAt(source) : source;
-    this.#send({ op: "image", state: this.number, source: image.source }, [image]);
-    this.#transcript.add(image);
-    if (role === undefined) this.#position = { ...this.#position, hasText: true };
+  #prepare(contents: readonly Content[], before: readonly Op[] = []): void {
+    this.#check();
+    this.#link.prepare(
+      [...before, ...contents.map(({ op }) => op)],
+      contents.flatMap(({ images = [] }) => images),
+    );
+  }
+
+  #append(contents: readonly Content[]): this {
+    for (const { op, said, images } of contents) {
+      this.#send(op, images);
+      this.#transcript.add(...said);
+    }
+    if (this.#position.openRole === undefined) this.#position = { ...this.#position, hasText: true };
     return this;
   }
 
   /** Opens a turn; `end` closes it. */
   begin(role: BeginOp["role"], call: { id?: string; name?: string } = {}): this {
+    return this.#open(this.#beginOp(role, call));
+  }
+
+  #beginOp(role: BeginOp["role"], call: { id?: string; name?: string } = {}): BeginOp {
     if (this.#position.openRole !== undefined) {
       throw new BadArgument(`a ${role} turn cannot stand inside another turn: the ${this.#position.openRole} turn is open`);
     }
     const op: BeginOp = { op: "begin", state: this.number, role };
     if (call.id !== undefined) op.tool_call_id = call.id;
     if (call.name !== undefined) op.name = call.name;
+    return op;
+  }
+
+  #open(op: BeginOp): this {
     this.#send(op);
     this.#transcript.add({ begin: op });
-    this.#position = { openRole: role };
+    this.#position = { openRole: op.role };
     return this;
   }
 
@@ -222,31 +256,27 @@ export class State {
    */
   gen(name: string, options: GenOptions = {}): Variable {
     const fields = genFields(options);
-    const makesTurn = this.#beginTurn(`gen(${JSON.stringify(name)})`, options.reply === true);
-    const variable = this.#declare(name, (number) => ({
-      op: "gen",
-      state: this.number,
-      var: number,
-      name,
-      ...fields,
-    }));
+    const begin = this.#beginningOf(`gen(${JSON.stringify(name)})`, options.reply === true);
+    const gen = (number: number): Op => ({ op: "gen", state: this.number, var: number, name, ...fields });
+    const variable = this.#declare(name, gen, begin);
     if (fields.params.seed == null) this.#link.addPlace(variable, this.#seedPlace());
     this.#transcript.add(options.reply ? { replyOf: variable } : variable);
     this.#numGens++;
-    if (makesTurn || (options.reply && this.#position.closesWithReply)) this.end();
+    if (begin || (options.reply && this.#position.closesWithReply)) this.end();
     return variable;
   }
 
   /** Appends the likeliest of several choices, which becomes the variable's value. */
   select(name: string, choices: readonly string[], options: { method?: SelectOp["method"] } = {}): Variable {
-    const makesTurn = this.#beginTurn(`select(${JSON.stringify(name)})`, false);
-    const variable = this.#declare(name, (number) => {
+    const begin = this.#beginningOf(`select(${JSON.stringify(name)})`, false);
+    const select = (number: number): Op => {
       const op: SelectOp = { op: "select", state: this.number, var: number, name, choices: [...choices] };
       if (options.method) op.method = options.method;
       return op;
-    });
+    };
+    const variable = this.#declare(name, select, begin);
     this.#transcript.add(variable);
-    if (makesTurn) this.end();
+    if (begin) this.end();
     return variable;
   }
 
@@ -428,38 +458,42 @@ export class State {
     return `(${path})/${this.#numGens}`;
   }
 
-  #turn(role: BeginOp["role"], parts: Part[]): this {
-    if (parts.some((part) => part instanceof Image)) checkImages(role);
-    this.begin(role);
-    if (parts.length) this.text(...parts);
-    return this.end();
+  #turn(role: BeginOp["role"], parts: Part[], call?: { id?: string; name: string }): this {
+    const begin = this.#beginOp(role, call);
+    const contents = this.#contentsOf(parts, role);
+    this.#prepare(contents, [begin]);
+    return this.#open(begin).#append(contents).end();
   }
 
-  /** Opens the assistant's turn for a gen or select that stands outside of the turns. Whether it did. */
-  #beginTurn(what: string, isReply: boolean): boolean {
+  /** What opens the assistant's turn for a gen or select that stands outside of the turns. */
+  #beginningOf(what: string, isReply: boolean): BeginOp | undefined {
     const { openRole, lastRole, hasText } = this.#position;
     if (openRole !== undefined) {
       if (isReply && openRole !== "assistant") {
         throw new BadArgument(`${what}: the ${openRole} turn is open: end it first`);
       }
-      return false;
+      return undefined;
     }
     if (!isReply) {
-      if (lastRole === undefined) return false;
+      if (lastRole === undefined) return undefined;
       if (hasText) throw new BadArgument(`${what} follows text outside the turns: put both into one turn`);
       if (lastRole === "assistant") {
         throw new BadArgument(`${what} follows the end of the assistant's turn: append a user's turn first`);
       }
     }
-    this.begin("assistant");
-    return true;
+    return this.#beginOp("assistant");
   }
 
-  #declare(name: string, opOf: (number: number) => Op): Variable {
+  /** `begin`: is sent before the op, if both can be sent. */
+  #declare(name: string, opOf: (number: number) => Op, begin?: BeginOp): Variable {
     this.#check();
     const number = this.#link.nextNumber();
     const variable = new Variable(this, number, name);
     const op = opOf(number);
+    if (begin) {
+      this.#prepare([{ op, said: [] }], [begin]);
+      this.#open(begin);
+    }
     this.#send(op);
     this.#link.addVariable(variable);
     return variable;

@@ -104,8 +104,10 @@ test("an image is uploaded once, before the first op that refers to it", { timeo
     at += Buffer.from(data, "base64").length;
   }
   const [before, after] = [kindsOf(server.accepted).indexOf("upload"), kindsOf(server.accepted).lastIndexOf("upload")];
-  assert.deepEqual(kindsOf(server.accepted.slice(before - 3, before)), ["open", "begin", "text"]);
-  assert.deepEqual(server.accepted.slice(after + 1, after + 4), [
+  assert.deepEqual(kindsOf(server.accepted.slice(0, before)), ["open"]);
+  assert.deepEqual(server.accepted.slice(after + 1, after + 6), [
+    { op: "begin", state: 1, role: "user" },
+    { op: "text", state: 1, parts: ["Look: "] },
     { op: "image", state: 1, source: chart.source },
     { op: "text", state: 1, parts: ["!"] },
     { op: "end", state: 1 },

@@ -3,6 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { Graph } from "../src/graph.js";
+import { image } from "../src/image.js";
 import type { Op } from "../src/protocol.js";
 import { connect, type Session } from "../src/session.js";
 import { FakeServer, settle } from "./support/fake_server.js";
@@ -252,6 +253,38 @@ test("a number that is not finite is refused, as JSON would drop it", async () =
   await settle(server);
   const kinds = server.accepted.map(({ op }) => op).filter((op) => op !== "begin" && op !== "end");
   assert.deepEqual(kinds, ["open", "limit", "text"]);
+  await Promise.all([session.close(), settle(server)]);
+});
+
+test("f37: a turn that cannot be sent as a whole is not begun", async () => {
+  const server = new FakeServer(texts);
+  const connecting = connect({ url: "ws://fake", WebSocket: server.WebSocket, maxBufferedBytes: 1000 });
+  await settle(server);
+  const session = await connecting;
+  const state = session.state();
+  let numSeen = 0;
+  const sentKinds = async (): Promise<string[]> => {
+    await settle(server);
+    server.send(); // acknowledges
+    await settle(server);
+    const found = server.accepted.slice(numSeen).map(({ op }) => op);
+    numSeen += found.length;
+    return found;
+  };
+  assert.throws(() => state.user("half a pair: \ud83d"), { code: "bad_argument" });
+  assert.throws(() => state.user("a", "b".repeat(900)), { code: "backlog_full" });
+  assert.throws(() => state.tool({ name: "tool" }, "c".repeat(900)), { code: "backlog_full" });
+  state.user("a");
+  assert.throws(() => state.gen("answer", { regex: "\udc00" }), { code: "bad_argument" });
+  assert.throws(() => state.select("answer", ["d".repeat(900)]), { code: "backlog_full" });
+  state.gen("answer");
+  state.user("e");
+  const expected = ["begin", "text", "end", "begin", "gen", "end", "begin", "text", "end"];
+  assert.deepEqual(await sentKinds(), ["open", ...expected]);
+  const picture = await image(`https://host/${"g".repeat(400)}`);
+  assert.throws(() => state.user("f".repeat(600), picture), { code: "backlog_full" });
+  state.assistant("h");
+  assert.deepEqual(await sentKinds(), ["begin", "text", "end"]);
   await Promise.all([session.close(), settle(server)]);
 });
 
