@@ -371,13 +371,15 @@ class SessionLink implements RunLink {
         this.#variables.get(event.var)?.receive(event.text, event.reasoning, event.reasoning_at);
         break;
       case "value":
-        this.#variables.get(event.var)?.finish(event);
+      case "varfailed": {
+        const variable = this.#variables.get(event.var);
+        if (!variable) break;
+        if (event.event === "value") variable.finish(event);
+        else variable.fail(receivedError(event.error));
         this.#variables.delete(event.var);
+        if (!this.isOpen(variable.state)) this.#forget(variable.state);
         break;
-      case "varfailed":
-        this.#variables.get(event.var)?.fail(receivedError(event.error));
-        this.#variables.delete(event.var);
-        break;
+      }
       case "reached":
       case "statefailed": {
         const state = this.#states.get(event.state);

@@ -2,11 +2,14 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import { setFlagsFromString } from "node:v8";
+import { runInNewContext } from "node:vm";
 import { Graph } from "../src/graph.js";
 import { image } from "../src/image.js";
 import type { Op } from "../src/protocol.js";
 import { connect, type Session } from "../src/session.js";
-import { FakeServer, settle } from "./support/fake_server.js";
+import type { State } from "../src/state.js";
+import { FakeServer, settle, turn } from "./support/fake_server.js";
 
 const texts = new Map(["a", "b", "answer", "grade"].map((name) => [name, name]));
 
@@ -285,6 +288,35 @@ test("f37: a turn that cannot be sent as a whole is not begun", async () => {
   assert.throws(() => state.user("f".repeat(600), picture), { code: "backlog_full" });
   state.assistant("h");
   assert.deepEqual(await sentKinds(), ["begin", "text", "end"]);
+  await Promise.all([session.close(), settle(server)]);
+});
+
+test("f37: a state that was closed before its last variable ended is not kept", { timeout: 20_000 }, async () => {
+  setFlagsFromString("--expose-gc");
+  const collect = runInNewContext("gc") as () => void;
+  const server = new FakeServer(new Map([["first", "1"], ["second", "2"]]));
+  const session = await opened(server);
+  const closed = (): [first: number, second: number, done: Promise<void>, state: WeakRef<State>] => {
+    const state = session.state();
+    const first = state.gen("first");
+    const done = state.done();
+    const second = state.gen("second");
+    state.close();
+    return [first.number, second.number, done, new WeakRef(state)];
+  };
+  const [first, second, done, state] = closed();
+  await settle(server);
+  server.send(...server.progress(first, 9), { event: "reached", state: 1, ticket: 1 });
+  await settle(server);
+  await done;
+  server.send(...server.progress(second, 9));
+  await settle(server);
+  assert.ok(server.isEmpty);
+  for (let round = 0; state.deref(); round++) {
+    assert.ok(round < 100, "the session keeps it");
+    await turn();
+    collect();
+  }
   await Promise.all([session.close(), settle(server)]);
 });
 
