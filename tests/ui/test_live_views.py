@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import urlencode
 
 import pytest
@@ -21,6 +22,10 @@ from support.ui.http import complete, get
 from support.ui.screen import Screen
 from support.ui.stage import Stage
 from support.ui.tenants import KEYS, tenants
+
+from agentflow.errors import Overloaded
+from agentflow.runtime.interpreter import observation
+from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 
 Visit = Callable[..., Screen]
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "%": 0.01, "s": 1.0, "ms": 1e-3, "µs": 1e-6}
@@ -243,6 +248,26 @@ def test_an_operator_sees_all_sizes_and_no_text(shared_engine: ApiServer, visit:
     expect(screen.page.get_by_role("treeitem").nth(1)).to_be_visible()
     assert "apricots" not in screen.page.content()
     assert "battleships" not in screen.page.content()
+
+
+def test_f37_a_watch_that_the_server_had_no_room_for_is_requested_again(
+    shared_engine: ApiServer, visit: Visit
+) -> None:
+    tried: list[int] = []
+
+    def reserved(memory: MemoryBudget, num_bytes: int) -> MemoryReservation:
+        tried.append(num_bytes)
+        if len(tried) == 1:
+            raise Overloaded("no room")
+        return MemoryReservation(memory, num_bytes)
+
+    screen = visit(shared_engine.url)
+    screen.expect_problem("401|WebSocket connection to")
+    screen.open("tree")
+    with patch.object(observation, "MemoryReservation", reserved):
+        screen.give_key(KEYS["ann"])
+        expect(screen.view("tree")).to_contain_text("queue is full")
+        expect(screen.view("tree")).not_to_contain_text("queue is full")
 
 
 def test_a_recording_opens_and_a_truncated_one_is_a_sentence(

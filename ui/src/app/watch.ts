@@ -1,11 +1,14 @@
 // A view's watch of the engine: from when the view is shown until it is left, across new sessions.
-import { AgentflowError } from "agentflow-client";
+import { AgentflowError, Overloaded } from "agentflow-client";
 import { useSignalEffect } from "@preact/signals";
 import { useRef, useState } from "preact/hooks";
 import { sentenceOf, session } from "./session";
 
 export type { Watched, WatchedRequest, StepRecord, TreeDelta, TreeNode, Stats } from "agentflow-client";
 import type { Watched } from "agentflow-client";
+
+/** After this time, a server that was too busy for a watch is asked again. */
+const AGAIN_S = 2;
 
 interface Options {
   readonly steps: boolean;
@@ -32,18 +35,23 @@ export function useWatch(options: Options, receive: (watched: Watched) => void):
     return () => abort.abort();
 
     async function follow(): Promise<void> {
-      try {
-        for await (const watched of now!.watch({ ...options, signal: abort.signal })) {
-          const error = watched.error ?? null;
-          setProblem(error && "The engine is restarting: what is shown is from before.");
-          if (error !== null) continue;
-          hasSeen.current = true;
-          newest.current(watched);
+      while (!abort.signal.aborted) {
+        try {
+          for await (const watched of now!.watch({ ...options, signal: abort.signal })) {
+            const error = watched.error ?? null;
+            setProblem(error && "The engine is restarting: what is shown is from before.");
+            if (error !== null) continue;
+            hasSeen.current = true;
+            newest.current(watched);
+          }
+          return;
+        } catch (error) {
+          if (abort.signal.aborted) return;
+          const isOld = error instanceof AgentflowError && error.code === "protocol_error";
+          setProblem(isOld ? "This server cannot be watched." : sentenceOf(error));
+          if (!(error instanceof Overloaded)) return;
+          await new Promise((resolve) => setTimeout(resolve, (error.retryAfterS ?? AGAIN_S) * 1000));
         }
-      } catch (error) {
-        if (abort.signal.aborted) return;
-        const isOld = error instanceof AgentflowError && error.code === "protocol_error";
-        setProblem(isOld ? "This server cannot be watched." : sentenceOf(error));
       }
     }
   });
