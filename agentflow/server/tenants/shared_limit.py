@@ -10,8 +10,8 @@ lease.
 So, with F fronts, a tenant starts within a minute at most (1 + F/32) times the requests that one front would
 start, and each front may admit one more prompt that takes the bucket of tokens below zero. The limit of costs
 is never exceeded. If a front is lost, so are its lease and the highest costs of its calls. If an answer of
-Redis is lost, the front cannot know whether its change took effect: the credit that it gave back, or asked
-for, counts as lost, and a debt as unpaid. The limit of unfinished requests applies to each front separately.
+Redis is lost, the front cannot know whether its exchange took effect until Redis answers again: Redis keeps
+the number of the front's last exchange. The limit of unfinished requests applies to each front separately.
 
 The value of a tenant in Redis is the text of its buckets. It is computed in Python, whose integers are exact,
 and Redis replaces it only if it is still the value that was read. The time is Redis's.
@@ -55,11 +55,12 @@ _SECOND_NS: Final = 1_000_000_000
 _BUCKET: Final = re.compile(rb"([0-9]{1,40}) (-?[0-9]{1,40}) ([0-9]{1,20})")
 _NAMES: Final = ("requests", "tokens", "cost")
 
-_READ: Final = "return {redis.call('GET', KEYS[1]), redis.call('TIME')}"
+_READ: Final = "return {redis.call('GET', KEYS[1]), redis.call('TIME'), redis.call('GET', KEYS[2])}"
 _REPLACE: Final = """
 local found = redis.call('GET', KEYS[1])
-if (found or '') ~= ARGV[1] then return {found, redis.call('TIME')} end
+if (found or '') ~= ARGV[1] then return {found, redis.call('TIME'), redis.call('GET', KEYS[2])} end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[3])
 return 1
 """
 
@@ -124,18 +125,67 @@ class Lease(Bucket):
         return change
 
 
+@dataclass
+class _Exchange:
+    """An exchange of this front. ``changes``: of the credit of each lease."""
+
+    number: bytes
+    changes: list[tuple[Lease, int]]
+
+
 class SharedAccount(TenantBuckets):
     """The leases and unfinished requests of one tenant."""
 
     def __init__(self) -> None:
         super().__init__()
         self.exchanging = anyio.Lock()
+        self._num_exchanges = 0
+        self._unsure: list[_Exchange] = []  # those that have no answer; at most one of them took effect
+
+    def begin(self, changes: list[tuple[Lease, int]]) -> _Exchange:
+        """The start of an exchange. Credit that it returns is gone from now on: others may get it."""
+        self._num_exchanges += 1
+        made = _Exchange(b"%d" % self._num_exchanges, changes)
+        self._unsure.append(made)
+        for lease, change in changes:
+            lease.credit += min(0, change)
+        return made
+
+    def undone(self, made: _Exchange, last: object) -> None:
+        """The end of an exchange that did not take effect. ``last``: as for ``find_done``."""
+        self._undo(made)
+        self.find_done(last)
+
+    def find_done(self, last: object) -> None:
+        """Applies an exchange that took effect although its answer was lost. ``last``: the number of this
+        front's last exchange in Redis."""
+        for made in self._unsure:
+            if made.number == last:
+                self._apply(made)
+                return
+
+    def done(self, made: _Exchange) -> None:
+        """The end of an exchange that took effect. It changed the shared value, so earlier ones no longer
+        can."""
+        self._apply(made)
+        for earlier in [*self._unsure]:
+            self._undo(earlier)
+
+    def _apply(self, made: _Exchange) -> None:
+        self._unsure.remove(made)
+        for lease, change in made.changes:
+            lease.credit += max(0, change)  # requests may have used some meanwhile
+
+    def _undo(self, made: _Exchange) -> None:
+        self._unsure.remove(made)
+        for lease, change in made.changes:
+            lease.credit -= min(0, change)
 
     def new_bucket(self, capacity: int, now_ns: int, period_ns: int) -> Bucket:
         return Lease(capacity, now_ns, period_ns)
 
     def is_idle(self, now_ns: int) -> bool:
-        return not self.exchanging.locked() and super().is_idle(now_ns)
+        return not self.exchanging.locked() and not self._unsure and super().is_idle(now_ns)
 
     def leases(self) -> list[tuple[str, Lease]]:
         """The leases of the limits that the tenant has, or had."""
@@ -144,8 +194,10 @@ class SharedAccount(TenantBuckets):
 
     def is_unsettled(self, now_ns: int) -> bool:
         """Whether the shared buckets should change, or be read."""
-        return self.must_read or any(
-            lease.credit < 0 or (lease.credit and lease.is_idle(now_ns)) for _, lease in self.leases()
+        return (
+            self.must_read
+            or bool(self._unsure)
+            or any(lease.credit < 0 or (lease.credit and lease.is_idle(now_ns)) for _, lease in self.leases())
         )
 
 
@@ -251,13 +303,16 @@ class SharedGate(TenantGate):
         self, name: str, account: SharedAccount, wanted: dict[str, int], *, is_last: bool = False
     ) -> None:
         """Pays debts, returns idle credit, and takes new leases, in one step. The caller holds
-        ``account.exchanging``. Must not be cancelled before the server ends: credit would be lost, and paid
-        debts would be paid again. Takes at most a few times ``ANSWER_TIMEOUT_S``."""
+        ``account.exchanging``. Must not be cancelled before the server ends: its credit would be there only
+        after the next exchange. Takes at most a few times ``ANSWER_TIMEOUT_S``."""
         key = self._store.key("limits", name)
-        reply = await self._store.run(_READ, [key], [])
+        keys = [key, self._store.key("limits-exchange", name, self._store.front)]
+        reply = await self._store.run(_READ, keys, [])
+        account.find_done(reply[2])
         for _ in range(_MAX_TRIES):
             shared = self._read(key, reply)
-            changes: list[tuple[Lease, int, Bucket]] = []
+            changes: list[tuple[Lease, int]] = []
+            buckets: list[tuple[Lease, Bucket]] = []
             now_ns = self._clock_ns()
             for kind, lease in account.leases():
                 bucket = shared.buckets.setdefault(
@@ -266,22 +321,19 @@ class SharedGate(TenantGate):
                 bucket.set_limit(lease.capacity, shared.now_ns)
                 is_idle = is_last or (kind not in wanted and lease.is_idle(now_ns))
                 change = lease.exchange(bucket, shared.now_ns, wanted.get(kind, 0), is_idle)
-                changes.append((lease, change, bucket))
+                changes.append((lease, change))
+                buckets.append((lease, bucket))
+            made = account.begin(changes)
             # The lifetime is longer than an empty bucket needs to fill.
-            arguments = [shared.value, _text(shared.buckets), 2 * DAY_NS // 1_000_000]
-            # Returned credit is gone before the change: if the answer is lost, others may have that credit.
-            returned = [(lease, -change) for lease, change, _ in changes if change < 0]
-            for lease, amount in returned:
-                lease.credit -= amount
-            reply = await self._store.run(_REPLACE, [key], arguments)
+            arguments = [shared.value, _text(shared.buckets), 2 * DAY_NS // 1_000_000, made.number]
+            reply = await self._store.run(_REPLACE, keys, arguments)
             if reply == 1:
-                for lease, change, bucket in changes:
-                    lease.credit += max(0, change)  # requests may have used some meanwhile
+                account.done(made)
+                for lease, bucket in buckets:
                     lease.renew(bucket.level(shared.now_ns), self._clock_ns())
                 account.must_read = False
                 return
-            for lease, amount in returned:  # nothing has changed
-                lease.credit += amount
+            account.undone(made, reply[2])
         raise Overloaded("the limits of this tenant change too often: try again in a moment")
 
     def _read(self, key: str, reply: list[object]) -> _Shared:

@@ -38,7 +38,7 @@ class _Asked:
     """A call of the store, which waits until the test answers it."""
 
     script: str
-    key: str
+    keys: list[str]
     arguments: list[Any]
     is_answered: anyio.Event = field(default_factory=anyio.Event)
     reply: Any = None  # None: the answer is lost
@@ -61,7 +61,7 @@ class UncertainStore:
         pass
 
     async def run(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
-        asked = _Asked(script, keys[0], arguments)
+        asked = _Asked(script, keys, arguments)
         if not self._is_closed:
             self.waiting.append(asked)
             await asked.is_answered.wait()
@@ -88,12 +88,21 @@ class UncertainStore:
 
     def apply(self, asked: _Asked) -> Any:
         """The reply of the script."""
-        value = self._values.get(asked.key, b"")
+        key, front_key = asked.keys
+        value = self._values.get(key, b"")
         if asked.script == shared_limit._READ or value != asked.arguments[0]:
             seconds, ns = divmod(self._clock.now_ns, 10**9)
-            return [value, [b"%d" % seconds, b"%d" % (ns // 1_000)]]
-        self._values[asked.key] = asked.arguments[1]
+            return [value, [b"%d" % seconds, b"%d" % (ns // 1_000)], self._values.get(front_key)]
+        self._values[key], self._values[front_key] = asked.arguments[1], asked.arguments[3]
         return 1
+
+
+class _View:
+    """The store of one front."""
+
+    def __init__(self, store: UncertainStore, number: int) -> None:
+        self.front = f"front-{number}"
+        self.key, self.check_answers, self.run = store.key, store.check_answers, store.run
 
 
 class Fronts:
@@ -102,8 +111,8 @@ class Fronts:
     def __init__(self, num: int = 2) -> None:
         self.clock = ClockNs()
         self.store = UncertainStore(self.clock)
-        store: Any = self.store
-        self.gates = [SharedGate(store, self.clock) for _ in range(num)]
+        views: list[Any] = [_View(self.store, number) for number in range(num)]
+        self.gates = [SharedGate(view, self.clock) for view in views]
         self.open: list[tuple[int, Callable[[float | None], None]]] = []
         self.num_spent = self.num_refused = 0
         """In eighths of the limit; calls."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.clocks import ClockNs
 from support.examples import examples
-from support.redis_server import RedisServer, redis_server, shared_store
+from support.redis_server import RedisServer, lost_answer, redis_server, shared_store
 from support.server.http_clients import only_asyncio
 
 from agentflow.engine.tenant import AdmittedRequest, Tenant
@@ -98,6 +98,33 @@ async def test_tokens_that_one_front_used_are_used_at_all(redis: RedisServer) ->
             state = gate.state(tenant).tokens
             assert state is not None
             assert (state.limit, state.remaining) == (1_000, 0)
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+async def test_f37_an_exchange_whose_answer_is_lost_takes_effect_once(
+    redis: RedisServer, is_followed: bool
+) -> None:
+    tenant = Tenant("ann", tokens_per_minute=64_000, requests_per_minute=6_400)
+    async with gates_of(redis, 2) as (here, there):
+
+        async def ask_elsewhere() -> None:
+            if is_followed:
+                assert await is_admitted(there, tenant, 2_000)
+                await settle(there, tenant)
+
+        with lost_answer(here._store, shared_limit._REPLACE, ask_elsewhere), pytest.raises(Overloaded):
+            await is_admitted(here, tenant)  # takes a lease
+        assert await is_admitted(here, tenant, 20_000)
+        with lost_answer(here._store, shared_limit._REPLACE, ask_elsewhere), pytest.raises(Overloaded):
+            await settle(here, tenant)  # pays the debt
+        for gate in (here, there, here):
+            await gate._exchange("ann", gate._find_account(tenant), {}, is_last=True)
+        state = here.state(tenant)
+        assert state.tokens is not None
+        assert state.requests is not None
+        used, num_requests = (24_000, 3) if is_followed else (20_000, 1)
+        assert 64_000 - used <= state.tokens.remaining <= 64_000 - used + 2_000  # it refills
+        assert 6_400 - num_requests <= state.requests.remaining
 
 
 async def test_costs_are_never_exceeded(redis: RedisServer) -> None:
@@ -223,21 +250,39 @@ async def test_only_limited_tenants_need_the_store(tmp_path: Path) -> None:
 
 
 class OneClockStore:
-    """A store whose time is the test's."""
+    """A store whose time is the test's. ``loses``: what happens to the next exchange. Its answer is lost, or
+    it is on its way for some time and takes effect only after the front has read again."""
+
+    front = "here"
 
     def __init__(self, clock: ClockNs) -> None:
         self._clock = clock
         self._values: dict[str, bytes] = {}
+        self.loses: Literal["", "answer", "time"] = ""
+        self._late: tuple[str, list[str], list[Any]] | None = None
 
     def key(self, *parts: str) -> str:
         return ":".join(parts)
 
     async def run(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
+        loses, late = self.loses, self._late
+        if script == shared_limit._REPLACE:
+            self.loses, self._late = "", None
+            if late is not None:
+                self._answer(*late)
+            if loses == "time":
+                self._late = (script, keys, arguments)
+        reply = None if loses == "time" and self._late else self._answer(script, keys, arguments)
+        if loses and script == shared_limit._REPLACE:
+            raise Overloaded("the answer is lost")
+        return reply
+
+    def _answer(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
         value = self._values.get(keys[0], b"")
         if script == shared_limit._READ or value != arguments[0]:
             seconds, ns = divmod(self._clock.now_ns, 10**9)
-            return [value, [b"%d" % seconds, b"%d" % (ns // 1_000)]]
-        self._values[keys[0]] = arguments[1]
+            return [value, [b"%d" % seconds, b"%d" % (ns // 1_000)], self._values.get(keys[1])]
+        self._values[keys[0]], self._values[keys[1]] = arguments[1], arguments[3]
         return 1
 
 
@@ -302,6 +347,7 @@ steps = st.lists(
         st.tuples(st.just("begin"), st.integers(0, 1), st.sampled_from([0, 1, 3, 50])),
         st.tuples(st.just("end"), st.integers(0, 1), st.sampled_from([0, 2, 9])),
         st.tuples(st.just("wait"), st.just(0), st.sampled_from([1, 10_000, 1_000_000, 30_000_000])),
+        st.tuples(st.sampled_from(["lose answer", "lose time"]), st.integers(0, 1), st.just(0)),
     ),
     max_size=25,
 )
@@ -316,13 +362,18 @@ def test_fronts_that_are_settled_admit_exactly_what_one_does(
 
     async def run() -> None:
         clock = ClockNs()
-        store: Any = OneClockStore(clock)
-        one, fronts = TenantGate(clock), [SharedGate(store, clock) for _ in range(2)]
+        values: dict[str, bytes] = {}
+        stores: list[Any] = [OneClockStore(clock) for _ in range(2)]
+        for number, store in enumerate(stores):
+            store.front, store._values = f"front {number}", values
+        one, fronts = TenantGate(clock), [SharedGate(store, clock) for store in stores]
         began: list[tuple[ExitStack, list[AdmittedRequest]]] = []
         with ExitStack() as left:
             for step, number, amount in steps:
                 if step == "wait":
                     clock.now_ns += amount * 1_000
+                elif step.startswith("lose"):
+                    stores[number].loses = step.removeprefix("lose ")
                 elif step == "end" and began:
                     stack, admitted = began.pop()
                     for each in admitted:
@@ -330,8 +381,10 @@ def test_fronts_that_are_settled_admit_exactly_what_one_does(
                     stack.close()
                 elif step == "begin":
                     gate = fronts[number]
-                    if (leasing := gate.ready(tenant)) is not None:
-                        await leasing
+                    while (leasing := gate.ready(tenant)) is not None:
+                        with suppress(Overloaded):
+                            await leasing
+                            break
                     stack = left.enter_context(ExitStack())
                     errors: list[float | None] = []
                     admitted = []
@@ -344,6 +397,10 @@ def test_fronts_that_are_settled_admit_exactly_what_one_does(
                     if admitted:
                         began.append((stack, admitted))
                 for gate in fronts:  # debts first, so that what is given back is not lost to a full bucket
-                    await gate._exchange("ann", gate._find_account(tenant), {}, is_last=True)
+                    account, is_settled = gate._find_account(tenant), False
+                    while not is_settled:
+                        with suppress(Overloaded):
+                            await gate._exchange("ann", account, {}, is_last=True)
+                            is_settled = not account._unsure
 
     anyio.run(run)
