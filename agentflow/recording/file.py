@@ -143,13 +143,15 @@ class Recorded:
                     writer.write([Entry(writer.now_s(), lost=ErrorInfo.of(error))])
                 lost(error, is_final=is_final)
 
-            async with self._backend.connect(receive, lose) as connection:
-                self._model = next(iter(connection.models))
-                writer.begin(self._seed, connection.models)
-                recorded = _RecordedConnection(connection, writer)
-                try:
+            recorded: _RecordedConnection | None = None
+            try:
+                async with self._backend.connect(receive, lose) as connection:
+                    self._model = next(iter(connection.models))
+                    writer.begin(self._seed, connection.models)
+                    recorded = _RecordedConnection(connection, writer)
                     yield recorded
-                finally:
+            finally:
+                if recorded is not None:  # here, because events may arrive while the connection is closed
                     writer.write([Entry(writer.now_s(), ending=recorded.ending)])
         finally:
             self._writer = None

@@ -2,6 +2,7 @@
 
 import io
 import os
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -15,7 +16,8 @@ import agentflow as af
 from agentflow.cli.main import main
 from agentflow.cli.replay import run_replay
 from agentflow.protocol import ops
-from agentflow.protocol.events import Event, GraphReply, Peeked, Value, Watched
+from agentflow.protocol.backend import Backend
+from agentflow.protocol.events import Event, GraphReply, Peeked, Usage, Value, Watched
 from agentflow.recording.file import VERSION, read_recording
 
 pytestmark = pytest.mark.anyio
@@ -102,6 +104,24 @@ async def test_how_the_session_ended_is_recorded(path):
             scope.cancel()
             await anyio.lowlevel.checkpoint()
     assert (read_recording(path).ending, read_recording(path).is_truncated) == ("cancelled", True)
+
+
+async def test_f37_the_end_follows_events_that_arrive_while_the_connection_is_closed(path):
+    class Closing:
+        def __init__(self, backend: Backend) -> None:
+            self._backend = backend
+
+        @asynccontextmanager
+        async def connect(self, deliver, lost):
+            async with self._backend.connect(deliver, lost) as connection:
+                yield connection
+                deliver([Value(99, 0, "late", "eos", Usage())])
+
+    async with af.session(backend=Closing(af.Scripted(answer)), record=path):
+        pass
+    recording = read_recording(path)
+    assert (recording.ending, recording.is_truncated) == ("complete", False)
+    assert any(isinstance(entry.received, Value) for entry in recording.entries)
 
 
 async def test_an_exception_handled_outside_is_no_failure_of_the_session(path):
