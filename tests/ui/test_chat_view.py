@@ -127,6 +127,30 @@ def test_the_chat_outlives_a_look_at_another_view(stage: Stage, visit: Visit) ->
     expect(screen.at("turns")).to_contain_text("I stayed.")
 
 
+def test_f37_the_page_says_that_the_browser_has_no_room_for_the_chats(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    open_chat(screen)
+    stage.answer("a lot", "There is more of it. " * 2_000)
+    stage.answer("a bit", "A bit.")
+    note = screen.at("not-kept")
+    screen.page.evaluate(
+        """() => {
+          for (let size = 2 ** 22; size > 1000; size /= 2) {
+            try { sessionStorage.setItem(`full ${size}`, "x".repeat(size)); } catch {}
+          }
+        }"""
+    )
+    say(screen, "Say a lot.")
+    expect(screen.page.locator(".chat-turn.is-assistant")).to_contain_text("There is more of it.")
+    expect(note).to_be_visible()
+    screen.page.evaluate("() => sessionStorage.clear()")
+    say(screen, "Say a bit.")
+    expect(screen.page.locator(".chat-turn.is-assistant").nth(1)).to_contain_text("A bit.")
+    expect(note).to_have_count(0)
+    screen.page.reload()
+    expect(screen.page.locator(".chat-turn.is-assistant")).to_have_count(2)
+
+
 def test_f43j_chats_survive_a_reload(forgetful_stage: Stage, visit: Visit) -> None:
     """With their branches, their settings, what is being written, and what had arrived of a reply."""
     stage, screen = forgetful_stage, visit(forgetful_stage.url)

@@ -1,7 +1,7 @@
 // What survives a reload of the page: it is kept in the tab's session storage, and ends with the tab.
 //
 // Names end in the version of what they hold: only this version of the page wrote it, so it is read unchecked.
-import { effect } from "@preact/signals";
+import { effect, signal, type ReadonlySignal } from "@preact/signals";
 
 const SAVE_AFTER_MS = 300;
 
@@ -26,13 +26,17 @@ export function store(name: string, value: unknown): boolean {
   }
 }
 
-/** Stores the value of `read` soon after a signal that `watch` reads has changed, and when the page is left. */
-export function keepStored(name: string, watch: () => void, read: () => unknown): void {
+/**
+ * Stores the value of `read` soon after a signal that `watch` reads has changed, and when the page is left. Returns
+ * whether there was room for the newest one: if not, an older one stays.
+ */
+export function keepStored(name: string, watch: () => void, read: () => unknown): ReadonlySignal<boolean> {
+  const isKept = signal(true);
   let timer: ReturnType<typeof setTimeout> | undefined;
   const save = (): void => {
     clearTimeout(timer);
     timer = undefined;
-    store(name, read());
+    isKept.value = store(name, read());
   };
   let isFirst = true;
   effect(() => {
@@ -41,4 +45,5 @@ export function keepStored(name: string, watch: () => void, read: () => unknown)
     else timer ??= setTimeout(save, SAVE_AFTER_MS);
   });
   addEventListener("pagehide", save);
+  return isKept;
 }

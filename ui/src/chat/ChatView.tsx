@@ -22,6 +22,7 @@ import {
   current,
   draft,
   draftImages,
+  isKept,
   isStreaming,
   keyOf,
   live,
@@ -76,6 +77,11 @@ export default function ChatView() {
           <p class="view-note" data-testid="no-turns">
             This model has no chat template, so it cannot hold a conversation. The{" "}
             <a href={hrefOf("playground")}>playground</a> runs programs on it, without turns.
+          </p>
+        )}
+        {!isKept.value && (
+          <p class="view-note" data-testid="not-kept">
+            The browser does not store the chats as they are now: a reload loses their newest turns.
           </p>
         )}
         <ol ref={list} class="turns" aria-label="Conversation" data-testid="turns">

@@ -92,7 +92,8 @@ keepImages("chat", () => [
   ...kept.value.flatMap(({ turns }) => [...turns.values()].flatMap(({ images }) => images ?? [])),
 ]);
 
-keepStored(
+/** Whether the chats as they are now survive a reload. */
+export const isKept = keepStored(
   STORED,
   () => [kept.value, current.value, settings.value, draft.value, draftImages.value],
   (): Stored => ({
