@@ -31,6 +31,8 @@ interface EncodedOp {
   readonly bytes: number;
 }
 
+const ACKNOWLEDGED: EncodedOp = { text: "", bytes: 0 };
+
 /** Encoded ops, waiting or sent, oldest first, until the server acknowledges them. */
 export class OpQueue {
   #ops: EncodedOp[] = [];
@@ -127,6 +129,7 @@ export class OpQueue {
     }
     for (; this.#numAcked < ack; this.#numAcked++) {
       this.#bytes -= this.#ops[this.#head]!.bytes;
+      this.#ops[this.#head] = ACKNOWLEDGED; // an image takes megabytes
       this.#head++;
       this.#numSent--;
     }

@@ -6,6 +6,7 @@ import { setFlagsFromString } from "node:v8";
 import { runInNewContext } from "node:vm";
 import { Graph } from "../src/graph.js";
 import { image } from "../src/image.js";
+import { OpQueue } from "../src/op_queue.js";
 import type { Op } from "../src/protocol.js";
 import { connect, type Session } from "../src/session.js";
 import type { State } from "../src/state.js";
@@ -289,6 +290,23 @@ test("f37: a turn that cannot be sent as a whole is not begun", async () => {
   state.assistant("h");
   assert.deepEqual(await sentKinds(), ["begin", "text", "end"]);
   await Promise.all([session.close(), settle(server)]);
+});
+
+test("f37: what the server has acknowledged takes no memory", { timeout: 20_000 }, () => {
+  setFlagsFromString("--expose-gc");
+  const collect = runInNewContext("gc") as () => void;
+  const heapSize = (): number => {
+    collect();
+    return process.memoryUsage().heapUsed;
+  };
+  const queue = new OpQueue(4_000_000, 64_000_000);
+  const before = heapSize();
+  for (let number = 1; number <= 30; number++) {
+    queue.add({ op: "upload", source: "s", size: 1, at: 0, data: String(number).repeat(1_000_000) });
+    queue.nextFrame();
+    queue.acknowledge(number);
+  }
+  assert.ok(heapSize() - before < 20_000_000);
 });
 
 test("f37: a state that was closed before its last variable ended is not kept", { timeout: 20_000 }, async () => {
