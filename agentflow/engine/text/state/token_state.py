@@ -255,7 +255,7 @@ class TokenState:
         """Appends generated text: ``ids`` without the end token, and their text."""
         self._take_pending()
         if ids:
-            self._parts = _with_runs(self._parts, [TextRun(text, tuple(ids))])
+            _append(self._parts, [TextRun(text, tuple(ids))])
             self._has_changed()
 
     def markup(self, text: str) -> None:
@@ -352,7 +352,7 @@ class TokenState:
         child._tools = self._tools
         child._plain = self._plain
         child._writes_calls = self._writes_calls
-        child._parts = list(self._parts)
+        child._taken_parts = list(self._parts)
         child._layout = self._layout
         child._segments = list(self._segments)
         child._ids = list(self._ids)
@@ -434,25 +434,27 @@ class TokenState:
         self._ids_read = None
 
     def _take_pending(self) -> None:
-        self._parts = self._all_parts()
+        _append(self._parts, self._pending_runs())
         self._pending = []
+
+    def _pending_runs(self) -> list[TextRun]:
+        return [TextRun("".join(self._pending))] if self._pending else []
 
     def _all_parts(self) -> list[Part]:
         """Returns the parts, with the pending text as a separate run."""
-        pending = [TextRun("".join(self._pending))] if self._pending else []
-        return _with_runs(self._parts, pending)
+        if not self._pending:
+            return self._parts
+        parts = list(self._parts)
+        _append(parts, self._pending_runs())
+        return parts
 
     @property
     def _parts(self) -> list[Part]:
         """The parts without the pending text."""
         if self._runs_to_take:
-            self._taken_parts = _with_runs(self._taken_parts, self._runs_to_take)
+            _append(self._taken_parts, self._runs_to_take)
             self._runs_to_take = []
         return self._taken_parts
-
-    @_parts.setter
-    def _parts(self, parts: list[Part]) -> None:
-        self._taken_parts = parts
 
     def _shown(self, parts: list[Part]) -> list[Part]:
         """Returns the parts for the template."""
@@ -585,14 +587,13 @@ def _marked(message: Message) -> str:
     return "".join([part if isinstance(part, str) else medium_mark(part) for part in parts])
 
 
-def _with_runs(parts: list[Part], runs: Sequence[TextRun]) -> list[Part]:
-    """Returns ``parts`` with ``runs`` appended: to the open turn or outside all turns."""
-    if not runs:
-        return parts
+def _append(parts: list[Part], runs: Sequence[TextRun]) -> None:
+    """Appends ``runs`` to the open turn or outside all turns."""
     last = parts[-1] if parts else None
-    if last is not None and (last.is_open or last.role is None):
-        return [*parts[:-1], replace(last, runs=(*last.runs, *runs))]
-    return [*parts, Part(None, tuple(runs))]
+    if runs and last is not None and (last.is_open or last.role is None):
+        parts[-1] = replace(last, runs=(*last.runs, *runs))
+    elif runs:
+        parts.append(Part(None, tuple(runs)))
 
 
 def _joined(segments: list[Segment]) -> list[int]:

@@ -376,15 +376,15 @@ def test_tokens_are_counted_through_turns_with_images(source: str, is_known: boo
 
 def test_many_images_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs that are copied, for twice as many images: twice as many."""
-    copied, joined = {}, token_state._with_runs
+    copied, append = {}, token_state._append
     for count in (200, 400):
         state, copied[count] = TokenState(TOKENIZER, ChatTemplate(IN_ORDER)), 0
 
-        def counting(parts: list[Part], runs: Sequence[TextRun], *, to: int = count) -> list[Part]:
+        def counting(parts: list[Part], runs: Sequence[TextRun], *, to: int = count) -> None:
             copied[to] += sum(len(part.runs) for part in parts[-1:]) + len(runs)
-            return joined(parts, runs)
+            append(parts, runs)
 
-        monkeypatch.setattr(token_state, "_with_runs", counting)
+        monkeypatch.setattr(token_state, "_append", counting)
         state.begin_role("user")
         for number in range(count):
             state.text(f"{number}:")

@@ -186,6 +186,17 @@ class CountingTemplate(ChatTemplate):
         return super().render(messages, **options)
 
 
+def test_f37_a_turn_is_appended_without_a_copy_of_the_earlier_ones() -> None:
+    """To append many would take time by the square of their number."""
+    state = state_of("chatml")
+    parts = state._parts
+    for _ in range(2):
+        say(state, "user", "a")
+        state.generated([5], SMALL.decode([5]))
+    assert state._parts is parts
+    assert len(parts) == 4
+
+
 def test_a_fork_renders_nothing() -> None:
     template = CountingTemplate(shapes.CHATML)
     state = TokenState(SMALL, template)
