@@ -306,7 +306,6 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     step_times: Sequence[BucketCounts] = ()  # for each of ``PHASES``, with ``STEP_BOUNDS_S``
     media_encoded: int = 0  # images whose features were made
     media_evicted: int = 0  # images whose features were dropped for room
-    media_encode_s: float = 0.0  # the time of encodings
     media_feature_bytes: int = 0  # features that are kept
     media_pixel_bytes: int = 0  # images that requests may need
 

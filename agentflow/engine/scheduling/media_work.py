@@ -39,8 +39,8 @@ class MediaWork:
     ``wanted``: how many unfinished requests have each medium. Without any, no step plans anything.
     ``planned``: the slices of each encoding that the step being planned runs. ``num_encoded``: media whose
     features were made. ``num_evicted``: media whose features, or parts of them, were dropped for room.
-    ``num_slices``, ``encode_s``: the slices that were run, and their time. Slices differ in their time,
-    and other requests wait for the step: slices that would end long after the planned time run later.
+    Slices differ in their time, and other requests wait for the step: slices that would end long after the
+    planned time run later.
 
     Args:
         runner: Encodes the media.
@@ -71,8 +71,7 @@ class MediaWork:
         self.planned: dict[str, int] = {}
         self.feature_bytes = 0
         self.pixel_bytes = 0
-        self.num_encoded = self.num_evicted = self.num_slices = 0
-        self.encode_s = 0.0
+        self.num_encoded = self.num_evicted = 0
 
     def __contains__(self, identity: str) -> bool:
         """Whether the engine has the content of the medium."""
@@ -207,8 +206,6 @@ class MediaWork:
             self._left_over[identity] += count - num_run
             self._flops = MEMORY * self._flops + num_run * encoding.flops_per_slice
             self._seconds = MEMORY * self._seconds + took_s
-            self.num_slices += num_run
-            self.encode_s += took_s
             if not encoding.num_slices:
                 del self._begun[identity], self._left_over[identity]
                 self.num_encoded += 1

@@ -161,7 +161,6 @@ class _Run:
         self.followers: dict[int, list[int]] = {}
         self._num_missing: dict[int, int] = {}  # by index: how many requests must end before it arrives
         self.due: list[tuple[float, int]] = []
-        self.index_of: dict[int, int] = {}  # request id to index in the workload
         self.served_of: dict[int, Served] = {}
         for index, arrival in enumerate(workload.arrivals):
             self._of_program.setdefault(arrival.program, []).append(index)

@@ -109,7 +109,6 @@ class EngineWatch:
             of_media = {
                 "media_encoded": media.num_encoded,
                 "media_evicted": media.num_evicted,
-                "media_encode_s": media.encode_s,
                 "media_feature_bytes": media.feature_bytes,
                 "media_pixel_bytes": media.pixel_bytes,
             }
