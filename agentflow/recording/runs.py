@@ -127,11 +127,11 @@ class RecordedState(StateInTree):
         """The event after which the first ``position`` ops are done; None if the recording has none.
 
         A replay may await at other positions than the recording, so this is also derived from the variables
-        that the ops need; but not for a failed state, because the failure answered its awaits."""
+        that the ops need; but not from the op on with which it failed, because the failure answered these."""
         index = bisect_left(self._done_events, (position, -1))
         if index < len(self._done_events):
             return self._done_events[index][1]
-        if position > len(self.ops) or self.failure is not None:
+        if position > len(self.ops) or (self.failure is not None and position >= self.cause[0]):
             return None
         return self._done[position]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,6 +63,34 @@ async def assert_replayed(
                 assert flow.seed == replay.seed
                 assert await use(flow) == first
     return first
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_f37_a_replay_may_await_a_state_before_the_op_that_failed(tmp_path: Path, fails: bool):
+    async def ask(s: af.State, awaits: bool, goes_on: bool) -> str:
+        branch = s.copy()
+        branch += "Why?"
+        if awaits:
+            await branch
+        if goes_on:
+            branch += af.gen("why")
+            s += branch["why"]
+        return await branch["why"] if goes_on else "nothing"
+
+    path = tmp_path / "run.jsonl"
+    error = af.errors.EngineFailed("broken")
+    async with af.session(backend=af.Scripted({"why": error if fails else "So."}), record=path) as flow:
+        with suppress(af.errors.EngineFailed):
+            await flow.run(ask, False, True)
+    ends = {True: "EngineFailed", False: "nothing"} if fails else {True: "So.", False: "ReplayDiffers"}
+    for goes_on, expected in ends.items():  # a state that was cancelled after a failure may have fewer ops
+        end = ""
+        try:
+            async with af.session(backend=af.Replay(path)) as flow:
+                end = await flow.run(ask, True, goes_on)
+        except af.AgentflowError as raised:
+            end = type(raised).__name__
+        assert end == expected
 
 
 async def test_f37_a_replay_answers_for_its_live_graph(tmp_path: Path):
