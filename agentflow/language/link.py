@@ -7,6 +7,7 @@ delivers the backend's events to them. ``Session`` opens and closes it. A trace 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import threading
@@ -30,6 +31,7 @@ from agentflow.errors import (
     StateClosed,
     shown_error,
 )
+from agentflow.language.failures.mistakes import no_loop
 from agentflow.language.failures.stack_frames import ProgramLine
 from agentflow.language.observing.blocking import LoopWatch, threshold_s
 from agentflow.language.observing.graph_watch import GraphWatch
@@ -60,7 +62,7 @@ from agentflow.protocol.images import Image, known_file
 from agentflow.protocol.op_table import StateModels
 from agentflow.runtime.limits import limit_op
 from agentflow.runtime.loop_turns import Starts
-from agentflow.runtime.task_group import loop_getter, open_task_group, running_loop
+from agentflow.runtime.task_group import adopt_callback, loop_getter, open_task_group, running_loop
 
 _STATS_S = 1.0
 """How long the end of a link may wait for its counters."""
@@ -311,6 +313,8 @@ class Link:
         between two runs of its event loop, as in IPython's terminal, is allowed."""
         try:
             if self._get_loop() is self._loop:
+                if self._get_loop is asyncio.get_running_loop:
+                    adopt_callback()
                 return
         except RuntimeError:  # another kind of loop runs, or none
             pass
@@ -322,6 +326,13 @@ class Link:
             "`asyncio.run_coroutine_threadsafe(coroutine, loop)` with that loop (in a worker thread of "
             "anyio, `anyio.from_thread.run`), or open another session here"
         )
+
+    def check_runs(self) -> None:
+        """``ProgramError`` between two runs of the event loop, where no task can be started."""
+        try:
+            self._get_loop()
+        except RuntimeError:
+            raise no_loop() from None
 
     def recorded_file(self, source: str) -> Image:
         """The image, or the file of a video, that a recording has by its source."""
@@ -377,6 +388,7 @@ class Link:
     def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """Starts a task that ends with the session."""
         self.check_alive()
+        self.check_runs()
         assert self._tasks is not None
         self._tasks.start_soon(function, *args)
 

@@ -22,6 +22,7 @@ import anyio
 
 from agentflow.errors import BacklogFull, BadArgument, ConcurrentAppend, NotSupported
 from agentflow.language.expressions import Expression, MediumExpression, Offer
+from agentflow.language.failures.mistakes import no_loop
 from agentflow.language.failures.stack_frames import ProgramLine
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol.ops import Role
@@ -136,10 +137,7 @@ def _running() -> object | None:
     if trio is not None:
         with suppress(RuntimeError):  # not in trio either
             return trio.lowlevel.current_task().coro  # type: ignore[no-any-return]
-    raise ConcurrentAppend(
-        "this thread has no event loop: append from the task that runs the program "
-        "(from a worker thread by anyio.from_thread.run_sync)"
-    )
+    raise no_loop()
 
 
 def _has_ended(coroutine: object | None) -> bool:

@@ -47,6 +47,16 @@ def forget_loop() -> None:
         set_current_async_library(None)
 
 
+def adopt_callback() -> None:
+    """Tells anyio which library runs, if this is a callback of asyncio's loop, such as a line that is typed
+    into ``python -m asyncio``: it runs in no task, by which anyio would know."""
+    if asyncio.current_task() is None:
+        with suppress(AttributeError, ImportError):  # versions of anyio differ here
+            from anyio._core._eventloop import set_current_async_library
+
+            set_current_async_library("asyncio")
+
+
 def loop_caller() -> CallInLoop:
     """A function that schedules calls in this event loop and may be called from other threads."""
     trio = sys.modules.get("trio")  # imported wherever trio runs

@@ -165,6 +165,54 @@ def test_f21f_a_loop_between_two_runs_is_the_same():
         cells.run(flow.close())
 
 
+def test_f37_a_line_outside_a_task_is_like_one_in_it():
+    """A callback of the loop, as ``python -m asyncio`` runs a line without ``await``."""
+    with asyncio.Runner() as lines:
+
+        async def typed(line: Callable[[], Any]) -> Any:
+            done = asyncio.get_running_loop().create_future()
+
+            def run() -> None:
+                try:
+                    done.set_result(line())
+                except Exception as error:
+                    done.set_exception(error)
+
+            asyncio.get_running_loop().call_soon(run)
+            return await done
+
+        async def value(found: Awaitable[str]) -> str:
+            with anyio.fail_after(10):
+                return await found
+
+        flow = lines.run(af.open_session(backend=af.Scripted(echo)))
+        s = lines.run(typed(flow.state))
+        lines.run(typed(lambda: s.limit(deadline_s=60)))
+        lines.run(typed(lambda: s.add("a" + af.gen("x"))))
+        assert lines.run(value(s["x"])) == "<a>"
+        mapped = lines.run(typed(lambda: s["x"].map(str.upper)))
+        assert lines.run(value(mapped)) == "<A>"
+        stream = lines.run(typed(lambda: flow.map(ask, ["b"])))
+        assert lines.run(value(stream)) == ["<b>"]
+        lines.run(flow.close())
+
+
+def test_f37_between_two_runs_nothing_is_sent_and_the_error_says_so():
+    with asyncio.Runner() as cells:
+        flow = cells.run(af.open_session(backend=af.Scripted(echo)))
+        s = flow.state()
+        for use_it in (lambda: s.add("a"), lambda: s.fork(2), lambda: s.limit(deadline_s=9)):
+            with pytest.raises(af.errors.ProgramError, match=r"no event loop runs here: .* IPython"):
+                use_it()
+
+        async def ask_again() -> str:
+            s.add("a" + af.gen("x"))
+            return await s["x"]
+
+        assert cells.run(ask_again()) == "<a>"
+        cells.run(flow.close())
+
+
 @pytest.mark.anyio
 async def test_f21g_another_thread_uses_it_as_the_error_says():
     async with af.session(backend=af.Scripted(echo)) as flow:

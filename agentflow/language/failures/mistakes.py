@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from agentflow.errors import BadArgument, UnknownVariable, add_note, short_repr, shown_error
+from agentflow.errors import BadArgument, ProgramError, UnknownVariable, add_note, short_repr, shown_error
 from agentflow.language.failures.stack_frames import ProgramLine
 
 
@@ -35,6 +35,14 @@ def needs_async_for(item: object) -> BadArgument:
 
 def _kind(item: object) -> str:
     return f"a {type(item).__name__}"
+
+
+def no_loop() -> ProgramError:
+    """The error where no event loop runs, such as in a cell of IPython's terminal without an ``await``."""
+    return ProgramError(
+        "no event loop runs here: do this in an async function; in IPython's terminal, in a cell with an "
+        "`await`, such as `await s`; in a thread, by anyio.from_thread.run_sync"
+    )
 
 
 def unknown_variable(

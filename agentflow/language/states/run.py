@@ -261,6 +261,7 @@ class StateNode:
 
     def limit(self, deadline_s: float | None, output_tokens: int | None) -> None:
         """Limits the state and its forks."""
+        self.link.check_runs()
         self.link.send([limit_op(self.id, deadline_s, output_tokens)])
         if deadline_s is None or self.link.is_tracing:
             return
@@ -307,6 +308,7 @@ class StateNode:
         """Sends ops of this state, all or none. Call ``check_open`` first. ``sent``: the same ops with others
         between them. Returns the line of the program that appends them."""
         self.in_flight.check_room(len(recorded))
+        self.link.check_runs()
         self.link.send_checked(recorded if sent is None else sent)
         return self.count_sent(len(recorded))
 
