@@ -11,12 +11,12 @@ import logging
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import anyio
 
-from agentflow.errors import BadArgument, Cancelled, short_repr
+from agentflow.errors import AgentflowError, BadArgument, Cancelled, short_repr
 from agentflow.language.by_name import by_name
 from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for
 from agentflow.language.failures.user_code import UserCode
@@ -100,6 +100,9 @@ class Program(Generic[P, ResultT]):
             )
         return await called(self._function, state, *args, **kwargs)
 
+    def __repr__(self) -> str:
+        return f"<Program {find_program_name(self)}>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return by_name(self, self._function) or (Program, (self._function,))
 
@@ -138,6 +141,13 @@ def program(function: ProgramFunction[P, ResultT]) -> Program[P, ResultT]:
         raise BadArgument(
             f"program: {short_repr(function)} is not a function: decorate an async function of a state"
         )
+    if isinstance(function, FunctionType):
+        first, inside = function.__code__.co_varnames[:1], function.__qualname__.rpartition(".")[0]
+        if first == ("self",) and inside and not inside.endswith("<locals>"):
+            raise BadArgument(
+                f"program: {function.__qualname__} is a method, whose first argument is no state: leave out "
+                "@af.program, and run the method itself, as in flow.run(agent.ask, …)"
+            )
     return Program(function)
 
 
@@ -171,6 +181,11 @@ class ProgramStream(AsyncOnly):
 
         def __iter__(self) -> NoReturn:
             raise needs_async_for(self)
+
+        def __await__(self) -> NoReturn:
+            raise BadArgument(
+                "a ProgramStream needs `async for`: `await flow.run(program, …)` gives the result alone"
+            )
 
     async def __anext__(self) -> ProgramEvent:
         work = self._work
@@ -276,6 +291,8 @@ class StreamWork:
 
     def _log_failure(self) -> None:
         failure, self.failure = self.failure, None
+        if isinstance(failure, AgentflowError) and not self._link.is_alive:
+            return  # the session ended meanwhile
         if failure is not None and not isinstance(failure, Cancelled):
             logger.warning("a program failed whose stream was left", exc_info=failure)
 

@@ -398,3 +398,39 @@ def test_an_error_of_python_shows_the_program_and_what_it_called():
     assert names[3:5] == ["program", "loads"]  # after this test, af.run, the raise
     assert isinstance(failure.value.__context__, TypeError)
     assert not failure.value.__suppress_context__
+
+
+def test_f37_a_method_is_no_program_but_runs_as_it_is():
+    class Agent:
+        async def ask(self, s: af.State, question: str) -> str:
+            s += af.user(question) + af.gen("answer")
+            return await s["answer"]
+
+    with pytest.raises(af.errors.BadArgument, match=r"Agent\.ask is a method.*leave out @af\.program"):
+        af.program(Agent.ask)  # type: ignore[arg-type]
+    bound = af.program(Agent().ask)
+    assert repr(bound) == "<Program ask>"
+    assert af.run(bound, "a", session=opened()) == af.run(Agent().ask, "a", session=opened())
+
+
+async def test_f37_an_unused_stream_says_what_to_write_and_logs_nothing(caplog):
+    async def program(s: af.State) -> None:
+        s += af.gen("answer")
+
+    async with opened() as flow:
+        with pytest.raises(af.errors.BadArgument, match=r"needs `async for`: `await flow\.run"):
+            await flow.stream(program)  # type: ignore[misc]
+    assert not caplog.records
+
+
+async def test_f37_an_unawaited_value_is_named_as_it_is_written():
+    async with opened() as flow, flow.state() as s:
+        s += af.gen("answer")
+        for value, written in (
+            (s["answer"].json("a").lower(), "await s['answer'].json('a').lower()"),
+            (s.text(), "await s.text()"),
+            (s["answer"].map(str.upper), "await variable"),
+        ):
+            with pytest.raises(af.errors.BadArgument) as failure:
+                len(value)
+            says(failure.value, f"`value = {written}`")

@@ -282,9 +282,14 @@ class Reference(Expression, Generic[ValueT_co]):
     __le__ = __gt__ = __ge__ = __lt__
 
     def _refuse(self, what: str) -> NoReturn:
+        name = self._node.name
+        steps = self._label.removeprefix(f"variable {name!r}")
+        source = (
+            f"s[{name!r}]{steps}" if self._node.is_shown else f"s.{name}" if name == "text()" else "variable"
+        )
         raise BadArgument(
             f"{self._label} is a reference, not a value, and cannot be {what}: await it first, as in "
-            f"`value = await s[{self._node.name!r}]`"
+            f"`value = await {source}`"
         )
 
 
