@@ -24,6 +24,7 @@ import httptools
 from anyio.abc import ByteStream
 from anyio.streams.tls import TLSStream
 
+from agentflow.engine.media.reader import Turns
 from agentflow.errors import BadArgument, Overloaded
 from agentflow.protocol.images import (
     Image,
@@ -41,6 +42,7 @@ FETCH_S: Final = 20.0
 MAX_REDIRECTS: Final = 3
 MAX_FETCHES: Final = 16
 """The limit of files that are fetched concurrently."""
+MAX_FETCHES_OF_TENANT: Final = 8
 MAX_WAITING: Final = 256
 HTTPS_PORT: Final = 443
 _MAX_HEAD_BYTES: Final = 65_536
@@ -102,10 +104,12 @@ class ImageFetcher:
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = tuple([host.lower() for host in hosts])
         self._turns = anyio.Semaphore(MAX_FETCHES)
+        self._turns_of = Turns[str](MAX_FETCHES_OF_TENANT)
         self._num_waiting = 0
 
-    async def fetch(self, url: str, kind: MediumKind = "image") -> Image:
-        """Returns the image, or the file of a video, at an ``https:`` URL.
+    async def fetch(self, url: str, kind: MediumKind = "image", tenant: str = "") -> Image:
+        """Returns the image, or the file of a video, at an ``https:`` URL. Files of one tenant on slow hosts
+        leave room for those of others.
 
         Raises:
             BadArgument: the host is not allowed or not reachable, or there is no such file. Its ``param`` is
@@ -115,17 +119,17 @@ class ImageFetcher:
         if self._num_waiting >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} files are being fetched, which is the limit: try again later")
         try:
-            return await self._fetch(url, kind)
+            return await self._fetch(url, kind, tenant)
         except BadArgument as error:
             if error.param is not None:  # from reading the fetched file
                 raise
             raise BadArgument(f"{kind}: {error}", param=kind) from error
 
-    async def _fetch(self, url: str, kind: MediumKind) -> Image:
+    async def _fetch(self, url: str, kind: MediumKind, tenant: str) -> Image:
         target = self._checked(url)
         self._num_waiting += 1
         try:
-            async with self._turns:
+            async with self._turns_of.one(tenant), self._turns:
                 with anyio.fail_after(FETCH_S):
                     data = await self._follow(target, kind)
         except TimeoutError:

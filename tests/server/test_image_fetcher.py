@@ -9,7 +9,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from anyio.abc import SocketStream
+from anyio.abc import ByteStream, SocketStream
 from anyio.streams.tls import TLSStream
 from hypothesis import given
 from hypothesis import strategies as st
@@ -188,6 +188,27 @@ async def test_a_slow_host_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_fetcher, "is_public", lambda address: True)
     async with listener:
         await _refused(ImageFetcher(["localhost"]), "https://localhost/")
+
+
+async def test_f37_slow_hosts_of_a_tenant_leave_room_for_other_tenants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect = image_fetcher._connect
+
+    async def connect_or_wait(host: str) -> ByteStream:
+        if host != "localhost":
+            await anyio.sleep_forever()
+        return await connect(host)
+
+    monkeypatch.setattr(image_fetcher, "_connect", connect_or_wait)
+    fetcher = ImageFetcher(["*"])
+    async with _host(lambda path: ANSWERS["with a length"], monkeypatch), anyio.create_task_group() as group:
+        for _ in range(image_fetcher.MAX_FETCHES):
+            group.start_soon(fetcher.fetch, "https://slow.example/", "image", "ann")
+        await anyio.wait_all_tasks_blocked()
+        with anyio.fail_after(10):
+            assert await fetcher.fetch("https://localhost/", "image", "bob") is image_file(PNG)
+        group.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ _Key = tuple[str, str, int]
 """The tenant, the source of the file, and the number of frames of a video; 0: the model's default."""
 
 
-FetchImage = Callable[[str, MediumKind], Awaitable[Image]]
-"""Returns the image, or the file of a video, at a URL. Raises ``BadArgument`` if the URL is not allowed or
-has no such file."""
+FetchImage = Callable[[str, MediumKind, str], Awaitable[Image]]
+"""Returns the image, or the file of a video, at a URL, for a tenant. Raises ``BadArgument`` if the URL is not
+allowed or has no such file."""
 
 
 def media_reader(
@@ -96,7 +96,7 @@ async def open_reader(folder: Path, *, fetch: FetchImage | None = None) -> Async
 KeyT = TypeVar("KeyT")
 
 
-class _Turns(Generic[KeyT]):
+class Turns(Generic[KeyT]):
     """A semaphore for each key that is in use."""
 
     def __init__(self, size: int) -> None:
@@ -143,15 +143,15 @@ class MediaReader:
         self._idle: list[MediaWorkerHandle] = []
         self._loading: list[MediaWorkerHandle] = []  # started for requests that were cancelled
         self._turns = anyio.Semaphore(limits.num_processes)
-        self._turns_of = _Turns[str](max(1, limits.num_processes - 1))
+        self._turns_of = Turns[str](max(1, limits.num_processes - 1))
         self._slow_turns = anyio.Semaphore(max(1, limits.num_processes - 1))
         self._slow_until: dict[str, float] = {}  # by tenant
         self._jobs: list[_Job] = []  # oldest first
         self._num_late = 0
-        self._fetched = _Turns[str](MAX_FETCHED)
+        self._fetched = Turns[str](MAX_FETCHED)
         self._kept: dict[_Key, PreparedMedium] = {}  # least recently used first
         self._kept_bytes = 0
-        self._reading = _Turns[_Key](1)
+        self._reading = Turns[_Key](1)
         self._is_closed = False
 
     @property
@@ -170,7 +170,7 @@ class MediaReader:
         """
         if not image.is_file and self._fetch is not None:
             async with self._fetched.one(tenant):
-                return await self.read_image(await self._fetch(image.source, "image"), tenant=tenant)
+                return await self.read_image(await self._fetch(image.source, "image", tenant), tenant=tenant)
         if not image.data:
             raise BadArgument(
                 f"image: give the bytes of the image: this model does not fetch {image.source[:80]!r}",
@@ -192,7 +192,7 @@ class MediaReader:
         file = video.file
         if not file.is_file and self._fetch is not None:
             async with self._fetched.one(tenant):
-                fetched = Video(await self._fetch(file.source, "video"), video.num_frames)
+                fetched = Video(await self._fetch(file.source, "video", tenant), video.num_frames)
                 return await self.read_video(fetched, tenant=tenant)
         if not file.data:
             raise BadArgument(

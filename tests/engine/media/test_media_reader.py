@@ -271,7 +271,7 @@ async def test_a_medium_in_vain_counts_as_slow(tmp_path: Path, monkeypatch: pyte
 async def test_fetched_images_wait_with_few_bytes(tmp_path: Path) -> None:
     fetched: list[str] = []
 
-    async def fetch(url: str, kind: MediumKind) -> Image:
+    async def fetch(url: str, kind: MediumKind, tenant: str) -> Image:
         fetched.append(url)
         return _image(len(fetched))
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 SQUARE = {"size": {"height": 28, "width": 28}}
 
 
-async def _fetch(url: str, kind: MediumKind) -> Image:
+async def _fetch(url: str, kind: MediumKind, tenant: str) -> Image:
     assert (url, kind) == ("https://a.example/x.png", "image")
     return image_file(encoded(noise(9, 9)))
 
