@@ -256,6 +256,11 @@ chose."""
 _substitute: Substitute | None = None
 
 
+def current_substitute() -> Substitute | None:
+    """The innermost scope's argument of ``substituted``; None outside of one."""
+    return _substitute
+
+
 @contextmanager
 def substituted(substitute: Substitute) -> Iterator[None]:
     """A scope in which ``substitute`` chooses the backend of each session of this process that is given none.

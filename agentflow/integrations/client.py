@@ -22,9 +22,8 @@ from weakref import WeakValueDictionary, finalize
 import anyio
 from anyio.abc import TaskStatus
 
-from agentflow.backends import open_session as opening
 from agentflow.backends.local import Embedded
-from agentflow.backends.open_session import session
+from agentflow.backends.open_session import Substitute, current_substitute, session
 from agentflow.errors import (
     AgentflowError,
     BadArgument,
@@ -351,7 +350,7 @@ class SharedSession:
         self.loop = BackgroundLoop(name)
         self._open_session = open_session
         self._has_backend = has_backend
-        self._substitute: opening.Substitute | None = None
+        self._substitute: Substitute | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -373,7 +372,7 @@ class SharedSession:
         if self._process != os.getpid():
             self._begin()  # the loop of a forked process does not have the session's tasks
         async with self._opening:
-            substitute = None if self._has_backend else opening._substitute
+            substitute = None if self._has_backend else current_substitute()
             if self._session is None or not self._session.is_alive or self._substitute is not substitute:
                 self._replaced.set()
                 self._session, self._substitute = None, substitute

@@ -10,7 +10,7 @@ import pytest
 from support.docs.page_blocks import DOCS, blocks_of
 
 import agentflow as af
-from agentflow.backends import open_session
+from agentflow.backends.open_session import current_substitute
 
 pytest_plugins = ["pytester"]
 
@@ -50,7 +50,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
         # With its faulthandler, the outer run's would write to a captured file from then on.
         plugins = ("pytest_agentflow", "anyio", "no:cacheprovider", "no:faulthandler")
         result = pytester.runpytest_inprocess(*(f"-p{plugin}" for plugin in plugins), *options)
-        assert open_session._substitute is None
+        assert current_substitute() is None
         return result
 
     return run
