@@ -30,7 +30,14 @@ from agentflow.engine.request import Origin
 from agentflow.engine.runner import ReadAdapter
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeRunner
-from agentflow.errors import AgentflowError, BadArgument, BadModelFolder, EngineFailed, UnknownModel
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    BadModelFolder,
+    EngineDown,
+    EngineFailed,
+    UnknownModel,
+)
 from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
@@ -332,7 +339,23 @@ async def test_a_new_process_loads_the_adapters_again(tmp_path: Path) -> None:
             adapter(tmp_path / "changed", 2.0)
             kill(client, hold)
         assert (await client.stats()).restarts == 1
-        for name in ("changed", "gone"):
-            with pytest.raises(UnknownModel):
-                await run(client, name)
+        with pytest.raises(UnknownModel):
+            await run(client, "gone")
     assert results[0].token_ids == expected.token_ids
+
+
+async def test_f37_an_adapter_that_could_not_be_loaded_again_may_come_back(tmp_path: Path) -> None:
+    """Its name is known, so it is not an unknown model."""
+    folder = adapter(tmp_path / "one")
+    async with process_engine() as client:
+        await client.load_adapter("one", folder)
+        adapter(folder, 2.0)
+        signal_child(client.engine.pid, signal.SIGKILL)
+        await until(lambda: client.engine.restarts == 1 and client.engine.pid is not None)
+        for _ in range(2):  # it waits for the adapter, or comes later
+            with pytest.raises(EngineDown):
+                await run(client, "one")
+        adapter(folder)
+        signal_child(client.engine.pid, signal.SIGKILL)
+        await until(lambda: client.engine.restarts == 2 and client.engine.pid is not None)
+        assert (await run(client, "one", count=COUNT)).token_ids == await expected_with(folder)

@@ -325,9 +325,16 @@ def aborted(request_id: int) -> Failed:
 
 def without_adapter(entry: Unfinished) -> Failed:
     """Returns the answer to a request whose adapter cannot be loaded again."""
-    name = entry.submit.origin.adapter
-    why = f"the engine restarted, and the adapter {name!r} of this request is lost: its files have changed"
-    return Failed(entry.submit.request_id, EngineFailed.code, why)
+    return Failed(entry.submit.request_id, EngineDown.code, lost_adapter(entry.submit))
+
+
+def lost_adapter(submit: Submit) -> str:
+    """Returns why the adapter of a request is not there."""
+    name = submit.origin.adapter
+    return (
+        f"the engine restarted, and could not load the adapter {name!r} of this request again, as its files "
+        "have changed: load it"
+    )
 
 
 def _blame(entry: Unfinished) -> Failed:

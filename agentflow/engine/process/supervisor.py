@@ -49,7 +49,12 @@ from agentflow.engine.messages import (
 from agentflow.engine.process.child import Child, StartChild, start_child_process
 from agentflow.engine.process.connection import Hung, ProcessConnection, Unusable
 from agentflow.engine.process.deadlines import Deadlines
-from agentflow.engine.process.request_journal import RequestJournal, Unfinished, aborted
+from agentflow.engine.process.request_journal import (
+    RequestJournal,
+    Unfinished,
+    aborted,
+    lost_adapter,
+)
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.worker import LAST_STEP_S
 from agentflow.engine.request import Submit
@@ -300,11 +305,13 @@ class EngineSupervisor:
 
     def send(self, message: ToEngine | KeepMedium) -> None:
         """Accepts a message, whether or not a process is running. Raises ``EngineDown`` for a ``Query``
-        without a process, and for a ``Submit`` while the engine is down; ``ValueError`` or ``OverflowError``
-        for text or numbers that cannot be encoded."""
+        without a process, and for a ``Submit`` while the engine is down or lacks its adapter; ``ValueError``
+        or ``OverflowError`` for text or numbers that cannot be encoded."""
         match message:
             case Submit() if self.down_because is not None:
                 raise EngineDown(self.down_because)
+            case Submit() if self.lacks(message.adapter):
+                raise EngineDown(lost_adapter(message))
             case Submit():
                 self._journal.add(message)
                 self._send_ready(message.request_id)

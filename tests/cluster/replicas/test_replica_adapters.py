@@ -222,7 +222,7 @@ async def test_f37_requests_fail_if_no_replica_could_load_their_adapter_again(tw
     await lose(two, 0, 1)
     jobs = jobs_of(8)
     await two.run(*jobs)
-    assert {one.error.code for one in jobs} == {"engine_failed"}
+    assert {one.error.code for one in jobs} == {"engine_down"}
     assert await two.texts(job(adapter="")) == expected
     write(tmp_path / "one")
     await lose(two, 0)

@@ -119,7 +119,7 @@ def test_f4d_requests_wait_for_their_adapters_and_fail_without_them():
     journal.adapter_loaded("here")
     assert ids(journal.take_ready()) == [2]
     ended = journal.adapter_gone("gone")
-    assert [(end.request_id, end.code) for end in ended] == [(3, "engine_failed")]
+    assert [(end.request_id, end.code) for end in ended] == [(3, "engine_down")]
     journal.add(Submit(4, [4], None, adapter="gone"))
     assert ids(journal.take_ready()) == [4]  # for the engine to refuse
     assert [journal.needs(adapter) for adapter in ("gone", "here", "other")] == [True, True, False]
