@@ -13,6 +13,7 @@ no other target, which would have to reject the session for good.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -35,6 +36,9 @@ from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, HeaderList, Targe
 from agentflow.server.gateway.target_choice import TargetChoice
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+HANDSHAKE_S = 15.0
+"""The time for a target's answer to a handshake, once it has accepted the connection. A server that shares a
+store with others may wait for it, or it is busy: it is not down."""
 MAX_QUEUED = 4
 """The limit of messages that wait while a client does not read."""
 CLOSE_S = 2.0
@@ -147,20 +151,29 @@ class WebSocketProxy:
             for name, value in request_headers(scope, target, self._via)
             if name != b"host" and not name.startswith(_HANDSHAKE)
         ]
-        return await connect(
-            str(url.copy_with(scheme=scheme)),
-            additional_headers=headers,
-            subprotocols=[Subprotocol(name) for name in scope.get("subprotocols", [])] or None,
-            compression=None,
-            user_agent_header=None,
-            proxy=None,
-            open_timeout=CONNECT_TIMEOUT_S,
-            close_timeout=CLOSE_S,
-            ping_interval=PING_S,
-            ping_timeout=PING_S,
-            max_size=MAX_MESSAGE_BYTES,
-            max_queue=MAX_QUEUED,
-        )
+        limit: anyio.CancelScope
+
+        class Connection(ClientConnection):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                limit.deadline = anyio.current_time() + HANDSHAKE_S
+                super().connection_made(transport)
+
+        with anyio.fail_after(CONNECT_TIMEOUT_S) as limit:
+            return await connect(
+                str(url.copy_with(scheme=scheme)),
+                additional_headers=headers,
+                subprotocols=[Subprotocol(name) for name in scope.get("subprotocols", [])] or None,
+                compression=None,
+                user_agent_header=None,
+                proxy=None,
+                open_timeout=None,
+                create_connection=Connection,
+                close_timeout=CLOSE_S,
+                ping_interval=PING_S,
+                ping_timeout=PING_S,
+                max_size=MAX_MESSAGE_BYTES,
+                max_queue=MAX_QUEUED,
+            )
 
 
 def _is_silent(target: Target) -> bool:

@@ -17,7 +17,7 @@ from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
 from agentflow.protocol.wire import Limits, Welcome, encode
-from agentflow.server.gateway import target_choice
+from agentflow.server.gateway import target_choice, websocket_proxy
 from agentflow.server.gateway.websocket_proxy import welcomed_session
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -291,6 +291,24 @@ async def test_a_client_cannot_take_the_session_of_another_from_its_server() -> 
 @pytest.mark.parametrize("message", ["", b"", "{}", b"\xa7session\xff", b"\xa7session", '{"session":3}'])
 def test_first_messages_without_an_id(message: str | bytes) -> None:
     assert welcomed_session(message) is None
+
+
+async def test_f37_a_slow_answer_to_a_handshake_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target has accepted the connection, and answers after the time for connecting."""
+    monkeypatch.setattr(websocket_proxy, "CONNECT_TIMEOUT_S", 0.2)
+
+    async def slowly(socket: ServerConnection, request: Request) -> Response | None:
+        if request.path == "/v1/session":
+            with anyio.move_on_after(0.4):
+                await anyio.sleep_forever()
+        return _answer(101)(socket, request)
+
+    async with serve(echo, "127.0.0.1", 0, process_request=slowly) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with routed([url]) as route, opened(route) as client:
+            await client.send("x")
+            assert await client.recv() == "x"
+            assert route.gateway.placement.targets[0].is_up
 
 
 async def test_no_server_answers() -> None:
