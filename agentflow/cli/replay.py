@@ -138,6 +138,8 @@ def _state_row(row: _Row, time: _TimeFormat) -> list[Text]:
     if state.error is not None:
         is_cancelled = state.error.origin.code == Cancelled.code
         finish, style = ("cancelled", "yellow") if is_cancelled else ("failed", "red")
+    elif state.is_cancelled:  # without an answer of the backend, such as after an exception in the program
+        finish, style = "cancelled", "yellow"
     start = state.ops[0].at_s if state.ops else None
     return [
         Text(row.guides + name, style="bold" if state.parent is None else ""),

@@ -17,7 +17,7 @@ from agentflow.cli.main import main
 from agentflow.cli.replay import run_replay
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend
-from agentflow.protocol.events import Event, GraphReply, Peeked, Usage, Value, Watched
+from agentflow.protocol.events import Event, GraphReply, Peeked, StateFailed, Usage, Value, Watched
 from agentflow.recording.file import VERSION, read_recording
 
 pytestmark = pytest.mark.anyio
@@ -324,6 +324,31 @@ async def test_f43f_a_state_that_a_cancellation_failed_is_cancelled(path):
     lines = "\n".join(shown(path, width=120))
     assert "failed" not in lines
     [root] = [line for line in lines.splitlines() if line.startswith("run 0")]
+    assert "cancelled" in root
+
+
+async def dividing(s: af.State) -> None:
+    s += "x" + af.gen("said")
+    await s["said"]
+    raise ZeroDivisionError
+
+
+async def test_f37_a_run_that_an_exception_of_the_program_ended_is_cancelled(path):
+    class Closing:
+        """A session that ends before the backend answers the cancellation."""
+
+        @asynccontextmanager
+        async def connect(self, deliver, lost):
+            def pass_on(events):
+                deliver([event for event in events if not isinstance(event, StateFailed)])
+
+            async with af.Scripted(answer).connect(pass_on, lost) as connection:
+                yield connection
+
+    async with af.session(backend=Closing(), record=path) as flow:
+        with pytest.raises(ZeroDivisionError):
+            await flow.run(dividing)
+    [root] = [line for line in shown(path, width=120) if line.startswith("run 0")]
     assert "cancelled" in root
 
 
