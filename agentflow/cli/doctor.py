@@ -238,14 +238,20 @@ def check_processor() -> Check:
 def check_compiler() -> Check:
     """Whether the native kernels are compiled, or can be."""
     from agentflow.kernels.native_library import (
+        PLATFORMS,
         NoNativeKernels,
         compiled_ahead,
         compiler,
         is_compiled,
+        library_folder,
         native_level,
     )
 
     forced = os.environ.get("AGENTFLOW_KERNELS")
+    if forced and forced not in PLATFORMS:
+        return Check(
+            "compiler", "error", f"AGENTFLOW_KERNELS is {forced!r}", f"one of {', '.join(PLATFORMS)}"
+        )
     if forced and forced != "native":
         return Check("compiler", "ok", f"not needed: AGENTFLOW_KERNELS={forced}")
     try:
@@ -265,8 +271,23 @@ def check_compiler() -> Check:
             "install g++ or clang++, or name a compiler in CXX: without one, the engine runs on torch's "
             "operations, at less than half the speed",
         )
+    folder = library_folder()
+    if not is_ready and not _is_writable(folder):
+        return Check(
+            "compiler",
+            "warning",
+            f"the kernels cannot be written to {folder}",
+            "set AGENTFLOW_CACHE to another folder: the engine runs on torch's operations, at less than half "
+            "the speed",
+        )
     done = "compiled" if is_ready else "compiled when the engine first starts, in about 25 seconds"
     return Check("compiler", "ok", f"{command}; the kernels for {level} are {done}")
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether files can be written to a folder that may have to be created."""
+    existing = next(one for one in (folder, *folder.parents) if one.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def check_model(name: str, build: TorchBuild | None, *, is_nvidia: bool) -> Iterator[Check]:

@@ -34,6 +34,8 @@ SOURCES = Path(__file__).parent / "native"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 COMPILE_TIMEOUT_S = 300
+PLATFORMS = ("native", "triton", "torch", "reference")
+"""The values of AGENTFLOW_KERNELS."""
 
 AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
@@ -156,8 +158,13 @@ def load_library(level: str) -> ctypes.CDLL:
 
 def _library_path(level: str) -> Path:
     made_by = [*compiler(), *_options(level), _run([*compiler(), "--version"])]  # not the sources' path
+    return library_folder() / _file_name(level, made_by)
+
+
+def library_folder() -> Path:
+    """Returns the folder of the libraries that are compiled on this machine."""
     cache = os.environ.get("AGENTFLOW_CACHE") or user_cache_dir("agentflow")
-    return Path(cache).expanduser() / "kernels" / _file_name(level, made_by)
+    return Path(cache).expanduser() / "kernels"
 
 
 def _ahead_name(level: str) -> str:

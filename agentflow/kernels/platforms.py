@@ -31,7 +31,7 @@ from agentflow.kernels.inputs import (
 from agentflow.kernels.linear.method import LinearMethod
 from agentflow.kernels.linear.reference_linear import ReferenceLinear
 from agentflow.kernels.linear.torch_linear import TorchLinear
-from agentflow.kernels.native_library import NoNativeKernels
+from agentflow.kernels.native_library import PLATFORMS, NoNativeKernels
 from agentflow.kernels.native_ops import team
 from agentflow.kernels.native_ops.native_attention import NativeAttention
 from agentflow.kernels.native_ops.native_forward import NativeForward
@@ -121,16 +121,13 @@ def triton_kernels() -> Kernels:
     return Kernels("triton", *parts, queues_work=True)
 
 
-NAMES = ("native", "triton", "torch", "reference")
-
-
 def kernels_for(device: torch.device) -> Kernels:
     """Returns the kernels for a device: the platform in ``AGENTFLOW_KERNELS``, or if that is not set, the
     native kernels on a CPU and Triton's on a GPU if available, else torch's. Raises ``ValueError`` if the
     selected platform is unknown or unavailable."""
     name = os.environ.get("AGENTFLOW_KERNELS", "")
-    if name not in ("", *NAMES):
-        raise ValueError(f"AGENTFLOW_KERNELS is {name!r}: it must be one of {', '.join(NAMES)}")
+    if name not in ("", *PLATFORMS):
+        raise ValueError(f"AGENTFLOW_KERNELS is {name!r}: it must be one of {', '.join(PLATFORMS)}")
     return _chosen(name, device)
 
 

@@ -174,6 +174,15 @@ def test_the_compiler(monkeypatch, tmp_path):
     assert check_compiler().status == "ok"
 
 
+@pytest.mark.usefixtures("amx")
+def test_f37_unknown_kernels_and_a_cache_that_cannot_be_written_are_found(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path / "file"))
+    assert (check_compiler().status, "AGENTFLOW_CACHE" in check_compiler().advice) == ("warning", True)
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "fast")
+    assert check_compiler().status == "error"
+
+
 def test_a_model_that_is_not_pulled(monkeypatch, tmp_path):
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
     (missing,) = check_model("smollm2-135m", CPU, is_nvidia=False)
