@@ -208,6 +208,7 @@ class Tokenizer:
 
         bare: dict[str, Any] = {"truncation": None, "padding": None, "post_processor": None}
         self._markup = _load({**spec, "truncation": None, "padding": None}, where)
+        _check_normal_forms(self._markup, self._added, where)
         self._content = _variant({**spec, **bare}, self._markup, self._added, self._closed_to_content)
         self._whole = self._content
         if embeds:
@@ -215,7 +216,15 @@ class Tokenizer:
             if self._markup.post_processor is not None:
                 self._whole.post_processor = self._markup.post_processor
         self.space_prefix: SpacePrefix = find_space_prefix(spec.get("normalizer"), spec.get("pre_tokenizer"))
-        self._most_shrinkage = _most_shrinkage(without_space_prefix(spec.get("normalizer")))
+        strips = any(
+            (token.get("lstrip") or token.get("rstrip")) and token["content"] not in self._closed_to_content
+            for token in self._added
+        )
+        self._most_shrinkage = (
+            None
+            if strips or _removes_text(spec.get("pre_tokenizer"))
+            else _most_shrinkage(without_space_prefix(spec.get("normalizer")))
+        )
         self._inner_markup, self._inner_content = self._markup, self._content
         if self.space_prefix != "none":
             for name in ("normalizer", "pre_tokenizer"):
@@ -314,7 +323,8 @@ class Tokenizer:
         """Returns the ids of separate texts, with the special tokens that the model expects around each. Only
         for embedding models. Raises ``BadArgument`` for a text with a lone surrogate."""
         try:
-            encoded = self._whole.encode_batch(list(texts), add_special_tokens=True)
+            with _ReportingPanics():
+                encoded = self._whole.encode_batch(list(texts), add_special_tokens=True)
         except TypeError as error:
             raise BadArgument("cannot encode a lone surrogate") from error
         return [list(one.ids) for one in encoded]
@@ -449,7 +459,7 @@ class Tokenizer:
 
     def fewest_tokens(self, num_chars: int) -> int:
         """Returns a lower bound of the tokens of a text of this length, without encoding it (except for
-        characters that the vocabulary cannot write). 0 if a normalizer may shorten the text without bound."""
+        characters that the vocabulary cannot write). 0 if the tokenizer may remove any number of them."""
         shrinkage = self._most_shrinkage
         return 0 if shrinkage is None else -(-num_chars // (shrinkage * self._longest))
 
@@ -487,7 +497,15 @@ class Tokenizer:
         """The bytes of each id. Computed at first use; concurrent threads may both compute it."""
         written = [self._markup.id_to_token(i) for i in range(self.vocab_size)]
         to_bytes, unseen = self._decoder.to_bytes, self.special_ids - self.mark_ids
-        return [b"" if token is None or i in unseen else to_bytes(token) for i, token in enumerate(written)]
+        table = [b"" if token is None or i in unseen else to_bytes(token) for i, token in enumerate(written)]
+        if self._decoder.byte_level:
+            # Tokens that were added to the model's vocabulary are written literally. The library reads
+            # "größe" in GPT-2's alphabet, which has each of its letters.
+            first = self._markup.get_vocab_size(with_added_tokens=False)
+            for i in self._added_ids - unseen:
+                if i >= first:
+                    table[i] = (written[i] or "").encode()
+        return table
 
     @cached_property
     def _bytes_with_special(self) -> list[bytes]:
@@ -519,7 +537,7 @@ class Tokenizer:
     def _spell(self, token_id: int) -> list[int]:
         ids: list[int] = []
         for char in self._markup.id_to_token(token_id) or "":
-            one: list[int] = self._inner_content.encode(char, add_special_tokens=False).ids
+            one: list[int] = _encoded(self._inner_content, char).ids
             ids.extend(one if self._closed_ids.isdisjoint(one) else self._byte_ids(char.encode()))
         return ids
 
@@ -538,11 +556,48 @@ def _most_shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:
     return COMPOSED_CHARS if normalizer.get("type") in ("NFC", "NFKC") else None
 
 
+def _removes_text(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    """Whether the pre-tokenizer may remove any number of characters from a text."""
+    if pre_tokenizer is None:
+        return False
+    kinds = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit")
+    is_removing = pre_tokenizer.get("type") in kinds or pre_tokenizer.get("behavior") == "Removed"
+    return is_removing or any(map(_removes_text, pre_tokenizer.get("pretokenizers", [])))
+
+
+def _check_normal_forms(
+    tokenizer: tokenizers.Tokenizer, added: Collection[Mapping[str, Any]], where: str
+) -> None:
+    """Rejects added tokens that the normalizer empties: the library would search for them without end."""
+    if tokenizer.normalizer is None:
+        return
+    for token in added:
+        if token.get("normalized") and not tokenizer.normalizer.normalize_str(token["content"]):
+            raise BadModelFolder(
+                f"{where} cannot be used: its normalizer leaves nothing of the added token "
+                f"{token['content']!r}; set its `normalized` to false",
+                param="tokenizer.json",
+            )
+
+
 def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
-    if len(text) < _LONG_CHARS:
-        return tokenizer.encode(text, add_special_tokens=False)
-    # Only the library's batch method releases the GIL.
-    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+    with _ReportingPanics():
+        if len(text) < _LONG_CHARS:
+            return tokenizer.encode(text, add_special_tokens=False)
+        # Only the library's batch method releases the GIL.
+        return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+
+class _ReportingPanics:
+    """Turns a panic of the library into ``BadArgument``. It is no ``Exception``, so it would pass the
+    handlers of one request and end the task of all. (``contextlib``'s managers cost 2 µs for each text.)"""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None and kind.__name__ == "PanicException":
+            raise BadArgument(f"the model's tokenizer cannot encode this text: {error}") from error
 
 
 def _load(spec: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:

@@ -375,6 +375,46 @@ def test_a_vocabulary_at_which_the_library_itself_fails(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+def test_f37_added_tokens_in_letters_of_the_byte_alphabet_are_text() -> None:
+    tokenizer = Tokenizer(small_tokenizers.byte_level(plain_added=["größe"]))
+    ids = tokenizer.encode("größe é")
+    assert tokenizer.find_id("größe") in ids
+    assert tokenizer.decode(ids) == "größe é"
+
+
+def test_f37_an_added_token_that_the_normalizer_empties_is_refused() -> None:
+    """The library would never return from a text without it."""
+    spec = small_tokenizers.byte_level(plain_added=["\n\n", "  "])
+    spec["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": False}
+    Tokenizer(spec)
+    spec["added_tokens"][-2]["normalized"] = True
+    with pytest.raises(BadModelFolder, check=has_param("tokenizer.json")):
+        Tokenizer(spec)
+
+
+def test_f37_a_text_at_which_the_library_panics_is_refused() -> None:
+    """It panics where two added tokens strip the same space."""
+    spec = small_tokenizers.byte_level(plain_added=["<x>", "\n"])
+    spec["added_tokens"][-2]["rstrip"] = spec["added_tokens"][-1]["lstrip"] = True
+    tokenizer = Tokenizer(spec)
+    assert tokenizer.decode(tokenizer.encode("<x> and\n")) == "<x>and\n"
+    for encode in (tokenizer.encode, tokenizer.encode_markup, tokenizer.encode_exact, tokenizer.closed_spans):
+        with pytest.raises(BadArgument):
+            encode("<x>\n\n")
+
+
+@pytest.mark.parametrize("kind", ["WhitespaceSplit", "Whitespace", "rstrip"])
+def test_f37_a_tokenizer_that_removes_spaces_has_no_fewest_tokens(kind: str) -> None:
+    spec = small_tokenizers.byte_level(plain_added=["<x>"])
+    if kind == "rstrip":
+        spec["added_tokens"][-1]["rstrip"] = True
+    else:
+        spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [{"type": kind}, spec["pre_tokenizer"]]}
+    tokenizer = Tokenizer(spec)
+    text = "<x>" + " " * 10_000
+    assert len(tokenizer.encode(text)) >= tokenizer.fewest_tokens(len(text))
+
+
 def test_bad_config(tmp_path: Path) -> None:
     small_tokenizers.write_folder(tmp_path, FAMILIES["byte_level"])
     (tmp_path / "tokenizer_config.json").write_text("nothing")
