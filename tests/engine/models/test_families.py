@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save_model as save_safe_model
 from support.engine.device import DEVICE
 from support.engine.family_models import COMPOSED, MODELS, OTHERS, SIZES, save_model, saved_model
 from support.engine.runner_driver import Driver
@@ -57,6 +58,16 @@ def test_f38a_a_head_in_the_files_is_used_whatever_the_config_says(name: str, tm
     model = saved_model(name, tmp_path, tie_word_embeddings=False)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert_equal_to_transformers(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma2"])
+def test_f37_a_tied_model_whose_files_have_only_the_head(name: str, tmp_path: Path) -> None:
+    model = saved_model(name, tmp_path)
+    save_safe_model(model, str(tmp_path / "model.safetensors"))
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" in stored
+    assert "model.embed_tokens.weight" not in stored
     assert_equal_to_transformers(model, tmp_path)
 
 

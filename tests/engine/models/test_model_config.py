@@ -39,6 +39,8 @@ MIXTRAL = MISTRAL | {"architectures": ["MixtralForCausalLM"], "model_type": "mix
 GPT_NEO = {"architectures": ["GPTNeoForCausalLM"], "num_layers": 2, "num_heads": 2}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2}
 
+QWEN_VL = QWEN | {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+
 
 def write_config(folder: Path, **changed: object) -> None:
     config = {key: value for key, value in (CONFIG | changed).items() if value is not ...}
@@ -121,6 +123,11 @@ def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[s
         ({"rope_theta": -2.0}, "rope_parameters", ""),
         (MIXTRAL | {"num_experts_per_tok": 3}, "config.json", "3 of 2"),
         (MIXTRAL | {"num_experts_per_tok": 0}, "config.json", "experts of a token is 0"),
+        ({"head_dim": 10**20}, "config.json", "head_dim is 1"),
+        ({"head_dim": 4, "num_attention_heads": 10**20}, "config.json", "num_kv_heads is 1"),
+        (MISTRAL | {"num_hidden_layers": 10**12}, "config.json", "num_hidden_layers is 1"),
+        (GPT_NEO | {"attention_types": [[["global"], 10**12]]}, "attention_types", ""),
+        (QWEN_VL | {"rope_parameters": {"mrope_section": [10**12, 0, 0]}}, "mrope_section", ""),
         ({"hidden_act": "tanh"}, "hidden_act", "tanh"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "hqq"),
         ({"rope_scaling": {"type": "su", "factor": 4.0}}, "rope_type", "su"),

@@ -274,3 +274,16 @@ def test_unknown_tokenizers_are_rejected_by_name(pre: str, model: str, param: st
     with pytest.raises(BadModelFolder, check=has_param(param)) as caught:
         Tokenizer.from_folder(file)
     assert pre in str(caught.value) or model in str(caught.value)
+
+
+def test_f37_a_file_without_tokens_is_rejected(tmp_path: Path) -> None:
+    """Such files are made for models that get their tokens from elsewhere."""
+    writer = GGUFWriter(tmp_path / "bare.gguf", "llama")
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_bos_token_id(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    for read in (Tokenizer.from_folder, ChatTemplate.from_folder):
+        with pytest.raises(BadModelFolder, match="bare"):
+            read(tmp_path / "bare.gguf")

@@ -73,8 +73,10 @@ def read_starcoder(raw: RawConfig) -> DecoderConfig:
 
 def read_gpt_neo(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. Scores are not scaled, and some layers have a window."""
-    kinds = [kind for kinds, count in raw["attention_types"] for kind in kinds * count]
-    if not set(kinds) <= {"global", "local"} or len(kinds) != raw["num_layers"]:
+    groups, num_layers = raw["attention_types"], int(raw["num_layers"])
+    has_all = sum(len(kinds) * count for kinds, count in groups) == num_layers
+    kinds = [kind for kinds, count in groups for kind in kinds * count] if has_all else []
+    if not has_all or not set(kinds) <= {"global", "local"}:
         raise BadModelFolder("a layer is neither global nor local", param="attention_types")
     window = int(raw.get("window_size", 256))
     fields = {

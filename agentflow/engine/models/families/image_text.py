@@ -25,6 +25,9 @@ _READERS: Final[dict[str, Callable[[RawConfig], DecoderConfig]]] = {
 }
 
 
+_MAX_FREQUENCIES: Final = 1 << 20  # of a head
+
+
 def _names(prefix: str, head: str, *vision: str) -> WeightNames:
     """Returns the names of a text model below a prefix. ``vision``: the prefixes of all other tensors, which
     belong to the tower."""
@@ -81,8 +84,8 @@ def _qwen_text(raw: RawConfig, default: list[int]) -> tuple[RawConfig, list[int]
     """Returns the config of the text model with a plain rope, and the number of frequencies of each axis."""
     parameters = rope_parameters(raw)
     sections = [int(count) for count in parameters.pop("mrope_section", default)]
-    if len(sections) != 3 or min(sections) < 0:
-        raise BadModelFolder(f"mrope_section must be 3 numbers, not {sections}", param="mrope_section")
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) > _MAX_FREQUENCIES:
+        raise BadModelFolder(f"mrope_section must be 3 sizes, not {sections}", param="mrope_section")
     if parameters.get("rope_type", parameters.get("type")) == "mrope":  # its name in older files
         parameters["rope_type"] = "default"
     return {**raw, "rope_scaling": None, "rope_parameters": parameters}, sections

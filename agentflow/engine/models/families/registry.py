@@ -54,6 +54,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     for family in module.FAMILIES
 }
 """The families that run natively, by the architecture's name in ``config.json``."""
+_MAX_LAYERS: Final = 10_000
+_MAX_OF_POOL: Final = 1 << 20
+"""The largest sizes of the KV pool, which is allocated before the sizes are compared with the weights."""
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -64,6 +67,7 @@ def read_config(folder: Path) -> DecoderConfig:
         family = _find_family(raw)
         read_scheme(raw)  # rejects unsupported formats
         text = text_config(raw)
+        _check_layers(text)
         shape = family.read(text)
         shape = replace(shape, max_context=_longest_text(shape))
         _check(shape)
@@ -83,6 +87,13 @@ def _longest_text(shape: DecoderConfig) -> int:
     were computed with the short ones."""
     ropes = filter(None, (shape.rope, shape.local_rope))
     return min([shape.max_context, *(rope.longest for rope in ropes if rope.longest)])
+
+
+def _check_layers(text: RawConfig) -> None:
+    """Rejects an impossible number of layers, before lists of this length are made."""
+    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+        if int(text.get(name) or 0) > _MAX_LAYERS:
+            raise ValueError(f"{name} is {text[name]}")
 
 
 def _check(shape: DecoderConfig) -> None:
@@ -112,7 +123,7 @@ def _check(shape: DecoderConfig) -> None:
         if not 0 < experts.num_used_groups <= groups:
             raise ValueError(f"{experts.num_used_groups} of {groups} groups of experts")
     for name, size in sizes.items():
-        if size < 1:
+        if size < 1 or (name in ("num_kv_heads", "head_dim") and size > _MAX_OF_POOL):
             raise ValueError(f"{name} is {size}")
     scales = ("attention_scale", "attention_cap", "logit_scale", "logit_cap", "embedding_scale")
     for name in ("norm_eps", *scales):

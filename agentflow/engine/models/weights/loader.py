@@ -96,8 +96,11 @@ def load_model(
         open_checkpoint(path, weights.dtype, device) as checkpoint,
     ):
         names = FAMILIES[config.architecture].names_among(checkpoint.names)
-        if f"{names.embedding}.weight" not in checkpoint.names:  # saved without a head, like embedding models
-            names = names.without_head()
+        if f"{names.embedding}.weight" not in checkpoint.names:
+            if config.tie_word_embeddings and f"{names.head}.weight" in checkpoint.names:
+                names = replace(names, embedding=names.head)  # safetensors' ``save_model`` keeps one of both
+            else:
+                names = names.without_head()  # saved without a head, like embedding models
         if not has_head:
             config = replace(config, tie_word_embeddings=True)
         elif config.tie_word_embeddings and _has_other_head(checkpoint, names):

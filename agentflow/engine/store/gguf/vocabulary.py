@@ -70,6 +70,8 @@ class GgufVocabulary:
     @property
     def named_tokens(self) -> dict[str, str]:
         """Tokens by role, such as ``{"bos_token": "<s>"}``."""
+        if not self.tokens:
+            raise self.data.reject("tokenizer.ggml.tokens", "is missing: the file has no vocabulary")
         roles = {"bos": self.bos_id, "eos": self.eos_id, "unk": self.unk_id, "pad": self.pad_id}
         return {f"{role}_token": self.tokens[i] for role, i in roles.items() if i is not None}
 
