@@ -45,6 +45,36 @@ test("images are files beside the program", () => {
   expect(toPython(program, false)).toContain('s += af.image("a \\"b\\".png") + "Look." + "\\n\\n"\n');
 });
 
+test("f37: each gen has its own schema", () => {
+  const typed = (name: string, type: string) =>
+    gen(name, { shape: { kind: "schema", source: JSON.stringify({ type }) } });
+  const program: Program = {
+    title: "t",
+    about: "",
+    system: "",
+    user: "Hm?",
+    steps: [
+      typed("plan", "integer"),
+      { kind: "say", role: "user", text: "And?" },
+      typed("Plan", "boolean"),
+      { kind: "fork", branches: [{ label: "a", instruction: "b" }], steps: [typed("deep", "null")] },
+      { kind: "say", role: "user", text: "And?" },
+      typed("deep", "string"),
+    ],
+    sampling: DEFAULT_SAMPLING,
+  };
+  const source = toPython(program);
+  for (const [name, constant, type] of [
+    ["plan", "PLAN_SCHEMA", "integer"],
+    ["Plan", "PLAN_SCHEMA_2", "boolean"],
+    ["deep", "DEEP_SCHEMA", "null"],
+    ["deep", "DEEP_SCHEMA_2", "string"],
+  ]) {
+    expect(source).toContain(`${constant} = {"type": "${type}"}\n`);
+    expect(source).toContain(`af.gen("${name}", max_tokens=96, schema=${constant})`);
+  }
+});
+
 test("strings escape what Python or an editor could misread", () => {
   expect(text('a "b"\n\\ \u202e \u2028 \u0085')).toBe('"a \\"b\\"\\n\\\\ \\u202e \\u2028 \\u0085"');
   expect(text("\ud800")).toBe('"\ufffd"');

@@ -39,6 +39,7 @@ export function toPython(program: Program, hasTurns = true): string {
 
 class Writer {
   readonly constants: string[] = [];
+  readonly #schemaNames = new Set<string>();
   #numForks = 0;
 
   constructor(
@@ -165,11 +166,20 @@ class Writer {
     }
     if (step.shape.kind === "regex") options.push(`regex=${text(step.shape.source)}`);
     if (step.shape.kind === "schema") {
-      const name = `${step.name.toUpperCase()}_SCHEMA`;
+      const name = this.#schemaName(step.name);
       this.constants.push(...`${name} = ${value(schemaOf(step.shape.source) ?? {})}`.split("\n"));
       options.push(`schema=${name}`);
     }
     return `af.gen(${options.join(", ")})`;
+  }
+
+  /** Names of gens differ by case, or stand in different branches. */
+  #schemaName(gen: string): string {
+    const plain = `${gen.toUpperCase()}_SCHEMA`;
+    let name = plain;
+    for (let number = 2; this.#schemaNames.has(name); number++) name = `${plain}_${number}`;
+    this.#schemaNames.add(name);
+    return name;
   }
 
   /** A string, or an f-string where it refers to variables. */
