@@ -47,7 +47,10 @@ export interface ConnectOptions {
   openTimeoutS?: number | undefined;
   /** After so many seconds of silence the client asks for an answer, and reconnects after as many; by default 20. */
   keepaliveS?: number | undefined;
-  /** The largest sum of ops that the server has not acknowledged, in bytes; by default 64 MiB. */
+  /**
+   * The largest sum of ops that the server has not acknowledged, in bytes; by default 64 MiB. Beyond it, only small
+   * ops are sent that ask, await or end something; others throw `BacklogFull`.
+   */
   maxBufferedBytes?: number | undefined;
   /** Gets the lines of a recording: the header, then each op that is sent and each event that is received. */
   record?: ((line: object) => void) | undefined;
