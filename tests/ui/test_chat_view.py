@@ -127,6 +127,39 @@ def test_the_chat_outlives_a_look_at_another_view(stage: Stage, visit: Visit) ->
     expect(screen.at("turns")).to_contain_text("I stayed.")
 
 
+def test_f37_the_focus_stays_where_the_keyboard_goes_on(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    open_chat(screen)
+    keyboard, focused = screen.page.keyboard, screen.page.locator(":focus")
+    stage.answer("leaf", "Green.")
+    say(screen, "A leaf?")
+    edit = screen.page.get_by_role("button", name="Edit")
+    edit.focus()
+    keyboard.press("Enter")
+    expect(focused).to_have_attribute("aria-label", "The edited turn")
+    keyboard.press("Escape")
+    expect(edit).to_be_focused()
+    for number in (2, 3):
+        edit.focus()
+        keyboard.press("Enter")
+        keyboard.type(f" Leaf {number}?")
+        keyboard.press("Enter")
+        expect(screen.at("message")).to_be_focused()
+        expect(screen.at("branch-place")).to_have_text(f"{number} / {number}")
+        expect(screen.page.get_by_role("button", name="Another reply")).to_be_enabled()
+    previous = screen.page.get_by_label("Previous branch")
+    previous.focus()
+    keyboard.press("Enter")
+    expect(screen.at("branch-place")).to_have_text("2 / 3")
+    expect(previous).to_be_focused()
+    keyboard.press("Enter")
+    expect(screen.at("branch-place")).to_have_text("1 / 3")
+    expect(screen.page.get_by_label("Next branch")).to_be_focused()  # there is no previous one
+    screen.page.get_by_role("button", name="Another reply").focus()
+    keyboard.press("Enter")
+    expect(screen.at("message")).to_be_focused()
+
+
 def test_f37_the_page_says_that_the_browser_has_no_room_for_the_chats(stage: Stage, visit: Visit) -> None:
     screen = visit(stage.url)
     open_chat(screen)

@@ -117,6 +117,17 @@ function useFollowReplies(list: RefObject<HTMLElement | null>): void {
   }, []);
 }
 
+/** Where the keyboard goes on when what had the focus is replaced: at the first of these that can have it. */
+function focusNext(...selectors: string[]): void {
+  requestAnimationFrame(() => {
+    const found = selectors.map((one) => document.querySelector<HTMLElement>(`.chat ${one}:not(:disabled)`));
+    found.find((one) => one !== null)?.focus();
+  });
+}
+
+const MESSAGE = '[data-testid="message"]';
+const inTurn = (id: number, part: string): string => `[data-testid="turn-${id}"] ${part}`;
+
 const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
 
 function TurnView({ turn }: { turn: Turn }) {
@@ -126,6 +137,13 @@ function TurnView({ turn }: { turn: Turn }) {
   const place = siblings.indexOf(turn.id);
   const usage = usages.value.get(keyOf(turn));
   const isBusy = isStreaming.value;
+  const showSibling = (step: 1 | -1): void => {
+    const to = siblings[place + step]!;
+    show(to);
+    const [previous, next] = [inTurn(to, ".previous"), inTurn(to, ".next")];
+    if (step > 0) focusNext(next, previous);
+    else focusNext(previous, next);
+  };
   return (
     <li class={`chat-turn is-${turn.role}`} data-testid={`turn-${turn.id}`}>
       <header class="chat-head">
@@ -134,10 +152,10 @@ function TurnView({ turn }: { turn: Turn }) {
           <span class="switch" role="group" aria-label="Branches of the conversation">
             <button
               type="button"
-              class="quiet tool"
+              class="quiet tool previous"
               aria-label="Previous branch"
               disabled={place === 0 || isBusy}
-              onClick={() => show(siblings[place - 1]!)}
+              onClick={() => showSibling(-1)}
             >
               ‹
             </button>
@@ -146,10 +164,10 @@ function TurnView({ turn }: { turn: Turn }) {
             </span>
             <button
               type="button"
-              class="quiet tool"
+              class="quiet tool next"
               aria-label="Next branch"
               disabled={place === siblings.length - 1 || isBusy}
-              onClick={() => show(siblings[place + 1]!)}
+              onClick={() => showSibling(1)}
             >
               ›
             </button>
@@ -191,12 +209,20 @@ function TurnView({ turn }: { turn: Turn }) {
             </button>
           )}
           {turn.role === "user" && (
-            <button type="button" class="quiet small" disabled={isBusy} onClick={() => (isEditing.value = true)}>
+            <button type="button" class="quiet small edit" disabled={isBusy} onClick={() => (isEditing.value = true)}>
               Edit
             </button>
           )}
           {turn.role === "assistant" && (
-            <button type="button" class="quiet small" disabled={isBusy || !session.value} onClick={() => again(turn)}>
+            <button
+              type="button"
+              class="quiet small"
+              disabled={isBusy || !session.value}
+              onClick={() => {
+                again(turn);
+                focusNext(MESSAGE);
+              }}
+            >
               {turn.problem ? "Try again" : "Another reply"}
             </button>
           )}
@@ -258,6 +284,10 @@ function Call({ call, children }: { call: CalledTool; children?: ComponentChildr
 }
 
 function Calls({ turn, isBusy }: { turn: Turn; isBusy: boolean }) {
+  const decide = (call: CalledTool, isAllowed: boolean): void => {
+    answer(turn, call, isAllowed);
+    focusNext(inTurn(turn.id, ".tool-call .primary"), MESSAGE); // the next open call
+  };
   const { toolCalls = [], truncatedCalls = [] } = turn;
   if (toolCalls.length + truncatedCalls.length === 0) return null;
   const open = new Set(openCalls(conversation.value, turn).map((call) => call.id));
@@ -267,10 +297,10 @@ function Calls({ turn, isBusy }: { turn: Turn; isBusy: boolean }) {
         <Call key={call.id} call={call}>
           {open.has(call.id) ? (
             <div class="row">
-              <button type="button" class="primary" disabled={isBusy} onClick={() => answer(turn, call, true)}>
+              <button type="button" class="primary" disabled={isBusy} onClick={() => decide(call, true)}>
                 Run in this page
               </button>
-              <button type="button" disabled={isBusy} onClick={() => answer(turn, call, false)}>
+              <button type="button" disabled={isBusy} onClick={() => decide(call, false)}>
                 Decline
               </button>
             </div>
@@ -294,6 +324,10 @@ function Editor({ turn, onEnd }: { turn: Turn; onEnd: () => void }) {
   const canSend = canSay(text.value, images.value);
   const area = useRef<HTMLTextAreaElement>(null);
   useSignalEffect(() => area.current?.focus());
+  const keep = (): void => {
+    onEnd();
+    focusNext(inTurn(turn.id, ".edit"));
+  };
   return (
     <form
       class="composer"
@@ -302,6 +336,7 @@ function Editor({ turn, onEnd }: { turn: Turn; onEnd: () => void }) {
         if (!canSend || !session.value) return;
         onEnd();
         send(turn.parent, text.value, images.value);
+        focusNext(MESSAGE);
       }}
     >
       <ImageArea
@@ -310,7 +345,7 @@ function Editor({ turn, onEnd }: { turn: Turn; onEnd: () => void }) {
         onChange={(now) => (images.value = now)}
         actions={
           <>
-            <button type="button" class="quiet" onClick={onEnd}>
+            <button type="button" class="quiet" onClick={keep}>
               Keep as it is
             </button>
             <button type="submit" class="primary" disabled={!session.value || !canSend}>
@@ -327,7 +362,7 @@ function Editor({ turn, onEnd }: { turn: Turn; onEnd: () => void }) {
           value={text.value}
           onInput={(event) => (text.value = event.currentTarget.value)}
           onKeyDown={(event) => {
-            if (event.key === "Escape") onEnd();
+            if (event.key === "Escape") keep();
             else submitOnEnter(event);
           }}
         />
