@@ -329,11 +329,14 @@ class EngineContext:
         )
 
     def fork(self, origin: Origin) -> EngineContext:
-        """Returns a context with the same tokens. Appended text must be encoded first."""
+        """Returns a context with the same tokens. Appended text must be encoded first, unless the template
+        rejects it so far."""
         return EngineContext(
             self.tokens.fork(),
             origin,
             self.limits,
+            num_unencoded_chars=self.num_unencoded_chars,
+            num_to_encode=self.num_to_encode,
             num_turns=self.num_turns,
             num_media=self.num_media,
             num_computed=self.num_computed,

@@ -146,11 +146,12 @@ class TenantRequests:
         return token_ids
 
     async def encode(self, context: EngineContext) -> None:
-        """Encodes appended text. The state's ops run one after the other, so nothing else changes the tokens
-        meanwhile."""
+        """Encodes appended text, unless the template rejects the conversation so far. The state's ops run one
+        after the other, so nothing else changes the tokens meanwhile."""
         await self.read_media(context)
         await self.encode_beside(context.num_to_encode, context.encode)
-        context.mark_encoded()
+        if context.tokens.is_settled:
+            context.mark_encoded()
 
     async def encode_choices(self, context: EngineContext, choices: Sequence[str]) -> EncodedChoices:
         """Encodes the choices of a select after the context. Raises ``BadArgument`` if it is empty."""

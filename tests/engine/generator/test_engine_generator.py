@@ -330,6 +330,29 @@ async def test_reading_the_ids_of_a_long_text_encodes_it_once_outside_the_loop(m
         assert len(encoded_in) == 3
 
 
+async def test_f37_a_long_text_that_the_template_rejects_at_first_is_encoded_outside_the_loop(monkeypatch):
+    """A turn of the system alone is rejected, so a fork encodes nothing, and each child all of it."""
+    encoded_in: list[int] = []
+    encoded = token_state.encode_spans
+
+    def encode_spans(*args: Any) -> Any:
+        encoded_in.append(threading.get_ident())
+        return encoded(*args)
+
+    monkeypatch.setattr(token_state, "encode_spans", encode_spans)
+    rejects = "{% if messages[-1].role == 'system' %}{{ raise_exception('no question') }}{% endif %}"
+    async with plain_model_engine(max_context=4096) as client:
+        generator = EngineGenerator(client, ChatTemplate(rejects + TEMPLATE.source))
+        context = generator.open("")
+        fill_turn(generator, context, "system", "the answer to the question " * (MAX_INLINE_CHARS // 20))
+        for child in await generator.fork(context, 2):
+            fill_turn(generator, child, "user", "is the")
+            generator.begin_role(child, "assistant")
+            await generate(generator, child, max_tokens=1)
+    assert len(encoded_in) == 2
+    assert threading.get_ident() not in encoded_in
+
+
 @pytest.mark.on_trio
 async def test_a_generation_that_is_given_up_leaves_its_context_as_it_was():
     gate = StepGate()

@@ -414,6 +414,11 @@ class TokenState:
         return len(self._ids)
 
     @property
+    def is_settled(self) -> bool:
+        """Whether all text has settled ids."""
+        return self._is_settled
+
+    @property
     def continues(self) -> bool:
         """Whether a generation that begins now follows other text (see ``Tokenizer.encode``)."""
         return bool(self._parts or self._pending)
