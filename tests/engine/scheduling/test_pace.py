@@ -12,7 +12,7 @@ from support.counted_lines import counted_lines
 from support.engine.requests import request_of
 from support.examples import examples
 
-from agentflow.engine.request import Request, Status
+from agentflow.engine.request import AWAITED_GROUPS, Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import pace
 from agentflow.engine.scheduling.policies import tenant_queue
@@ -246,6 +246,27 @@ def test_a_step_asks_about_one_of_the_requests_that_are_held_back_together(task_
         assert {request.tenant for request in steps.scheduler._held_back} == {"b"}
         num_lines[num_waiting] = lines.num
     assert num_lines[1000] < 1.2 * num_lines[100]
+
+
+def test_f37_a_chat_passes_requests_that_are_held_back_and_need_the_same_token_next():
+    """They are of the same rank, because a chat waits for their group."""
+    steps = Paced(ROWS, tpot_target_ms=20)
+    steps.add(4, 60)
+    steps.step()
+    for _ in range(9):  # as many as the target allows
+        steps.add(4, 30, objective="throughput", task_group=1)
+    for _ in range(12):
+        steps.step()
+    work = [
+        request_of(100 + n, [99, n, n], 30, objective="throughput", task_group=AWAITED_GROUPS + 1)
+        for n in range(6)
+    ]
+    chat = request_of(200, [99, 9, 9], 5)
+    for request in (*work, chat):
+        steps.scheduler.add(request)
+    steps.step()
+    assert chat.status is Status.RUNNING
+    assert all(request.status is Status.WAITING for request in work)
 
 
 @pytest.mark.parametrize("policy", ["fair-lpm", "fcfs", "lpm", "random"])

@@ -96,13 +96,17 @@ class WaitingNode:
         """Whether requests end here or below. A node without any is removed."""
         return bool(self.requests or self.children)
 
-    def any_request(self) -> Request:
-        """A request here or below, if possible one that is not held back (only a few are)."""
+    def any_request(self, *, holds_back_paced: bool = False) -> Request:
+        """A request here or below, if possible one that is not held back (only a few are).
+        ``holds_back_paced``: ``Request.is_paced`` are held back, too."""
         node = self
         while not node.requests:
             node = next(iter(node.children.values()))
         some = next(iter(node.requests.values()))
-        return some if not some.is_held_back else next(self._not_held_back(), some)
+        if some.is_held_back or (holds_back_paced and some.is_paced):
+            left = self._not_held_back()
+            return next((one for one in left if not (holds_back_paced and one.is_paced)), some)
+        return some
 
     def _not_held_back(self) -> Iterator[Request]:
         pending = [iter([self])]
@@ -272,8 +276,8 @@ class WaitingTree:
         self, is_blocked: IsBlocked, ranks: Collection[Rank] | None = None
     ) -> tuple[Request, int] | None:
         """Of the requests that are not blocked, the one with the lowest rank and then the longest match.
-        Returns it with its match. ``ranks``: requests of other ranks are blocked in this step, except those
-        that are cached completely."""
+        Returns it with its match. ``ranks``: requests of other ranks, and ``Request.is_paced`` of these ones,
+        are blocked in this step, except those that are cached completely."""
         held_back: list[_Frontier] = []
         found: tuple[Request, int] | None = None
         while self._frontiers:
@@ -285,7 +289,7 @@ class WaitingTree:
                     node.queued_match = -1
                 continue
             if ranks is None or node.rank in ranks:
-                request, is_certain = self._unblocked(node, match, is_blocked)
+                request, is_certain = self._unblocked(node, match, is_blocked, ranks is not None)
             else:
                 request, is_certain = _complete_request(node), True
                 if request is None and node.rank > max(ranks, default=()) and not self.has_complete():
@@ -298,20 +302,22 @@ class WaitingTree:
             heapq.heappush(self._frontiers, entry)
         return found
 
-    def _unblocked(self, node: WaitingNode, match: int, is_blocked: IsBlocked) -> tuple[Request | None, bool]:
+    def _unblocked(
+        self, node: WaitingNode, match: int, is_blocked: IsBlocked, holds_back_paced: bool
+    ) -> tuple[Request | None, bool]:
         """Returns a request whose cached part ends at this frontier and that is not blocked. Requests below
         one child need the same next token, so one of them decides for all. If there is none, also returns
         whether that is certain for the whole step: a request that was just held back does not decide for the
         others."""
         if match < node.end:
-            return _ask(node, match, is_blocked)
+            return _ask(node, match, is_blocked, holds_back_paced)
         if node.requests and (complete := _complete_request(node)) is not None:
             return complete, True
         all_certain = True
         for child in node.uncached.values():
             if child in self._blocked_children:
                 continue
-            unblocked, is_certain = _ask(child, match, is_blocked)
+            unblocked, is_certain = _ask(child, match, is_blocked, holds_back_paced)
             if unblocked is not None:
                 return unblocked, True
             if is_certain:
@@ -560,9 +566,13 @@ def _complete_request(node: WaitingNode) -> Request | None:
     return None
 
 
-def _ask(node: WaitingNode, match: int, is_blocked: IsBlocked) -> tuple[Request | None, bool]:
+def _ask(
+    node: WaitingNode, match: int, is_blocked: IsBlocked, holds_back_paced: bool
+) -> tuple[Request | None, bool]:
     """A request here or below if it is not blocked, and otherwise whether it decides for the others."""
-    request = node.any_request()
+    request = node.any_request(holds_back_paced=holds_back_paced)
+    if holds_back_paced and request.is_paced:  # so are all that are not held back
+        return None, True
     was_held_back = request.is_held_back
     if not is_blocked(request, match):
         return request, True
