@@ -170,7 +170,8 @@ def resolved(schema: Any, root: Any) -> dict[str, Any]:
         if not isinstance(reference, str) or not isinstance(root, dict):
             return schema
         holder, _, name = reference.removeprefix("#/").rpartition("/")
-        schema = root.get(holder, {}).get(name) if holder in ("$defs", "definitions") else None
+        definitions = root.get(holder) if holder in ("$defs", "definitions") else None
+        schema = definitions.get(name) if isinstance(definitions, dict) else None
     return {}
 
 
@@ -182,7 +183,7 @@ def has_type(value: object, types: object) -> bool:
     if isinstance(value, int):
         return "integer" in names or "number" in names
     of_type = {"string": str, "number": float, "object": dict, "array": list}
-    return any(isinstance(value, of_type[name]) for name in names if name in of_type)
+    return any(isinstance(value, kind) for name, kind in of_type.items() if name in names)
 
 
 def canonical_text(value: Any) -> str:
