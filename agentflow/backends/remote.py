@@ -382,14 +382,15 @@ class RemoteConnection:
             self._has_answered, self._backoff = False, pauses_s(_FIRST_BACKOFF_S, _LAST_SESSION_BACKOFF_S)
         at_least_s = 0.0
         for delay_s in self._backoff:
-            await anyio.sleep(max(delay_s, at_least_s))  # noqa: TID251  (a deliberate delay between attempts)
+            await self._pause(max(delay_s, at_least_s), lost)
             try:
                 self._websocket, self._welcome = await self._reopen(None)
                 self.set_models(self._welcome)
             except (ServerUnreachable, Overloaded) as error:
-                at_least_s = (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0
-                if self._is_out_of_patience(error):
-                    self._lose(error)
+                at_least_s, lost = (
+                    (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0,
+                    error,
+                )
             except AgentflowError as error:
                 return error
             else:
@@ -398,6 +399,17 @@ class RemoteConnection:
         self._waiting_since = None
         logger.info("a new session is open on %s", self._url)
         return None
+
+    async def _pause(self, pause_s: float, error: AgentflowError) -> None:
+        """Waits before an attempt. Ops that have waited for too long fail with ``error``, of the last one."""
+        until_s = anyio.current_time() + pause_s
+        while True:
+            if self._is_out_of_patience(error):
+                self._lose(error)
+            left_s = until_s - anyio.current_time()
+            if left_s <= 0:
+                return
+            await anyio.sleep(min(left_s, _LAST_SESSION_BACKOFF_S))  # noqa: TID251  (deliberate)
 
     def _is_out_of_patience(self, error: AgentflowError) -> bool:
         """Whether ops that wait for a server should fail now."""

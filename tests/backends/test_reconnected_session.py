@@ -17,6 +17,7 @@ from support.tcp_proxy import Budget, Proxy, proxied
 from support.wire_server import ThreadServer, thread_server
 
 import agentflow as af
+from agentflow.backends import remote
 from agentflow.backends.remote import Remote
 from agentflow.backends.websocket import WebSocket
 from agentflow.language.batch import retries
@@ -132,6 +133,22 @@ async def test_f18c_a_run_without_a_server_waits_and_then_fails(servers: list[Th
                     break
                 except af.errors.ServerUnreachable:
                     continue
+
+
+async def test_f37_runs_fail_while_a_server_asks_for_a_long_pause(
+    servers: list[ThreadServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_LAST_SESSION_BACKOFF_S", 0.05)
+    async with restartable(servers) as (proxy, flow):
+        proxy.answers = [
+            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1000\r\nContent-Length: 0\r\n\r\n"
+        ] * 9
+        restart(proxy, servers)
+        with pytest.raises(af.ServerLost):
+            await flow.run(ask, "one #1")
+        for _ in range(2):
+            with pytest.raises(af.Overloaded):
+                await flow.run(ask, "two #1")
 
 
 async def test_f18d_the_limits_of_the_session_outlive_its_server(servers: list[ThreadServer]) -> None:
