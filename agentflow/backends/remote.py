@@ -171,6 +171,8 @@ class Remote:
         await websocket.send_now(encode(Hello(VERSION, resume, self.model), binary=self.binary))
         match server_frames().decode(await websocket.receive()):
             case Welcome() as welcome if welcome.version == VERSION:
+                if welcome.model not in welcome.models:
+                    raise ProtocolError(f"{self.url} does not describe its model {welcome.model[:200]!r}")
                 return welcome
             case Welcome(version=version):
                 raise ProtocolError(
@@ -286,7 +288,7 @@ class RemoteConnection:
 
     def set_models(self, welcome: Welcome) -> None:
         """Takes the models of the server. ``UnknownModel`` if it has no such embedding model."""
-        names = dict.fromkeys([welcome.model, *welcome.models])
+        names = dict.fromkeys([welcome.model, *welcome.models])  # the default first
         models = {name: welcome.models[name].embedding_with(self._embed_model) for name in names}
         self.models.clear()  # the session keeps a reference
         self.models |= models
@@ -387,10 +389,8 @@ class RemoteConnection:
                 self._websocket, self._welcome = await self._reopen(None)
                 self.set_models(self._welcome)
             except (ServerUnreachable, Overloaded) as error:
-                at_least_s, lost = (
-                    (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0,
-                    error,
-                )
+                lost = error
+                at_least_s = (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0
             except AgentflowError as error:
                 return error
             else:

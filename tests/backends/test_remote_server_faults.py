@@ -108,6 +108,11 @@ def _other_version(connection: ServerConnection) -> None:
     send(connection, Welcome(VERSION + 1, "a", "b", "canned", MODELS, Limits(4096, 1.0)))
 
 
+def _no_model(connection: ServerConnection) -> None:
+    connection.recv()
+    send(connection, msgspec.structs.replace(WELCOME, model="unknown"))
+
+
 def _no_welcome(connection: ServerConnection) -> None:
     connection.recv()
     send(connection, Events(0))
@@ -132,6 +137,7 @@ def _close(connection: ServerConnection) -> None:
     ("handler", "code", "message"),
     [
         (_other_version, "protocol_error", f"uses version {VERSION + 1} .* version {VERSION}:"),
+        (_no_model, "protocol_error", "does not describe its model 'unknown'"),
         (_no_welcome, "protocol_error", "expected a welcome frame .* a events frame"),
         (_garbage, "protocol_error", "a frame cannot be read"),
         (_refusal, "engine_failed", "out of order"),
