@@ -419,6 +419,9 @@ def _read_header(path: Path, line: bytes) -> Header:
                 f"{path} has version {version} of the format, and this agentflow reads versions 1 to "
                 f"{VERSION}: record it again"
             )
-        return msgspec.json.decode(line, type=Header)
+        header = msgspec.json.decode(line, type=Header)
+        if header.model not in header.models:
+            raise BadRecording(f"{path} does not describe its model {header.model[:200]!r}")
+        return header
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise BadRecording(f"{path} is not a recording: its first line is not a header ({error})") from None

@@ -197,6 +197,10 @@ async def test_a_truncated_file_is_read_up_to_its_last_whole_line(path):
         (b"", "it has no complete line"),
         (b"# a page\nof text\n", "its first line is not a header"),
         (b'{"at_s": 1}\n', "its first line is not a header"),
+        (
+            b'{"recording":2,"agentflow":"1","started":"","seed":1,"model":"m","models":{}}\n',
+            "does not describe its model 'm'",
+        ),
         (b'{"recording": 99}\n', "has version 99 of the format, and this agentflow reads versions 1 to 2"),
         (b"HEADER\nnonsense\n", "line 2: not a line of a recording"),
         (b'HEADER\n{"at_s": 1, "sent": {"op": "end", "state": 5}}\n', "line 2: there is no state 5"),
