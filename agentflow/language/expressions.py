@@ -18,6 +18,7 @@ import msgspec
 
 from agentflow.errors import BadArgument, StateClosed, error_param, short_repr
 from agentflow.language.markers import MARKERS
+from agentflow.language.typed.json_form import json_text
 from agentflow.language.typed.replies import Message, read_message
 from agentflow.language.typed.tools import Tool, ToolCall, describe_tool
 from agentflow.protocol import chat
@@ -206,14 +207,27 @@ def assistant(*parts: Appendable) -> RoleExpression:
     return RoleExpression("assistant", parts)
 
 
-def tool_result(*parts: Appendable, call: ToolCall | None = None) -> RoleExpression:
-    """A turn with the result of a tool. ``call``: the call that it answers, whose id some models need.
+def tool_result(*parts: Any, call: ToolCall | None = None) -> RoleExpression:
+    """A turn with the result of a tool: texts, images and variables, or values, which are written as JSON.
+    ``call``: the call that it answers, whose id some models need.
 
-    >>> s += af.tool_result(json.dumps({"temperature": 12}))
+    >>> s += af.tool_result({"temperature": 12})
     """
     if call is not None and not isinstance(call, ToolCall):
         raise BadArgument(f"tool_result: call must be an af.ToolCall, not {call!r}")
-    return RoleExpression("tool", parts, call)
+    written = [part if isinstance(part, str | Expression) else _as_json(part) for part in parts]
+    return RoleExpression("tool", tuple(written), call)
+
+
+def _as_json(value: object) -> str:
+    if inspect.iscoroutine(value) or hasattr(value, "save"):  # an image has no form in JSON
+        raise not_appendable(value)
+    try:
+        text = json_text(value, is_read_back=False)
+    except ValueError:
+        raise not_appendable(value) from None
+    MARKERS.reject([text], "tool_result: a value")
+    return text
 
 
 def not_appendable(item: object) -> BadArgument:
@@ -233,10 +247,12 @@ def make_tuple(values: Iterable[ItemT], where: str, param: str, wanted: str) -> 
     """The values as a tuple; ``BadArgument`` for ``param`` if they cannot be iterated. A set is sorted: its
     order is another one in each process, so a recording would not fit."""
     try:
+        if isinstance(values, str) or (isinstance(values, Mapping) and wanted != "strings"):
+            raise TypeError  # one of them, not several
         return tuple(sorted(values) if isinstance(values, set | frozenset) else values)
     except TypeError:
         raise BadArgument(
-            f"{where}: {param} must be a list of {wanted}, not {values!r}", param=param
+            f"{where}: {param} must be a list of {wanted}, not {short_repr(values)}", param=param
         ) from None
 
 

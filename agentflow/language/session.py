@@ -22,6 +22,7 @@ from agentflow.language.batch.map import (
     ProgramMap,
     ShowTally,
 )
+from agentflow.language.expressions import make_tuple
 from agentflow.language.failures.mistakes import AsyncOnly
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import GraphRun
@@ -359,7 +360,7 @@ class Session(AsyncOnly):
             trace.needs_values("the embedding of a text")
         link = self._link
         wanted = ops.Embed(0, 0, "", (), model or "", dimensions, prompt, prompt_name)
-        given = [texts] if isinstance(texts, str) else list(texts)
+        given = [texts] if isinstance(texts, str) else list(make_tuple(texts, "embed", "texts", "texts"))
         vectors = await embed_texts(link, given, wanted, _shown() if progress else None)
         return vectors[0] if isinstance(texts, str) else vectors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import date
 from typing import Annotated, Any
 
 import anyio
@@ -120,9 +121,11 @@ def test_the_tool_choice_is_a_mode_or_a_tools_name(choice, expected):
     ("messages", "why"),
     [
         (7, "messages must be a list of messages, not 7"),
+        ("\ud83d", "messages must be a list of messages"),
+        ("hello", "messages must be a list of messages, not 'hello'"),
+        ({"role": "user", "content": "a"}, "messages must be a list of messages, not {'content'"),
         ([7], "conversation: 7 is not a message: Expected `object`, got `int`"),
         ([None], "is not a message"),
-        ("\ud83d", "is not a message"),
         (["\ud83d"], "is not a message"),
         ([{"\ud83d": 1}], "is not a message"),
         ([{"content": "x"}], "is not a message: Object missing required field `role`"),
@@ -225,6 +228,26 @@ async def test_replies_and_results_of_tools_take_turns_on_one_state():
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     assert [call["id"] for call in messages[1]["tool_calls"]] == [CALL.id]
     assert messages[3] == {"role": "assistant", "content": "It is cold."}
+
+
+async def test_f37_values_are_results_of_tools_like_in_act():
+    async def look_up() -> int:
+        return 3
+
+    async with af.session(backend=af.Scripted([])) as flow, flow.state() as s:
+        s += af.user("?")
+        for value in ({"on": date(2024, 5, 1)}, [1, None], 3, None, "3 degrees"):
+            s += af.tool_result(value)
+        shown = [one["content"] for one in (await s.messages())[1:]]
+        assert shown == ['{"on": "2024-05-01"}', "[1, null]", "3", "null", "3 degrees"]
+        running = look_up()
+        for wrong, advice in ((running, "await it first"), (object(), "append a string")):
+            with pytest.raises(af.errors.BadArgument, match=advice):
+                af.tool_result(wrong)
+        running.close()
+        s += af.gen("x")
+        with pytest.raises(af.errors.BadArgument, match="a value cannot hold a variable"):
+            af.tool_result([f"{s['x']}"])
 
 
 async def test_a_reply_ends_no_turn_that_the_program_opened():

@@ -176,6 +176,7 @@ async def test_a_recording_replays_them(tmp_path: Path):
     [
         ([""], {}, "texts"),
         (["a", ""], {}, "texts"),
+        (None, {}, "texts"),
         (["a"] * 600 + [""], {}, "texts"),
         ([3], {}, "texts"),
         ([["a"]], {}, "texts"),

@@ -134,8 +134,8 @@ def inexpressible(x: inspect.Signature) -> None: ...
 
 REFUSED = [
     (weather, "tools must be a list of functions or schemas"),
-    (PING, "a tool is a function or a schema"),
-    ("ping", "a tool is a function or a schema"),
+    (PING, "tools must be a list of functions or schemas"),
+    ("ping", "tools must be a list of functions or schemas"),
     (3, "tools must be a list"),
     (object(), "tools must be a list"),
     ([PING, PING], "two tools are named 'ping'"),
