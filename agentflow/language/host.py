@@ -134,9 +134,9 @@ class SessionHost:
             self._ended.set()
 
     def _warn(self) -> None:
+        where = "" if self._opened_at is None else f", which was opened at {self._opened_at}"
         warnings.warn(
-            f"a session was not closed, which was opened at {self._opened_at}: "
-            "write `await flow.close()`, or open it with `async with`",
+            f"a session was not closed{where}: write `await flow.close()`, or open it with `async with`",
             ResourceWarning,
             stacklevel=2,
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import anyio.from_thread
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from support.observed_backends import Stepped
@@ -211,6 +212,14 @@ def test_f37_between_two_runs_nothing_is_sent_and_the_error_says_so():
 
         assert cells.run(ask_again()) == "<a>"
         cells.run(flow.close())
+
+
+def test_f37_a_session_that_no_line_opened_is_reported_without_one():
+    with asyncio.Runner() as cells:
+        flow = cells.run(af.open_session(backend=af.Scripted(echo)))
+        with pytest.warns(ResourceWarning, match="^a session was not closed: write"):
+            del flow
+        cells.run(anyio.lowlevel.checkpoint())
 
 
 @pytest.mark.anyio
