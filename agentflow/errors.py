@@ -94,7 +94,7 @@ class BadArgument(ProgramError, ValueError):
 
     >>> af.gen("answer", max_tokens=0)
     Traceback (most recent call last):
-    BadArgument: gen: max_tokens must be a whole number, at least 1, not 0
+    BadArgument: gen: max_tokens must be a whole number from 1 to 2147483647, not 0
     """
 
     code = "bad_argument"

@@ -10,5 +10,6 @@ makes a program of a function and runs it, ``graphs`` compiles it into one op, `
 inputs, ``race`` runs several tasks for one result, and ``agents`` lets a model call tools. ``session`` offers
 all of these, and ``host`` keeps a session open from one notebook cell to another. ``observing`` records runs
 and spans and warns of code that blocks the event loop, ``display`` draws states, runs and graphs,
-``failures`` finds the line of the program that caused an error, and ``by_name`` pickles decorated functions.
+``failures`` finds the line of the program that caused an error, ``by_name`` pickles decorated functions, and
+``records`` reads and copies dataclasses and their like.
 """
