@@ -53,6 +53,10 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     def _llm_type(self) -> str:
         return "agentflow-chat"
 
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        text = super()._get_llm_string(stop, **kwargs)  # of the constructor's arguments, without the backend
+        return text if self._backend_key is None else f"{text}---{self._backend_key}"
+
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "agentflow"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from langchain_core.caches import BaseCache
 from langchain_core.utils import secret_from_env
@@ -59,6 +61,7 @@ _WITHOUT_EFFECT: Final = frozenset(
 )
 # Constraints on the text; at most one per call.
 CONSTRAINTS: Final = ("regex", "schema", "grammar")
+_BACKEND_KEYS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 _ELSEWHERE: Final = ("n", "model", "model_name", "cache_salt", "max_retries", "stream")
 
 
@@ -79,7 +82,8 @@ class ModelSettings(BaseModel):
 
     backend: Any = Field(default=None, exclude=True, repr=False)
     """An agentflow backend, instead of ``base_url`` and ``model``; for tests, ``af.Scripted``. LangChain's
-    global cache is then off, unless ``cache=True``: its keys do not distinguish backends."""
+    global cache is then off, unless ``cache=True``: its keys distinguish backends, so nothing in it is found
+    after this process."""
 
     cache: BaseCache | bool | None = Field(default=None, exclude=True)
     """As in LangChain's models: None uses the global cache if there is one."""
@@ -111,6 +115,8 @@ class ModelSettings(BaseModel):
     """Only prompts with the same salt share cached KV."""
 
     _own_connection: ModelConnection | None = PrivateAttr(default=None)
+    _backend_key: str | None = PrivateAttr(default=None)
+    """The backend's part of the keys of LangChain's caches."""
 
     @model_validator(mode="before")
     @classmethod
@@ -131,7 +137,8 @@ class ModelSettings(BaseModel):
             raise ValueError(f"n must be at least 1, not {self.n}")
         if self.backend is not None:
             self._own_connection = connection_through(self.backend)
-            if self.cache is None:  # the keys of LangChain's cache do not distinguish backends
+            self._backend_key = _BACKEND_KEYS.setdefault(self.backend, secrets.token_hex(8))
+            if self.cache is None:
                 self.cache = False
         return self
 
@@ -178,6 +185,7 @@ class ModelSettings(BaseModel):
     def _identifying_params(self) -> dict[str, Any]:
         values = {field: getattr(self, field, None) for field in _SAMPLING}
         values |= {"stop": self.stop, "n": self.n, "cache_salt": self.cache_salt or None}
+        values["backend"] = self._backend_key
         sampling = {field: value for field, value in values.items() if value is not None}
         return {"model_name": self.model_name, "base_url": self.base_url, **sampling}
 

@@ -398,6 +398,16 @@ def test_f37_the_global_cache_does_not_mix_backends(kind: Any, llm_cache: InMemo
 
 
 @pytest.mark.parametrize("kind", [ChatAgentflow, Agentflow])
+def test_f37_a_given_cache_does_not_mix_backends(kind: Any) -> None:
+    cache, backends = InMemoryCache(), [af.Scripted([f"from {name}"]) for name in "AB"]
+    for _ in range(2):
+        for name, backend in zip("AB", backends, strict=True):
+            answer = kind(backend=backend, cache=cache).invoke("hi")
+            assert getattr(answer, "content", answer) == f"from {name}"
+    assert len(cache._cache) == 2
+
+
+@pytest.mark.parametrize("kind", [ChatAgentflow, Agentflow])
 def test_f37_a_given_cache_is_used_with_a_backend(kind: Any, llm_cache: InMemoryCache) -> None:
     own = InMemoryCache()
     for cache, used in ((True, llm_cache), (own, own)):
