@@ -8,6 +8,7 @@ from functools import wraps
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 from agentflow.server.anthropic.models import (
     AnthropicModel,
@@ -15,6 +16,7 @@ from agentflow.server.anthropic.models import (
     get_anthropic_model,
     list_anthropic_models,
 )
+from agentflow.server.anthropic.routes import ANTHROPIC
 from agentflow.server.anthropic.routes import ROUTES as ANTHROPIC_ROUTES
 from agentflow.server.compatible.error_format import OPENAI
 from agentflow.server.errors import ApiError
@@ -31,6 +33,7 @@ from agentflow.server.tenants.keys import hashed_key, key_of_headers
 from agentflow.server.tenants.tickets import SessionTicket
 
 _OLLAMA_PATHS = "/api/"
+_MODELS_PATH = "/v1/models"
 
 
 async def create_session_ticket(call: ApiCall) -> None:
@@ -39,28 +42,46 @@ async def create_session_ticket(call: ApiCall) -> None:
     await call.reply(await call.service.tenants.tickets.issue(call.tenant, hashed))
 
 
+def _is_anthropics(headers: Headers) -> bool:
+    """Whether a client of Anthropic's API sent these headers: it sends a version."""
+    return "anthropic-version" in headers
+
+
 def _of_client(openai: Handler, anthropic: Handler) -> Handler:
-    """Chooses the handler of a route that both APIs have: Anthropic's clients send a version."""
+    """Chooses the handler of a route that both APIs have."""
 
     @wraps(openai)
     async def handle(call: ApiCall) -> None:
-        await (anthropic if "anthropic-version" in call.headers else openai)(call)
+        await (anthropic if _is_anthropics(call.headers) else openai)(call)
 
     return handle
+
+
+class _ClientEndpoint:
+    """The endpoint of a route that both APIs have, with errors in the format of the client's API."""
+
+    def __init__(self, handler: Handler, route: str) -> None:
+        self._openai, self._anthropic = [
+            ApiEndpoint(handler, error_format, route=route) for error_format in (OPENAI, ANTHROPIC)
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._anthropic if _is_anthropics(Headers(scope=scope)) else self._openai
+        await endpoint(scope, receive, send)
 
 
 ROUTES = (
     ApiRoute("POST", "/v1/session-ticket", create_session_ticket, OPENAI, response=SessionTicket),
     ApiRoute(
         "GET",
-        "/v1/models",
+        _MODELS_PATH,
         _of_client(list_models, list_anthropic_models),
         OPENAI,
         response=(ModelList, AnthropicModelList),
     ),
     ApiRoute(
         "GET",
-        "/v1/models/{name:path}",
+        f"{_MODELS_PATH}/{{name:path}}",
         _of_client(get_model, get_anthropic_model),
         OPENAI,
         response=(ModelCard, AnthropicModel),
@@ -76,29 +97,31 @@ ROUTES = (
 
 def api_routes() -> Sequence[BaseRoute]:
     """The routes for starlette."""
-    return [
-        Route(
-            route.path,
-            ApiEndpoint(route.handler, route.error_format, route=route.path.partition("{")[0]),
-            methods=[route.method],
-        )
-        for route in ROUTES
-    ]
+    return [Route(route.path, _endpoint(route), methods=[route.method]) for route in ROUTES]
 
 
-def find_error_format(path: str) -> ErrorFormat:
+def _endpoint(route: ApiRoute) -> ApiEndpoint | _ClientEndpoint:
+    path = route.path.partition("{")[0]
+    if path.startswith(_MODELS_PATH):
+        return _ClientEndpoint(route.handler, path)
+    return ApiEndpoint(route.handler, route.error_format, route=path)
+
+
+def find_error_format(path: str, request_headers: Headers) -> ErrorFormat:
     """The format of errors of ``path``, which need not exist."""
+    found: ErrorFormat = OLLAMA if path.startswith(_OLLAMA_PATHS) else OPENAI
     for route in ROUTES:
         if path == route.path or path.startswith(f"{route.path}/"):
-            return route.error_format
-    return OLLAMA if path.startswith(_OLLAMA_PATHS) else OPENAI
+            found = route.error_format
+            break
+    return ANTHROPIC if found is OPENAI and _is_anthropics(request_headers) else found
 
 
 def error_response(
     path: str, request_headers: Headers, error: ApiError, headers: Mapping[str, str] | None = None
 ) -> Response:
     """The response for an error that occurs before a handler has the request, with additional ``headers``."""
-    error_format = find_error_format(path)
+    error_format = find_error_format(path, request_headers)
     request_id = read_request_id(request_headers)
     own = {error_format.request_id_header.decode(): request_id}
     return Response(

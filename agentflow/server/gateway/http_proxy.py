@@ -389,8 +389,9 @@ class _Answer:
     async def break_off(self, error: ApiError) -> None:
         """Ends an incomplete answer: a stream with an error, other answers by closing the connection."""
         if self._is_stream:
-            shape = find_error_format(self._scope["path"])
-            body = shape.body(error, read_request_id(Headers(scope=self._scope)))
+            headers = Headers(scope=self._scope)
+            shape = find_error_format(self._scope["path"], headers)
+            body = shape.body(error, read_request_id(headers))
             await self.write(b"\n\n" + shape.in_stream(body), is_last=True)
 
     async def _pass(self, message: dict[str, object]) -> None:

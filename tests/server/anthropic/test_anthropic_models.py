@@ -25,3 +25,17 @@ def test_f37_a_model_has_the_fields_that_the_client_requires() -> None:
     with anthropic_peer(constraints=False) as peer:
         found = peer.client.models.retrieve(MODEL)
         assert type(found).model_validate(found.to_dict(mode="json")).lifecycle == "active"
+
+
+def test_f37_errors_of_all_paths_have_the_form_of_the_clients_api() -> None:
+    with anthropic_peer(constraints=False) as peer:
+        for ask in (
+            lambda: peer.client.models.retrieve("unknown"),
+            lambda: peer.client.get("/v1/nowhere", cast_to=object),
+        ):
+            with pytest.raises(anthropic.NotFoundError) as caught:
+                ask()
+            body = caught.value.body
+            assert isinstance(body, dict)
+            assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+            assert caught.value.request_id == body["request_id"]
