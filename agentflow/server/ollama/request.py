@@ -59,6 +59,8 @@ def check_generation(body: Generation, generator: TextGenerator) -> None:
         _check_can_reason(generator)
     if body.top_logprobs and not body.logprobs:
         raise invalid_field("top_logprobs", "it needs 'logprobs' to be true")
+    if body.debug_render_only:
+        raise unsupported("_debug_render_only", "an answer is generated")
 
 
 def _check_can_reason(generator: EngineGenerator) -> None:

@@ -17,6 +17,7 @@ from agentflow.server.compatible.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Count,
+    OnlyFalse,
     Repetition,
     SharedSampling,
     TokenId,
@@ -139,6 +140,7 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     truncate: bool | None = None
     shift: bool | None = None
+    debug_render_only: OnlyFalse | None = msgspec.field(default=None, name="_debug_render_only")
 
 
 class OllamaChatRequest(_Generation, kw_only=True):

@@ -93,6 +93,12 @@ def test_a_template_that_rewrites_earlier_turns_has_no_contexts() -> None:
         assert error(server, "generate", prompt="a", context=[5, 6]) == (400, "invalid_value", "context")
 
 
+def test_f37_the_field_that_ollamas_client_always_sends_is_accepted(server: ApiServer) -> None:
+    expected = answer(server, "generate", prompt=PROMPT, options=SAME)["response"]
+    found = answer(server, "generate", prompt=PROMPT, options=SAME, _debug_render_only=False)
+    assert found["response"] == expected
+
+
 def test_empty_fields_are_the_same_as_none(server: ApiServer) -> None:
     fields: dict[str, Any] = {"suffix": "", "template": "", "system": "", "images": [], "context": []}
     empty = answer(server, "generate", prompt=PROMPT, options=SAME, **fields)

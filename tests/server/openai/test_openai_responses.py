@@ -200,3 +200,32 @@ def test_old_turns_are_left_out_where_that_is_requested(server: ApiServer) -> No
     assert "Be brief." in sent.prompt
     assert "39: plants" in sent.prompt
     assert "0: plants plants" not in sent.prompt.replace("10:", "").replace("20:", "").replace("30:", "")
+
+
+def test_f37_the_shape_of_a_coding_agents_request(constrained: ApiServer) -> None:
+    """What Codex sends with each request, with a turn of its own as history."""
+    history: Any = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "x"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
+    ]
+    with (
+        sync_client(constrained) as client,
+        client.responses.create(
+            model=MODEL,
+            instructions="You are a coding agent.",
+            input=history,
+            tools=[WEATHER],
+            tool_choice="auto",
+            parallel_tool_calls=False,
+            reasoning={"effort": "medium", "summary": "auto"},
+            store=False,
+            stream=True,
+            include=["reasoning.encrypted_content"],
+            prompt_cache_key="thread",
+            max_output_tokens=4,
+            extra_body={"client_metadata": {"x-codex-installation-id": "1"}},
+        ) as stream,
+    ):
+        assert [event.type for event in stream][-1] in ("response.completed", "response.incomplete")

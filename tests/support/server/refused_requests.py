@@ -291,6 +291,7 @@ OLLAMA_CHAT: list[Row] = [
     ({"tools": [tool(), tool()]}, "tools", VALUE),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", INVALID),
     ({"keep_alive": "x" * 33}, "keep_alive", INVALID),
+    ({"_debug_render_only": True}, "_debug_render_only", UNSUPPORTED),
     ({"n": 2}, "n", INVALID),
 ]
 OLLAMA_GENERATE: list[Row] = [

@@ -81,8 +81,8 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A turn of a conversation. The fields from ``max_tool_calls`` to ``user`` do not change answers.
-    ``seed``, ``cache_salt`` and ``priority`` are extensions."""
+    """A turn of a conversation. The fields from ``max_tool_calls`` to ``client_metadata`` do not change
+    answers. ``seed``, ``cache_salt`` and ``priority`` are extensions."""
 
     model: str
     input: ResponseInput = None
@@ -131,6 +131,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     service_tier: str | None = None
     user: str | None = None
+    client_metadata: Unread = None
 
     context_management: Annotated[list[None], Meta(max_length=0)] | None = None
     moderation: Unsupported = None
