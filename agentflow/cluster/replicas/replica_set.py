@@ -108,7 +108,7 @@ class Replica:
     is_in_router: bool = False
     epoch: int = 0  # how often it has left the router, which ignores late reports
     is_draining: bool = False
-    has_asked: bool = False  # for its blocks
+    has_asked: bool = False  # for its blocks, since it is in the router
     changed: anyio.Event = field(default_factory=anyio.Event)  # its state, or it has no more requests
 
     @property
@@ -438,7 +438,6 @@ class ReplicaSet:
         """A replica has a process that runs requests, or has lost it, or is down."""
         supervisor = replica.supervisor
         if supervisor.is_ready:
-            replica.has_asked = False
             self._join(replica)
             return
         self._queries.lost(replica.number)
@@ -472,7 +471,7 @@ class ReplicaSet:
         for replica in self._replicas:
             if replica.is_draining and replica.supervisor.is_ready:
                 logger.error("replica %d is not drained: no other replica serves", replica.number)
-                replica.is_draining = replica.has_asked = False
+                replica.is_draining = False
                 self._join(replica)
 
     def _join(self, replica: Replica) -> None:
@@ -480,7 +479,7 @@ class ReplicaSet:
         supervisor = replica.supervisor
         if replica.is_in_router or replica.is_draining or not supervisor.is_ready or supervisor.has_suspects:
             return
-        replica.is_in_router = True
+        replica.is_in_router, replica.has_asked = True, False
         self.router.add(replica.number)
         replica.notify()
         self._has_work.set()

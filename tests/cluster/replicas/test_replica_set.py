@@ -419,6 +419,55 @@ async def test_a_drained_replica_serves_again_if_the_others_are_lost() -> None:
         assert routers[0].tree.num_blocks  # it reports its cache again
 
 
+async def test_f37_a_replica_reports_its_cache_again_after_a_trial() -> None:
+    """Also if it was asked for its blocks before, and they came while the router did not count it."""
+    replicas = Replicas(2)
+    routers: list[Router] = []
+    kills = [6, 7]
+
+    def next_token(tokens):
+        if tokens[0] in kills:
+            raise Died
+        return plain_token(tokens)
+
+    def new_router(shape, loaded) -> Router:
+        routers.append(Router(shape, loaded.info.identity, divides_groups=False))
+        return routers[0]
+
+    replicas.make_runner = lambda number: runner(num_slots=600, next_token=next_token)
+    async with replicas.open(router=new_router) as client:
+        await replicas.settle()
+        replicas.is_automatic = False
+        jobs = [Job([token, 30], origin=Origin(task_group=1)) for token in kills]
+        async with anyio.create_task_group() as group:
+            for job in jobs:
+                group.start_soon(job.run, client)
+            await replicas.settle()
+            first = max(client.engine.replicas, key=lambda one: one.requests).number
+            replicas.children[first].step()  # both requests are running when it dies
+            await replicas.until(lambda: replica(client, 1 - first).requests == 2)
+            await replicas.until(lambda: replica(client, first).state == "serving")
+            jobs.append(Job([40] * 200, length=2))
+            group.start_soon(jobs[-1].run, client)
+            await replicas.settle()
+            lost = [True]
+            replicas.loses = lambda: lost.pop() if lost else False
+            while not client.engine._replicas[first].has_asked:
+                replicas.children[first].step()
+                await replicas.settle()
+            replicas.fails_to_start = {1 - first}
+            replicas.children[1 - first].step()  # both die with it again, and it is down
+            await replicas.until(lambda: replica(client, first).state == "trial")
+            kills.clear()
+            replicas.become_automatic()
+        for job in jobs:
+            job.check()
+        await run_all(client, Job([50] * 70))
+        await replicas.settle()
+        assert not routers[0]._followers[first].is_behind
+        assert routers[0].tree.num_blocks
+
+
 async def test_replicas_of_different_models_are_rejected_and_none_is_left() -> None:
     replicas = Replicas(2)
     replicas.make_runner = lambda number: runner(num_slots=600, max_context=500 + number)
