@@ -86,7 +86,6 @@ class PrefixTreeRouter(RequestRouter):
         self._ids: dict[ReplicaNumber, ReplicaID] = {}
         self._caches: dict[ReplicaNumber, SentCache] = {}
         self._epochs = itertools.count()
-        self._adapters: set[str] = set()
         self._call_numbers = itertools.count()
         self._chosen: dict[str, RoutedRequest] = {}  # not sent yet, by Ray's id of the request
         self._sent: dict[str, list[RoutedRequest]] = {}  # several if replicas rejected it
@@ -134,12 +133,18 @@ class PrefixTreeRouter(RequestRouter):
 
     def _place_adapters(self) -> None:
         """Adds the multiplexed models that replicas do not have to their cost."""
-        self._adapters = {name for one in self._replicas.values() for name in one.multiplexed_model_ids}
-        for replica_id, replica in self._replicas.items():
-            for adapter in self._adapters:
-                is_there = adapter in replica.multiplexed_model_ids
-                seconds = 0.0 if is_there else self._adapter_load_s
-                self._places.loads.set_adapter_s(adapter, self._numbers[replica_id], seconds)
+        present = {self._numbers[name]: one.multiplexed_model_ids for name, one in self._replicas.items()}
+        adapters = {adapter for on_replica in present.values() for adapter in on_replica}
+        self._places.loads.set_adapters(
+            {
+                adapter: {
+                    number: self._adapter_load_s
+                    for number, on_replica in present.items()
+                    if adapter not in on_replica
+                }
+                for adapter in adapters
+            }
+        )
 
     # Requests.
 

@@ -287,11 +287,12 @@ class Loads:
         self._sum_others -= self._loads[replica].others
         self._ready[replica], self._others[replica], self._loads[replica].others = math.inf, 0.0, 0.0
 
-    def set_adapter_s(self, adapter: str, replica: ReplicaNumber, seconds: float) -> None:
-        """Sets the time to load an adapter on the replica; 0: it is loaded."""
-        if adapter not in self._missing:
-            self._missing[adapter] = np.zeros(len(self._loads))
-        self._missing[adapter][replica] = seconds
+    def set_adapters(self, times: Mapping[str, Mapping[ReplicaNumber, float]]) -> None:
+        """Sets the time to load each adapter on the replicas that do not have it. Other adapters take as long
+        on all replicas."""
+        self._missing = {adapter: np.zeros(len(self._loads)) for adapter in times}
+        for adapter, seconds in times.items():
+            self._missing[adapter][list(seconds)] = [*seconds.values()]
 
     def set_shape(self, shape: EngineShape) -> None:
         """Replaces the knowledge of the engines."""

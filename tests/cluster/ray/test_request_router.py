@@ -179,6 +179,19 @@ async def test_programs_and_multiplexed_models_prefer_their_replica():
     assert (await bench.send("hello", model="on no replica"))[0] in "ab"
 
 
+async def test_f37_a_multiplexed_model_that_no_replica_has_any_more_is_forgotten():
+    bench = Bench(Replica("a", "m"), Replica("b"))
+    sent = [await bench.send(LONG, model="m")]
+    assert sent[0][0] == "a"
+    bench.router.update_replicas([Replica("a"), Replica("b")])  # it was evicted
+    sent += [await bench.send(f"{number} {LONG}", model="m") for number in range(3)]
+    assert Counter(one[0] for one in sent) == {"a": 2, "b": 2}
+    assert not bench.router._places.loads._missing
+    for one in sent:
+        bench.end(one)
+    bench.check_empty()
+
+
 async def test_a_full_replica_gets_nothing():
     bench = Bench(Replica("a", max_ongoing_requests=2), Replica("b", max_ongoing_requests=2))
     names = [(await bench.send(LONG))[0] for _ in range(4)]

@@ -246,7 +246,7 @@ def test_a_tenant_waits_at_most_for_its_part_of_a_queue() -> None:
 
 def test_an_adapter_draws_requests_to_where_it_is_loaded() -> None:
     router = router_of(2)
-    router.loads.set_adapter_s("a", 0, 0.5)
+    router.loads.set_adapters({"a": {0: 0.5}})
     assert place(router, call(1, tokens(1, 100), adapter="a"), call(2, tokens(2, 100))) == [1, 0]
 
 
