@@ -34,8 +34,8 @@ class EngineSettings(Declared, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         doc(
-            "data type of weights and KV (auto: bfloat16, but quantised weights of a GGUF file stay "
-            "unchanged on a CPU; float16 is for GPUs)"
+            "data type of weights and KV (auto: bfloat16, but quantised weights stay as in the file; float16 "
+            "is for GPUs)"
         ),
     ] = "auto"
     quantize: Annotated[

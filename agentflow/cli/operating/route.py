@@ -67,9 +67,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=int(DRAIN_S),
         metavar="N",
-        help="time for requests at the end (%(default)s)",
+        help="time for running requests to finish after SIGTERM (%(default)s)",
     )
-    add("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="(%(default)s)")
+    add(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="log level (%(default)s)",
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
