@@ -27,7 +27,7 @@ MODELS_PATH = "/v1/models"
 LOCAL_COLUMNS = ("model", "here", "size", "memory", "fits", "context", "chat", "tools", "images", "licence")
 SERVER_COLUMNS = ("model", "owner", "context", "loaded")
 NUMBERS = ("size", "memory", "fits", "context")
-DISPENSABLE = ("images", "tools", "chat")
+DISPENSABLE = ("images", "tools", "chat", "licence", "context", "here", "size")
 """The columns that are omitted on a narrow terminal, in this order."""
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)

@@ -1,5 +1,6 @@
 """The requests of commands to a running server: answers, and errors in one line."""
 
+import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +8,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
+from rich.console import Console
 from support.commands import call_cli
 from support.wire_server import thread_server
 
-from agentflow.cli.models import _Room, describe_model, names_tools, server_models
+from agentflow.cli.models import LOCAL_COLUMNS, _Room, describe_model, names_tools, print_table, server_models
 from agentflow.cli.server_query import http_url, query_server
 from agentflow.errors import BadArgument, NotAuthorized, ProtocolError, ServerError, ServerUnreachable
 
@@ -203,3 +205,25 @@ def test_an_interval_is_a_number_of_seconds(interval):
     result = call_cli("top", f"--interval={interval}")
     assert result.returncode == 2
     assert "from 0.1 to 3600" in result.stderr
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_f37_names_of_models_are_whole_on_narrow_terminals(width: int) -> None:
+    row = (
+        "smollm2-135m",
+        "yes",
+        "98 MB",
+        "785 MB",
+        "36,066 tokens",
+        "131,072",
+        "yes",
+        "no",
+        "no",
+        "apache-2.0",
+    )
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    print_table(LOCAL_COLUMNS, [row], console)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert "smollm2-135m" in lines[1]
+    assert "36,066 tokens" in lines[1]
