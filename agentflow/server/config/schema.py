@@ -229,7 +229,7 @@ class LogsConfig(Struct, frozen=True, kw_only=True):
 
     log_level: Annotated[LogLevel, doc("log level; the log goes to standard error")] = "info"
     log_format: Annotated[Literal["text", "json"], doc("plain lines, or one JSON object per line")] = "text"
-    log_prompts: Annotated[bool, doc("log prompts and answers, up to 20,000 bytes of each")] = False
+    log_prompts: Annotated[bool, doc("log prompts and answers over HTTP, up to 20,000 bytes of each")] = False
     record_workload: Annotated[
         NonEmptyText | None,
         doc("record the workload, with prompts, in this new file (.jsonl, .jsonl.gz) for `simulate`", **FILE),
