@@ -243,6 +243,14 @@ class WebSocket:
                 raise WebSocketEnded(f"the server sent text that is not UTF-8: {error}") from None
 
 
+def untrusted_certificate(url: str, error: ssl.SSLCertVerificationError) -> str:
+    """The message for a server whose certificate is not accepted."""
+    return (
+        f"the certificate of {url} is not accepted ({error.verify_message}): check the address, or set "
+        "SSL_CERT_FILE to the certificate of its authority"
+    )
+
+
 async def open_websocket(
     uri: WebSocketURI,
     *,
@@ -266,6 +274,8 @@ async def open_websocket(
     """
     try:
         stream = await _connect(uri, ssl_context)
+    except ssl.SSLCertVerificationError as error:
+        raise ServerUnreachable(untrusted_certificate(shown_url(uri), error)) from error
     except _LOST as error:
         reason = str(error) or "it closed the connection during the TLS handshake"
         raise ServerUnreachable(

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 import urllib.error
 import urllib.request
 from http.client import HTTPException
 from urllib.parse import urlsplit, urlunsplit
 
+from agentflow.backends.websocket import untrusted_certificate
 from agentflow.cli.command import seconds_between
 from agentflow.errors import BadArgument, NotAuthorized, ProtocolError, ServerError, ServerUnreachable
 from agentflow.protocol.wire import DEFAULT_PORT
@@ -92,6 +94,8 @@ def query_server(url: str, path: str, api_key: str | None) -> bytes:
             raise _refused(url, path, error.code, has_key=key is not None) from None
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            raise ServerUnreachable(untrusted_certificate(url, reason)) from None
         raise ServerUnreachable(
             f"no answer from {url} ({reason}): is `agentflow serve` running there?"
         ) from None

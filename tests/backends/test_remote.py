@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import anyio
+import anyio.to_thread
 import pytest
-from anyio.abc import SocketAttribute, SocketStream
+from anyio.abc import ByteStream, SocketAttribute, SocketStream
 from anyio.from_thread import start_blocking_portal
+from anyio.streams.tls import TLSListener
 from hypothesis import given
 from hypothesis import strategies as st
 from support.language.wire_program import check_program
@@ -26,6 +28,7 @@ from support.wire_server import ThreadServer, thread_server
 import agentflow as af
 from agentflow.backends.cursors import Cursors
 from agentflow.backends.remote import Remote
+from agentflow.cli.server_query import query_server
 from agentflow.errors import (
     BadArgument,
     FrameTooLarge,
@@ -403,6 +406,25 @@ async def test_f37_a_peer_that_closes_during_the_tls_handshake_is_unreachable(re
         with anyio.fail_after(30), pytest.raises(ServerUnreachable, match="no server answers at wss://127"):
             async with opened(Remote(f"wss://127.0.0.1:{port}")):
                 pytest.fail("connected")
+        group.cancel_scope.cancel()
+
+
+async def test_f37_an_untrusted_certificate_is_the_reason() -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(CERTIFICATE)
+    async with (
+        await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
+        open_task_group() as group,
+    ):
+        group.start_soon(TLSListener(listener, tls).serve, ByteStream.aclose)
+        address = f"127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
+        reason = r"the certificate of {}://127.* is not accepted .*SSL_CERT_FILE"
+        with anyio.fail_after(30):
+            with pytest.raises(ServerUnreachable, match=reason.format("wss")):
+                async with opened(Remote(f"wss://{address}")):
+                    pytest.fail("connected")
+            with pytest.raises(ServerUnreachable, match=reason.format("https")):
+                await anyio.to_thread.run_sync(query_server, f"https://{address}", "/metrics", None)
         group.cancel_scope.cancel()
 
 
