@@ -322,7 +322,8 @@ def check_variable_name(name: str, what: str) -> None:
         raise BadArgument(
             f'{what} needs a name for its variable, as in {what}("answer"), not {name!r}', param="name"
         )
-    MARKERS.reject([name], f"{what}: its name")
+    if not name.isidentifier():  # a marker has brackets
+        MARKERS.reject([name], f"{what}: its name")
 
 
 def _find_type(kinds: Mapping[str, Any]) -> ValueType:

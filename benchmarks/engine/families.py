@@ -26,6 +26,7 @@ from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.sampler import choice_rows
+from agentflow.engine.models.text_config import text_config
 from agentflow.engine.models.torch_runner import make_forward_input
 from agentflow.engine.models.weights.checkpoint import TensorSource
 from agentflow.engine.models.weights.loader import WeightFormat, make_decoder
@@ -202,7 +203,8 @@ def random_model(name: str) -> tuple[DecoderConfig, Decoder]:
     """Returns one of ``MODELS``."""
     architecture, raw = MODELS[name]
     family = FAMILIES[architecture]
-    config = replace(family.read(raw | {"architectures": [architecture]}), architecture=architecture)
+    read = family.read(text_config(raw | {"architectures": [architecture]}))
+    config = replace(read, architecture=architecture)
     weights = WeightFormat(torch.bfloat16, keeps_blocks=True)
     kernels = kernels_for(CPU)
     return config, make_decoder(

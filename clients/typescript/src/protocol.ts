@@ -738,8 +738,9 @@ export interface HintOp {
 
 /**
  * From now on, the state and its forks share a limit. Ops beyond it fail with `deadline_exceeded` or
- * `budget_exceeded`. Several limits apply together. Takes effect immediately. An invalid limit fails the
- * state with `bad_argument`; for state 0 it ends the session (`protocol_error`).
+ * `budget_exceeded`. Several limits apply together; a further one of the same state can only tighten its
+ * first. Takes effect immediately. An invalid limit fails the state with `bad_argument`; for state 0 it
+ * ends the session (`protocol_error`).
  */
 export interface LimitOp {
   op: "limit";
@@ -984,7 +985,7 @@ export interface Stats {
   prompt_tokens: number;
   /** Prompt tokens found in the cache. */
   cached_tokens: number;
-  /** Those of them that were generated earlier. */
+  /** Cached tokens that were generated earlier. */
   cached_output_tokens: number | null;
   computed_tokens: number | null;
   generated_tokens: number;

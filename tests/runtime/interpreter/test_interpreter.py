@@ -502,7 +502,11 @@ async def test_stats_are_answered():
 
 
 async def test_a_fault_of_the_generator_fails_the_op_with_what_happened(caplog):
-    async with bench(ScriptedGenerator(lambda prompt: 1 / 0)) as at:
+    class Faulty(ScriptedGenerator):
+        async def generate(self, *arguments):
+            return 1 / 0
+
+    async with bench(Faulty(["unused"])) as at:
         at.submit(ops.Open(1), gen(1, 2), ops.Open(3), ops.End(3), ops.Await(3, 1))
         await at.listen_until_all_ended([2])
         assert at.listener.ends[2].error == ErrorInfo(
