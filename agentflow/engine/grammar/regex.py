@@ -337,8 +337,8 @@ class _Reader:
             return Alternation(tuple(options))
         if name == "AT":
             return self._anchor(str(value), flags, at_start, at_end)
-        if name in ("ASSERT", "ASSERT_NOT"):
-            direction, part = value
+        if name in ("ASSERT", "ASSERT_NOT", "FAILURE"):
+            direction, part = value or (1, ())  # FAILURE, from Python 3.13 on, is an empty ASSERT_NOT
             inner = self.sequence(list(part), flags, False, False, depth + 1)
             if direction < 0:
                 return _look_behind(inner, name == "ASSERT")

@@ -408,6 +408,7 @@ def _gpt_neox(data: GgufMetadata, stored: StoredTensors) -> Config:
     """Reads GPT-NeoX with the exact GELU, as in Pythia: the file does not specify the variant."""
     return _with_layer_norms(data, stored, "GPTNeoXForCausalLM", "gpt_neox") | {
         "hidden_act": "gelu",
+        "rotary_pct": 1.0,  # ``rope_parameters`` takes precedence
         "use_parallel_residual": data.flag(".use_parallel_residual", True),
     }
 
