@@ -12,6 +12,8 @@ export function JsonTree(props: { node: JsonNode | null; schema?: Schema | null 
   );
 }
 
+const CUT = "The text has more.";
+
 function Value({ node, schema }: { node: JsonNode | null; schema: Schema | null }) {
   if (node?.kind === "array") {
     const items = schemaAt(schema, "items");
@@ -22,7 +24,8 @@ function Value({ node, schema }: { node: JsonNode | null; schema: Schema | null 
             <Value node={item} schema={items} />
           </li>
         ))}
-        {node.items.length === 0 && <li class="json-empty">{node.isDone ? "none" : "…"}</li>}
+        {node.isCut && <li class="json-empty">{CUT}</li>}
+        {node.items.length === 0 && !node.isCut && <li class="json-empty">{node.isDone ? "none" : "…"}</li>}
       </ol>
     );
   }
@@ -31,22 +34,25 @@ function Value({ node, schema }: { node: JsonNode | null; schema: Schema | null 
     const properties = schemaAt(schema, "properties") ?? {};
     const names = [...new Set([...Object.keys(properties), ...members.map((member) => member.name)])];
     return (
-      <dl class="json-object">
-        {names.map((name) => {
-          const value = members.find((member) => member.name === name)?.value ?? null;
-          const inner = schemaAt(properties, name);
-          return (
-            <div key={name} class={value ? "json-member" : "json-member is-pending"}>
-              <dt>
-                <bdi>{name}</bdi> <span class="json-type">{typeOf(value, inner)}</span>
-              </dt>
-              <dd>
-                <Value node={value} schema={inner} />
-              </dd>
-            </div>
-          );
-        })}
-      </dl>
+      <>
+        <dl class="json-object">
+          {names.map((name) => {
+            const value = members.find((member) => member.name === name)?.value ?? null;
+            const inner = schemaAt(properties, name);
+            return (
+              <div key={name} class={value ? "json-member" : "json-member is-pending"}>
+                <dt>
+                  <bdi>{name}</bdi> <span class="json-type">{typeOf(value, inner)}</span>
+                </dt>
+                <dd>
+                  <Value node={value} schema={inner} />
+                </dd>
+              </div>
+            );
+          })}
+        </dl>
+        {node?.isCut && <p class="json-empty">{CUT}</p>}
+      </>
     );
   }
   if (!node) return <span class="json-empty">…</span>;

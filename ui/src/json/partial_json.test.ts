@@ -1,5 +1,5 @@
 import { describe, expect, test } from "vitest";
-import { readPartial, type JsonNode } from "./partial_json";
+import { MAX_VALUES, readPartial, type JsonNode } from "./partial_json";
 
 function valueOf(node: JsonNode | null): unknown {
   switch (node?.kind) {
@@ -23,6 +23,17 @@ const VALUES = [
 ];
 
 describe("a value that is still growing", () => {
+  test("f37: has no more values than a page can show", () => {
+    const list = readPartial(`[${"1,".repeat(20_000)}`);
+    expect(list).toMatchObject({ kind: "array", isCut: true, isDone: false });
+    expect((valueOf(list) as unknown[]).length).toBe(MAX_VALUES - 1);
+    const members = Array.from({ length: 3000 }, (_, index) => [`m${index}`, [index]]);
+    const node = readPartial(JSON.stringify(Object.fromEntries(members)));
+    expect(node).toMatchObject({ kind: "object", isDone: false });
+    expect(JSON.stringify(node).match(/"isCut":true/g)).toHaveLength(1);
+    expect(readPartial("[1,2]")).not.toHaveProperty("isCut");
+  });
+
   test.each(VALUES.map((value) => [JSON.stringify(value)]))("complete, it is the value: %s", (source) => {
     expect(valueOf(readPartial(`${source} `))).toEqual(JSON.parse(source));
   });

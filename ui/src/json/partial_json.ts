@@ -1,27 +1,33 @@
 // JSON that is still growing, read as far as it goes.
 
 export type JsonNode =
-  | { kind: "object"; members: { name: string; value: JsonNode | null }[]; isDone: boolean }
-  | { kind: "array"; items: JsonNode[]; isDone: boolean }
+  | { kind: "object"; members: { name: string; value: JsonNode | null }[]; isDone: boolean; isCut?: boolean }
+  | { kind: "array"; items: JsonNode[]; isDone: boolean; isCut?: boolean }
   | { kind: "string"; text: string; isDone: boolean }
   | { kind: "number" | "boolean" | "null"; text: string; isDone: boolean };
 
 const MAX_DEPTH = 100;
+/** A page with many more would not answer while they grow. */
+export const MAX_VALUES = 2000;
 
-/** The value that `text` begins, or null where nothing of it is there yet or it is no JSON. */
+/**
+ * The value that `text` begins, or null where nothing of it is there yet or it is no JSON. Has at most `MAX_VALUES`
+ * values: `isCut` where the next one would stand.
+ */
 export function readPartial(text: string): JsonNode | null {
   return new Reader(text).value(0);
 }
 
 class Reader {
   #at = 0;
+  #left = MAX_VALUES;
 
   constructor(private readonly text: string) {}
 
   value(depth: number): JsonNode | null {
     this.#space();
     const char = this.text[this.#at];
-    if (char === undefined || depth > MAX_DEPTH) return null;
+    if (char === undefined || depth > MAX_DEPTH || --this.#left < 0) return null;
     if (char === "{") return this.#object(depth);
     if (char === "[") return this.#array(depth);
     if (char === '"') return this.#string();
@@ -53,6 +59,7 @@ class Reader {
         if (this.text[this.#at] !== ":") return node;
         this.#at++;
         member.value = this.value(depth + 1);
+        if (this.#left < 0 && !member.value) node.isCut = true;
         if (!member.value?.isDone) return node;
       } else return node;
     }
@@ -71,7 +78,7 @@ class Reader {
         return node;
       } else {
         const item = this.value(depth + 1);
-        if (!item) return node;
+        if (!item) return this.#left < 0 ? { ...node, isCut: true } : node;
         node.items.push(item);
         if (!item.isDone) return node;
       }
