@@ -228,6 +228,28 @@ def test_a_program_runs_and_stops_by_keyboard_alone(stage: Stage, visit: Visit) 
     stage.wait_running(0)
 
 
+def test_f37_the_focus_follows_a_step_that_moves(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    screen.open("playground")
+    form = screen.page.get_by_role("form", name="Program")
+    steps = form.locator(".steps").first.locator("> .step")
+    number = steps.count()
+    assert number > 1
+    form.get_by_role("button", name="say").last.click()
+    expect(steps).to_have_count(number + 1)
+    form.get_by_label(f"Move step {number + 1} up").focus()
+    for place in range(number, 1, -1):
+        screen.page.keyboard.press("Enter")
+        expect(form.get_by_label(f"Move step {place} up")).to_be_focused()
+    screen.page.keyboard.press("Enter")
+    expect(form.get_by_label("Move step 1 down")).to_be_focused()
+    expect(steps.first.locator("h3")).to_contain_text("Turn")
+    form.get_by_label(f"Remove step {number + 1}", exact=True).focus()
+    screen.page.keyboard.press("Enter")
+    expect(steps).to_have_count(number)
+    expect(form.get_by_label(f"Remove step {number}", exact=True)).to_be_focused()
+
+
 def test_a_schema_fills_a_tree_and_marks_show_what_was_forced_and_cached(
     model_url: str, visit: Visit
 ) -> None:

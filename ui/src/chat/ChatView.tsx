@@ -3,6 +3,7 @@ import type { CalledTool, Variable } from "agentflow-client";
 import { effect, useSignal, useSignalEffect } from "@preact/signals";
 import type { ComponentChildren, RefObject } from "preact";
 import { useCallback, useLayoutEffect, useRef } from "preact/hooks";
+import { focusNext } from "../app/focus";
 import { hrefOf } from "../app/router";
 import { session } from "../app/session";
 import { View } from "../app/View";
@@ -115,14 +116,6 @@ function useFollowReplies(list: RefObject<HTMLElement | null>): void {
       following.stop();
     };
   }, []);
-}
-
-/** Where the keyboard goes on when what had the focus is replaced: at the first of these that can have it. */
-function focusNext(...selectors: string[]): void {
-  requestAnimationFrame(() => {
-    const found = selectors.map((one) => document.querySelector<HTMLElement>(`.chat ${one}:not(:disabled)`));
-    found.find((one) => one !== null)?.focus();
-  });
 }
 
 const MESSAGE = '[data-testid="message"]';

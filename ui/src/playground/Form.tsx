@@ -1,5 +1,6 @@
 // The program as a form. Every change makes a new program; nothing is kept in the fields themselves.
 import type { ComponentChildren } from "preact";
+import { focusNext } from "../app/focus";
 import { ImageArea } from "../images/ImageArea";
 import {
   gen,
@@ -38,6 +39,8 @@ export function Form(props: { program: Program; onChange: (program: Program) => 
   );
 }
 
+const button = (label: string): string => `button[aria-label="${label}"]`;
+
 function Steps(props: { steps: Step[]; place: string; onChange: (steps: Step[]) => void }) {
   const { steps, place, onChange } = props;
   const replace = (index: number, ...by: Step[]) => onChange(steps.toSpliced(index, 1, ...by));
@@ -45,6 +48,12 @@ function Steps(props: { steps: Step[]; place: string; onChange: (steps: Step[]) 
     const moved = steps.toSpliced(index, 1);
     moved.splice(index + by, 0, steps[index]!);
     onChange(moved);
+    const [up, down] = ["up", "down"].map((way) => button(`Move step ${place}${index + by + 1} ${way}`));
+    focusNext(...(by < 0 ? [up!, down!] : [down!, up!]));
+  };
+  const remove = (index: number) => {
+    replace(index);
+    focusNext(button(`Remove step ${place}${index + 1}`), button(`Remove step ${place}${index}`), ".add-step button");
   };
   return (
     <>
@@ -64,7 +73,7 @@ function Steps(props: { steps: Step[]; place: string; onChange: (steps: Step[]) 
                 <div class="step-tools">
                   <Tool label={`Move ${name} up`} sign="↑" isOff={index === 0} run={() => move(index, -1)} />
                   <Tool label={`Move ${name} down`} sign="↓" isOff={index === steps.length - 1} run={() => move(index, 1)} />
-                  <Tool label={`Remove ${name}`} sign="×" run={() => replace(index)} />
+                  <Tool label={`Remove ${name}`} sign="×" run={() => remove(index)} />
                 </div>
               </header>
               <StepFields step={step} place={`${place}${index + 1}.`} onChange={(changed) => replace(index, changed)} />
