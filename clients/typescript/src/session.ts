@@ -380,7 +380,7 @@ class SessionLink implements RunLink {
         if (event.event === "value") variable.finish(event);
         else variable.fail(receivedError(event.error));
         this.#variables.delete(event.var);
-        if (!this.isOpen(variable.state)) this.#forget(variable.state);
+        if (!this.isOpen(variable.state)) this.dropState(variable.state);
         break;
       }
       case "reached":
