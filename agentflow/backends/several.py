@@ -215,13 +215,6 @@ def _discard(items: list[T], item: T) -> None:
         items.remove(item)
 
 
-@dataclass(eq=False)
-class _Asked:
-    """A request for the counters. ``replies``: of each backend, None until it has answered."""
-
-    replies: dict[_OpenBackend, Stats | None]
-
-
 class _Limit(NamedTuple):
     """The limits of a state and its forks in all backends together. ``tokens``: that they may still
     generate."""
@@ -253,7 +246,8 @@ class SeveralConnection:
         # Undoes what the op that ``send`` translates has noted. None for ops that follow from events.
         self._undos: list[Callable[[], object]] | None = None
         self._limits: dict[_State | None, _Limit] = {}  # None: of all states
-        self._asked: dict[int, _Asked] = {}  # by the tickets of ops.GetStats
+        # By the tickets of ops.GetStats: the counters of each backend, None until it has answered.
+        self._asked: dict[int, dict[_OpenBackend, Stats | None]] = {}
         self._images: set[str] = set()  # the sources of those that the session has uploaded
         self._asked_graphs: set[int] = set()  # tickets of ops.GetGraph without an answer
         self._watched: int | None = None  # the ticket of the session's watch
@@ -361,7 +355,7 @@ class SeveralConnection:
             case ops.GetStats():
                 self._backend("")
                 asked = [backend for backend in self._backends.values() if backend.error is None]
-                self._asked[op.ticket] = _Asked(dict.fromkeys(asked))
+                self._asked[op.ticket] = dict.fromkeys(asked)
                 for backend in asked:
                     yield backend, op
             case ops.GetGraph():  # of the default backend
@@ -574,19 +568,19 @@ class SeveralConnection:
 
     def _counted(self, backend: _OpenBackend, reply: StatsReply) -> Iterator[StatsReply]:
         """The counters of all backends, when the last one has answered."""
-        asked = self._asked.get(reply.ticket)
-        if asked is None:
+        replies = self._asked.get(reply.ticket)
+        if replies is None:
             return
         if reply.stats is not None:
-            asked.replies[backend] = reply.stats
+            replies[backend] = reply.stats
         elif backend is self._default:
             del self._asked[reply.ticket]
             yield reply
             return
         else:  # its counters are lost
-            del asked.replies[backend]
-        found = [stats for stats in asked.replies.values() if stats is not None]
-        if len(found) == len(asked.replies):
+            del replies[backend]
+        found = [stats for stats in replies.values() if stats is not None]
+        if len(found) == len(replies):
             del self._asked[reply.ticket]
             yield StatsReply(reply.ticket, summed(found))
 
@@ -676,11 +670,9 @@ class SeveralConnection:
         for state in self._states.values():
             if state.backend is backend and state.lost is None:
                 failures.append(StateFailed(state.number, info))
-        for state in self._states.values():
-            if state.backend is backend and state.lost is None:
                 state.lost = info
-        for ticket, asked in self._asked.items():
-            if backend in asked.replies and asked.replies[backend] is None:
+        for ticket, replies in self._asked.items():
+            if backend in replies and replies[backend] is None:
                 failures.append(StatsReply(ticket, None, info))
         if backend is self._default:
             failures += [GraphReply(ticket, None, info) for ticket in self._asked_graphs]

@@ -205,10 +205,8 @@ def frames(data: bytes, num_frames: int) -> list[Any]:
         ) from None
     try:
         num_in_file = sum(1 for _ in _decoded(av, data))
-        wanted = _spaced(num_in_file, num_frames)
-        found = [
-            frame.to_image() for index, frame in enumerate(_decoded(av, data)) if index in frozenset(wanted)
-        ]
+        wanted = frozenset(_spaced(num_in_file, num_frames))
+        found = [frame.to_image() for index, frame in enumerate(_decoded(av, data)) if index in wanted]
     except (av.FFmpegError, ValueError, IndexError) as error:
         raise BadArgument(f"video: the file cannot be decoded: {error}", param="video") from None
     if not found:
