@@ -239,13 +239,14 @@ class ScriptedGenerator:
         self.calls: dict[int, ScriptedCall] = {}
         self._script: Script = (script,) if isinstance(script, str) else script
         self._num_sent: Counter[str] = Counter()
-        self._opened: deque[_Queue] = deque()
+        self._opening: _Queue | None = None
         self._stats: dict[str, Any] = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
 
     def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ScriptedContext:
         """An empty text."""
         self.num_open += 1
-        return ScriptedContext(sent=self._opened.popleft() if self._opened else deque())
+        queue, self._opening = self._opening, None
+        return ScriptedContext(sent=deque() if queue is None else queue)
 
     def fill(self, context: ScriptedContext, text: str) -> None:
         """Appends text."""
@@ -455,8 +456,8 @@ class ScriptedGenerator:
         return _SentGen(name, self._num_sent.total() - 1, self._num_sent[name] - 1)
 
     def will_open(self, queue: _Queue) -> None:
-        """The next context that opens belongs to this queue."""
-        self._opened.append(queue)
+        """The context that opens now belongs to this queue. It may be refused."""
+        self._opening = queue
 
     def unused(self) -> dict[str, int]:
         """The number of answers that no generation has used, by variable; the answers of a list count under
@@ -559,7 +560,7 @@ class _ScriptedConnection:
     def send(self, sent: Sequence[ops.Op]) -> None:
         for op in sent:
             self._read(op)
-        self._connection.send(sent)
+            self._connection.send([op])
 
     def end(self, error: BaseException | None) -> None:
         self.is_complete = error is None

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
+from support.observed_backends import settle
 from support.programs import echo
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.runtime.interpreter import state_tree
 
 pytestmark = pytest.mark.anyio
 
@@ -318,6 +320,23 @@ async def test_an_answer_of_a_cancelled_gen_stays_its_own():
         branches[0].cancel()
         branches[1] += af.gen("x")
         assert await branches[1]["x"] == "second"
+
+
+async def test_f37_answers_stay_in_order_after_a_state_was_refused(monkeypatch):
+    monkeypatch.setattr(state_tree, "MAX_STATES", 2)
+    async with af.session(backend=af.Scripted({"x": "X", "y": "Y"})) as flow:
+        async with flow.state() as s, flow.state() as other:
+            with pytest.raises(af.errors.RunFailed, match="2 open states"):
+                await flow.run(lambda s: s.add("refused" + af.gen("y"))["y"].whole_text())
+            for state in (s, other):
+                state += "a" + af.gen("x")
+                assert await state["x"] == "X"
+        for name in ("x", "y"):
+            await settle()  # the states before it are closed
+            assert (
+                await flow.run(lambda s, name: s.add("b" + af.gen(name))[name].whole_text(), name)
+                == name.upper()
+            )
 
 
 async def test_several_sessions_share_one_script():
