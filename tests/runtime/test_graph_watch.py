@@ -201,6 +201,22 @@ def test_a_cancelled_request_is_no_longer_needed() -> None:
     assert tenant.view.graphs()[0].nodes[-1].needs == (3, 2)
 
 
+def test_f37_an_ended_request_loses_its_needs_when_these_leave_later() -> None:
+    tenant = Tenant()
+    graph = tenant.open[0]
+    graph.submit(ops.Open(1))
+    gens = [ops.Gen(1, var, "x", GenParams()) for var in (2, 3, 4)]
+    for op in gens:
+        graph.submit(op)
+    graph._max_visits, max_visits = 0, graph._max_visits  # as if much else had changed
+    for op in gens[:2]:
+        graph.end(op)
+    tenant.view.apply(tenant.watch.look())
+    graph._max_visits = max_visits
+    tenant.look()
+    assert plain(tenant.view.graphs()) == plain(tenant.expected())
+
+
 def test_a_look_is_bounded_and_shows_more_when_there_is_room() -> None:
     tenant = busy_session(1_200)
     first = tenant.watch.look()

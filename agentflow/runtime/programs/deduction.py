@@ -364,6 +364,7 @@ class Deduction:
         node.is_gone = True
         for succ in node.succs:
             del succ.preds[node]
+            self._moved(succ)
         for pred in node.preds:
             self._disconnect(pred, node)
         self._leave(node)
