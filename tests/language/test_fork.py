@@ -1,5 +1,7 @@
 """Forks: independent states that share what came before; as a task group, branches that fail together."""
 
+import copy
+import pickle
 from contextlib import nullcontext
 
 import anyio
@@ -278,3 +280,28 @@ async def test_a_parent_may_end_before_its_fork_has_run():
                 branch += af.gen("y")
         await settle()
     assert_idle(backend)
+
+
+async def test_f37_a_shallow_copy_of_a_state_is_a_branch():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "a"
+        branch = copy.copy(s)
+        branch += "b" + af.gen("x")
+        assert await branch["x"] == "<ab>"
+        assert await s.text() == "a"
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"a State belongs to its session.* s\.copy\(\)"):
+                copied(s)
+
+
+async def test_f37_a_slice_of_branches_has_their_methods():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "a"
+        async with s.fork(3) as branches:
+            for number, branch in enumerate(branches):
+                branch += f"{number}" + af.gen("x")
+        assert await branches[1:].gather("x") == ["<a1>", "<a2>"]
+        s.join(branches[:2], separator="|")
+        assert await s.text() == "a0<a0>|1<a1>"
+        with pytest.raises(af.errors.BadArgument, match=r"await branches\.gather\('x'\)"):
+            branches["x"]

@@ -185,7 +185,7 @@ async def test_only_the_branches_of_the_state_are_joined():
         branches, foreign = s.fork(2), other.fork(2)
         inner = branches[0].fork(1)
         num_ops = len(observed.ops)
-        for wrong in (foreign, inner, list(branches), branches[:1], [], None):
+        for wrong in (foreign, inner, list(branches), foreign[:1], [], None):
             with pytest.raises(af.errors.ForeignState, match="branches"):
                 s.join(wrong)
         with pytest.raises(af.errors.BadArgument, match="separator"):

@@ -101,7 +101,7 @@ async def test_f37_the_error_of_an_item_says_what_to_append():
             ([1] * 1_000_000, "append a string"),
         ):
             with pytest.raises(af.errors.BadArgument, match=advice) as failure:
-                s += af.user(item)  # type: ignore[arg-type]
+                s += af.user(item)
             assert len(str(failure.value)) < 400
     coroutine.close()
 

@@ -407,7 +407,7 @@ def test_f37_a_method_is_no_program_but_runs_as_it_is():
             return await s["answer"]
 
     with pytest.raises(af.errors.BadArgument, match=r"Agent\.ask is a method.*leave out @af\.program"):
-        af.program(Agent.ask)  # type: ignore[arg-type]
+        af.program(Agent.ask)
     bound = af.program(Agent().ask)
     assert repr(bound) == "<Program ask>"
     assert af.run(bound, "a", session=opened()) == af.run(Agent().ask, "a", session=opened())
@@ -419,7 +419,7 @@ async def test_f37_an_unused_stream_says_what_to_write_and_logs_nothing(caplog):
 
     async with opened() as flow:
         with pytest.raises(af.errors.BadArgument, match=r"needs `async for`: `await flow\.run"):
-            await flow.stream(program)  # type: ignore[misc]
+            await flow.stream(program)
     assert not caplog.records
 
 

@@ -11,7 +11,17 @@ import json
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar, get_args, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NoReturn,
+    Self,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    overload,
+)
 
 from agentflow.errors import BadArgument, Cancelled, ForeignState, UnknownVariable
 from agentflow.language.display.html import as_html
@@ -68,6 +78,15 @@ class State:
     def __repr__(self) -> str:
         names = ", ".join(map(repr, self._node.names)) or "no variables"
         return f"<State{MARKERS.repr_tag} {self._node.path} with {names}>"
+
+    def __copy__(self) -> State:  # otherwise, copy.copy(s) would be another name of the same state
+        return self.copy()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a State belongs to its session, and cannot be pickled or copied deeply: fork it with s.copy(), "
+            "or keep await s.messages()"
+        )
 
     def __str__(self) -> str:
         return as_text(outline_state(self._node))
@@ -533,6 +552,23 @@ class Branches(AsyncOnly, list[State]):
         super().__init__(states)
         self.parent = parent
         self._is_group = False
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> State: ...
+    @overload
+    def __getitem__(self, index: slice) -> Branches: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> State | Branches:
+        if isinstance(index, str | GenExpression | SelectExpression):
+            raise BadArgument(
+                f"branches[{index!r}]: branches are a list: `await branches.gather({index!r})` gives the "
+                f"value of each, and branches[0][{index!r}] is a variable of the first"
+            )
+        found = super().__getitem__(index)
+        if isinstance(found, State):
+            return found
+        part = Branches(self.parent, found)
+        part._is_group = self._is_group
+        return part
 
     def __iadd__(self, item: object) -> NoReturn:  # type: ignore[misc]
         raise BadArgument(
