@@ -161,6 +161,13 @@ def test_a_file_of_something_else_is_refused_and_left_alone(content, log, tmp_pa
     assert (log_of(path).read_bytes() if log_of(path).exists() else None) == log
 
 
+def test_f37_a_file_whose_log_is_missing_is_reported_so(tmp_path):
+    path = written(tmp_path, program, a="x")
+    log_of(path).unlink()
+    with pytest.raises(af.errors.BadArgument, match=r"there is no .*\.resume: put both files there"):
+        opened(path)
+
+
 def test_f17b_a_file_of_an_earlier_version_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "run.jsonl"
     content = '{"agentflow_map":1,"version":"0.1","program":"program"}\n{"key":"a","result":"x"}\n'

@@ -169,9 +169,11 @@ class ResultsFile:
                 "an earlier version of agentflow wrote it, with a header and the inputs in it, and it cannot "
                 "be continued: give the path of a new file"
             )
+        is_lost = not os.path.exists(self._log_path)
+        why = f"there is no {self._log_path}" if is_lost else f"{self._log_path} is not the log of a map"
         return self._wrong(
-            f"it is not a file of results, because {self._log_path} is not the log of a map: give the path "
-            "of a new file"
+            f"it is not a file of results, because {why}: "
+            f"{'put both files there, or ' if is_lost else ''}give the path of a new file"
         )
 
     def _check_header(self, ours: _Header) -> None:
