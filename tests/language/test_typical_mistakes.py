@@ -434,3 +434,14 @@ async def test_f37_an_unawaited_value_is_named_as_it_is_written():
             with pytest.raises(af.errors.BadArgument) as failure:
                 len(value)
             says(failure.value, f"`value = {written}`")
+
+
+async def test_f37_an_unawaited_result_of_a_map_with_a_file(tmp_path):
+    async def program(s: af.State, question: str) -> str:
+        s += af.user(question) + af.gen("answer")
+        return s["answer"]
+
+    async with opened() as flow:
+        with pytest.raises(af.errors.BadArgument) as failure:
+            await flow.map(program, ["a"], resume=tmp_path / "answers.jsonl")
+        says(failure.value, "a Variable has no form in JSON: await it first")

@@ -133,7 +133,8 @@ def as_plain(value: Any, *, is_read_back: bool = True, order: Order = None) -> A
                 return again(found())
         other = _make_adapter(part.__class__, is_foreign=True)
         if other is None:
-            raise TypeError(f"a {kind.__name__} has no form in JSON")
+            advice = ": await it first" if hasattr(kind, "__await__") else ""
+            raise TypeError(f"a {kind.__name__} has no form in JSON{advice}")
         return other.dumped(part, is_read_back=is_read_back)
 
     return msgspec.to_builtins(value, enc_hook=unknown, str_keys=True, order=order)
