@@ -5,6 +5,7 @@ a block; ``af.run`` and ``af.map`` run a program from synchronous code, in a new
 from __future__ import annotations
 
 import contextvars
+import operator
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -128,6 +129,13 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
             raise BadArgument(f"session: {name} must be a string, not {value!r:.200}", param=name)
     backend, record, seed = options.get("backend"), options.get("record"), options.get("seed")
     models = options.get("models")
+    if seed is not None:
+        try:
+            seed = int(operator.index(seed))  # also one of numpy
+        except TypeError:
+            raise BadArgument(
+                f"session: seed must be a whole number, not {seed!r:.200}", param="seed"
+            ) from None
 
     def choose() -> Backend:
         if models is not None:

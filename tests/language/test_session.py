@@ -2,8 +2,10 @@
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 import pytest
 from support.fake_engine import FakeEngine
+from support.faults import has_param
 from support.observed_backends import Observed, Stepped, assert_idle, settle
 from support.programs import ask, echo
 from support.session_peer import HangingGenerator
@@ -262,6 +264,21 @@ def test_f25c_options_of_the_engine_in_this_process(monkeypatch):
     monkeypatch.setenv("AGENTFLOW_URL", "ws://elsewhere:1")
     with pytest.raises(af.errors.BadArgument, match="AGENTFLOW_URL"):
         af.session(kv_tokens=4000)
+
+
+@pytest.mark.parametrize("seed", ["a", 1.5, object()])
+def test_f37_a_seed_is_a_whole_number(seed):
+    """A recording with another one could not be read again."""
+    with pytest.raises(af.errors.BadArgument, match="seed must be a whole number", check=has_param("seed")):
+        af.session(backend=af.Scripted(""), seed=seed)
+
+
+async def test_f37_a_seed_of_numpy_is_recorded_as_a_number(tmp_path):
+    path = tmp_path / "run.jsonl"
+    async with af.session(backend=af.Scripted(""), seed=np.int64(7), record=path) as flow:
+        assert type(flow.seed) is int
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert flow.seed == 7
 
 
 def test_an_unknown_option_is_rejected_with_the_nearest():
