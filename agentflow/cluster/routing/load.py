@@ -259,11 +259,6 @@ class Loads:
         self._others_on_devices = [*zip(ends, weights, strict=True)]
 
     @property
-    def replicas(self) -> list[ReplicaNumber]:
-        """The numbers of all replicas."""
-        return sorted(self._present)
-
-    @property
     def num_replicas(self) -> int:
         """How many there are."""
         return len(self._present)

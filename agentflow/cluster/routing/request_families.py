@@ -64,10 +64,6 @@ class RequestFamilies:
     def _lifetime_s(self) -> float:
         return 2 * self._age_s.value
 
-    def expected(self, replica: ReplicaNumber) -> float:
-        """How many requests the replica expects of its families."""
-        return float(self._expected[replica])
-
     def add(self, replica: ReplicaNumber) -> None:
         """A replica joins, without families."""
         if replica >= len(self._expected):

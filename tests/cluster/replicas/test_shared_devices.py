@@ -70,7 +70,7 @@ class Model:
 
     @property
     def present(self) -> list[int]:
-        return self.router.loads.replicas
+        return sorted(self.router.loads._present)
 
 
 def test_a_request_avoids_a_device_on_which_another_model_works() -> None:

@@ -142,7 +142,7 @@ def test_the_requests_of_a_dead_replica_move() -> None:
     cluster = run(workload, 4, policy, losses=[Loss(0.1, 0, 1000.0)])
     assert cluster.num_moved == 1
     assert cluster.outputs == texts_alone(workload, 4)
-    assert policy.loads.replicas == [0, 1, 2]
+    assert policy.loads._present == {0, 1, 2}
 
 
 def test_equal_parameters_give_equal_simulations() -> None:

@@ -328,9 +328,7 @@ def load_qwen2_5(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -
     return QwenTower(
         Encoder(shape, weights.kernels, layers),
         patches,
-        weights.patches(
-            "patch_embed.proj", shape.hidden_size, 3, patches.frames, patches.patch, patches.patch
-        ),
+        weights.patches("patch_embed.proj", shape.hidden_size, *patches.kernel),
         None,
         merger,
         (),
@@ -374,9 +372,7 @@ def load_qwen3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> 
     return QwenTower(
         Encoder(shape, weights.kernels, layers),
         patches,
-        weights.patches(
-            "patch_embed.proj", shape.hidden_size, 3, patches.frames, patches.patch, patches.patch
-        ),
+        weights.patches("patch_embed.proj", shape.hidden_size, *patches.kernel),
         weights.tensor("pos_embed.weight", num_positions, shape.hidden_size),
         merger("merger", norms_squares=False),
         [(layer, merger(f"deepstack_merger_list.{i}", norms_squares=True)) for i, layer in enumerate(deep)],
