@@ -191,13 +191,20 @@ class TargetChoice:
         return ApiError(503, "no_target", text, retry_after_s=self._check_s)
 
     def _router(self, model: str) -> TextRouter:
-        """The router of a model. Models that no target lists share one: clients must not create routers."""
-        name = model if any(target.models and model in target.models for target in self.targets) else ""
+        """The router of a model. Models that no target lists share one: clients must not create routers.
+        Routers of models that have left all targets are forgotten."""
+        name = model if self._is_listed(model) else ""
         router = self._routers.get(name)
         if router is None:
+            self._routers = {
+                known: one for known, one in self._routers.items() if not known or self._is_listed(known)
+            }
             sizes = {target.number: target.cache_tokens for target in self.targets}
             router = self._routers[name] = TextRouter(sizes)
         return router
+
+    def _is_listed(self, model: str) -> bool:
+        return any(target.models and model in target.models for target in self.targets)
 
     def _call(self, asked: RequestFacts, candidates: Sequence[Target]) -> RoutedRequest:
         caller, program = asked.caller, asked.program

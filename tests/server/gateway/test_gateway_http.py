@@ -338,6 +338,31 @@ async def test_requests_go_where_their_model_is() -> None:
         assert (await route.chat(model="unknown")).status_code == 200  # a target decides
 
 
+async def test_f37_models_that_have_left_all_servers_are_forgotten() -> None:
+    """A server that loads and unloads adapters lists many in its life. A request in progress still ends."""
+    listed, hold = ["first"], Hold()
+
+    def play(request: Received) -> AnyAnswer:
+        if request.path == "/v1/models":
+            return models(*listed)
+        return Answer([hold]) if b"wait" in request.body else completion()
+
+    async with routed_fakes(play) as route:
+        route.fakes[0]._script = play
+        await route.gateway.check_all()
+        async with open_task_group() as group:
+            group.start_soon(lambda: route.chat("wait", model="first"))
+            await hold.reached.wait()
+            for name in ("second", "third", "third"):
+                listed[:] = [name]
+                await route.gateway.check_all()
+                assert (await route.chat(model=name)).status_code == 200
+                assert (await route.chat(model="unknown")).status_code == 200
+            hold.go_on()
+        assert {*route.gateway.placement._routers} == {"", "third"}
+        assert route.gateway.targets[0].num_running == 0
+
+
 async def test_conversations_stay_and_others_are_spread() -> None:
     hold = Hold()
 
