@@ -30,7 +30,7 @@ from agentflow.backends.open_session import session as open_session
 from agentflow.cli.command import Command, positive_int
 from agentflow.cli.server_query import API_KEY_VARIABLE
 from agentflow.cli.word_wrap import WordWrap
-from agentflow.errors import AgentflowError, BadArgument, Cancelled, no_chat_template
+from agentflow.errors import AgentflowError, BadArgument, Cancelled, ServerLost, no_chat_template
 from agentflow.language.expressions import ImageExpression, RoleExpression, assistant, system, user
 from agentflow.language.gen import gen
 from agentflow.language.media import image
@@ -280,6 +280,8 @@ class _Terminal:
             self._end_answer()
             self._say(f"agentflow: {error}", style="red")
             self._portal.call(self._conversation.check_alive)
+            if isinstance(error, ServerLost):  # the session reconnects, but the server had the conversation
+                self._say("(the conversation is lost: /reset starts a new one)")
             return
         if answered.text or answered.usage is not None:
             self._attached.clear()  # they are part of the conversation

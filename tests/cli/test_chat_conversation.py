@@ -60,6 +60,8 @@ class Talkative:
                 )
 
         def answer(prompt: str) -> str | Exception:
+            if prompt.endswith("lost</user><assistant>"):
+                return af.ServerLost("the server was shut down")
             return af.PromptTooLong("too long") if prompt.endswith("refuse</user><assistant>") else prompt
 
         self.generator = Generator(answer)
@@ -144,6 +146,12 @@ def talk(backend: Talkative, *lines: str) -> str:
     console = Console(file=io.StringIO(), width=200)
     run_chat(af.session(backend=backend), read=lambda: next(given), console=console, system=None)
     return console.file.getvalue()
+
+
+def test_f37_a_lost_conversation_has_a_remedy():
+    said = talk(Talkative(), "refuse", "lost")
+    assert said.count("/reset starts a new one") == 1
+    assert said.index("the server was shut down") < said.index("/reset starts")
 
 
 def test_images_are_attached_to_the_next_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
