@@ -141,6 +141,15 @@ def test_the_servers_environment_is_a_valid_configuration() -> None:
             assert done.returncode == 0, done.stderr
 
 
+def test_f37_no_two_servers_record_to_one_file() -> None:
+    recording = [
+        name
+        for name, service in resolved(AGENTFLOW_RECORD_WORKLOAD="/recordings/a.jsonl").items()
+        if service.get("environment", {}).get("AGENTFLOW_SERVE_RECORD_WORKLOAD")
+    ]
+    assert recording == ["server"]
+
+
 def test_prometheus_takes_its_files_and_every_alert_fires(tmp_path: Path) -> None:
     folder = tmp_path / "prometheus"
     shutil.copytree(ROOT / "deploy/prometheus", folder)
