@@ -255,11 +255,21 @@ def _line(item: Any, result: Any) -> str:
         raise BadArgument(f"the program returned a value that has no form in JSON: {error}") from None
 
 
+def _check_output(path: str) -> None:
+    if os.path.isdir(path):
+        raise BadArgument(f"{path} is a folder: give a file with -o")
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise BadArgument(f"there is no folder {folder} for the results")
+
+
 def run_inputs(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit status."""
     if options.output is None and (options.resume or options.key is not None):
         option = "--resume" if options.resume else "--key"
         raise BadArgument(f"{option} needs a file of results: give one with -o")
+    if options.output is not None:
+        _check_output(options.output)
     program = load_program(options.program)
     inputs = InputFile(options.inputs, program).read()
     if options.output is not None and not options.resume and os.path.exists(options.output):

@@ -93,6 +93,12 @@ def test_f37_a_file_that_exits_runs_nothing(capsys):
     assert "exits.py" in capsys.readouterr().err
 
 
+def test_f37_an_output_that_cannot_be_a_file_is_refused_before_anything_runs(capsys):
+    for output, why in ((".", ". is a folder"), ("none/out.jsonl", "there is no folder none")):
+        assert main(["run", "judge.py:judge", "in.jsonl", "-o", output]) == 1
+        assert capsys.readouterr().err.startswith(f"agentflow: {why}")
+
+
 def test_an_output_is_resumed(capsys):
     command = ["run", "judge.py:judge", "in.jsonl", "-o", "out.jsonl"]
     assert main(command) == 0
