@@ -75,9 +75,10 @@ def _prepare_streams() -> None:
             null = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115  (until the end)
             setattr(sys, name, null)
         elif isinstance(stream, io.TextIOWrapper):
+            is_input_file = name == "stdin" and not stream.isatty()
             stream.reconfigure(
                 encoding=None if stream.isatty() else "utf-8",
-                errors="strict" if name == "stdin" else "replace",
+                errors="strict" if is_input_file else "replace",
             )
 
 

@@ -70,3 +70,15 @@ def test_f37_input_that_is_not_utf8_is_an_error_of_one_line(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     with pytest.raises(BadArgument, match="standard input is not UTF-8"):
         _read_line()
+
+
+@pytest.mark.parametrize(("is_terminal", "errors"), [(True, "replace"), (False, "strict")])
+def test_f37_only_files_must_be_valid_utf8(monkeypatch, is_terminal, errors):
+    class Input(io.BytesIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    stream = io.TextIOWrapper(Input(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stream)
+    assert main(["config"]) == 0
+    assert stream.errors == errors
