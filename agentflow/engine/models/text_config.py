@@ -75,8 +75,8 @@ def given_fields(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _complete(part: Mapping[str, Any], kind: str) -> Fields:
     """Returns a part with the defaults of its type, or of ``kind`` if its type has none."""
-    if part.get("model_type") in DEFAULTS:
-        kind = part["model_type"]
+    if (given_kind := str(part.get("model_type"))) in DEFAULTS:
+        kind = given_kind
     names = _OTHER_NAMES.get(kind, {})
     given = given_fields(part)
     given |= {names[name]: value for name, value in given.items() if name in names}

@@ -71,6 +71,13 @@ def test_defaults_of_a_short_config(tmp_path: Path) -> None:
     assert (config.rope.kind, config.rope.theta, config.end_token_ids) == ("default", 10000.0, ())
 
 
+def test_f37_the_type_of_a_model_may_be_anything(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    shape = read_config(tmp_path)
+    write_config(tmp_path, model_type=[])
+    assert read_config(tmp_path) == shape
+
+
 def test_a_pattern_of_windows_in_letters_stands_beside_the_types_of_layers(tmp_path: Path) -> None:
     exaone = {"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 2, "sliding_window": 8}
     types = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -124,7 +131,8 @@ def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[s
         (MIXTRAL | {"num_experts_per_tok": 3}, "config.json", "3 of 2"),
         (MIXTRAL | {"num_experts_per_tok": 0}, "config.json", "experts of a token is 0"),
         ({"head_dim": 10**20}, "config.json", "head_dim is 1"),
-        ({"head_dim": 4, "num_attention_heads": 10**20}, "config.json", "num_kv_heads is 1"),
+        ({"head_dim": 4, "num_attention_heads": 10**20}, "config.json", "num_heads is 1"),
+        ({"head_dim": 4, "num_key_value_heads": 10**20}, "config.json", "100000000000000000000"),
         (MISTRAL | {"num_hidden_layers": 10**12}, "config.json", "num_hidden_layers is 1"),
         (GPT_NEO | {"attention_types": [[["global"], 10**12]]}, "attention_types", ""),
         (QWEN_VL | {"rope_parameters": {"mrope_section": [10**12, 0, 0]}}, "mrope_section", ""),

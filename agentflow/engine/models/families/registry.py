@@ -55,8 +55,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }
 """The families that run natively, by the architecture's name in ``config.json``."""
 _MAX_LAYERS: Final = 10_000
-_MAX_OF_POOL: Final = 1 << 20
-"""The largest sizes of the KV pool, which is allocated before the sizes are compared with the weights."""
+_MAX_OF_HEADS: Final = 1 << 20
+"""The most heads, and their largest size. The KV pool and the order of rows are made before these sizes are
+compared with the weights."""
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -123,7 +124,7 @@ def _check(shape: DecoderConfig) -> None:
         if not 0 < experts.num_used_groups <= groups:
             raise ValueError(f"{experts.num_used_groups} of {groups} groups of experts")
     for name, size in sizes.items():
-        if size < 1 or (name in ("num_kv_heads", "head_dim") and size > _MAX_OF_POOL):
+        if size < 1 or (name in ("num_heads", "num_kv_heads", "head_dim") and size > _MAX_OF_HEADS):
             raise ValueError(f"{name} is {size}")
     scales = ("attention_scale", "attention_cap", "logit_scale", "logit_cap", "embedding_scale")
     for name in ("norm_eps", *scales):
