@@ -136,6 +136,7 @@ def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[s
         (MISTRAL | {"num_hidden_layers": 10**12}, "config.json", "num_hidden_layers is 1"),
         (GPT_NEO | {"attention_types": [[["global"], 10**12]]}, "attention_types", ""),
         (QWEN_VL | {"rope_parameters": {"mrope_section": [10**12, 0, 0]}}, "mrope_section", ""),
+        ({"per_layer_config": {"0": {"hidden_act": "gelu"}}}, "per_layer_config", ""),
         ({"hidden_act": "tanh"}, "hidden_act", "tanh"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "hqq"),
         ({"rope_scaling": {"type": "su", "factor": 4.0}}, "rope_type", "su"),

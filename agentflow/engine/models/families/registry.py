@@ -69,6 +69,9 @@ def read_config(folder: Path) -> DecoderConfig:
         read_scheme(raw)  # rejects unsupported formats
         text = text_config(raw)
         _check_layers(text)
+        if text.get("per_layer_config"):
+            message = "layers with other fields than the config are not supported"
+            raise BadModelFolder(message, param="per_layer_config")
         shape = family.read(text)
         shape = replace(shape, max_context=_longest_text(shape))
         _check(shape)
