@@ -76,7 +76,7 @@ def make_rope(raw: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConf
                 float(parameters["factor"]),
                 float(parameters["low_freq_factor"]),
                 float(parameters["high_freq_factor"]),
-                int(parameters["original_max_position_embeddings"]),
+                _original_context(raw, parameters),
                 fraction,
             )
         case "yarn":

@@ -83,6 +83,9 @@ def changed_configs(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
         yield "rope_scaling", old | {"rope_scaling": scaling | {"rope_type": kind}}
         yield "rope_scaling.type", old | {"rope_scaling": scaling | {"type": kind}}
         yield "no rope_theta", raw | {"rope_parameters": scaling | {"rope_type": kind}}
+        for name in scaling:
+            left = {key: value for key, value in rope.items() if key != name}
+            yield f"no rope_parameters.{name}", raw | {"rope_parameters": left}
         yield "rope_scaling added", raw | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 
 
