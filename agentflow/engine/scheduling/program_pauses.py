@@ -140,8 +140,12 @@ class ProgramPauses:
             return
         if has_ended:
             self._resumed.discard(key)
-        if key[0] in self._tenants:
-            self._tenants[key[0]].late_at = -math.inf
+        self.left()
+
+    def left(self) -> None:
+        """A request stopped or left the queue, or a state was closed: other programs may be late sooner."""
+        for pauses in self._tenants.values():
+            pauses.late_at = -math.inf
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Tokens are charged to a tenant."""

@@ -604,6 +604,7 @@ class Scheduler:
             self.waiting.finish(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+            self.pauses.left()
             if self._pace is not None:
                 self._pace.departed(request)
             if not request.origin.is_ahead:
@@ -698,6 +699,7 @@ class Scheduler:
         """A program state was closed: its cached tokens become ordinary cache, or with ``is_dropped`` the
         first to be evicted."""
         self.memory.liveness.close(state, is_dropped=is_dropped)
+        self.pauses.left()
 
     @property
     def resumes_in_s(self) -> float:

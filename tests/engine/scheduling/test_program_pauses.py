@@ -15,7 +15,7 @@ from support.counted_lines import counted_lines
 from support.engine.requests import request_of
 from support.examples import examples
 
-from agentflow.engine.request import Request
+from agentflow.engine.request import Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import program_pauses
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
@@ -158,6 +158,37 @@ def test_a_program_does_not_wait_for_another_one_that_does_not_come_back(monkeyp
     done = run(arrivals, FULL + 1000)
     assert paused
     assert program_times(done)["agent 1"] < 1000
+
+
+def test_f37_a_program_does_not_wait_for_one_whose_request_was_cancelled_in_the_queue(monkeypatch):
+    """The paused one has no room with a tenth of the pool, and nothing else ever runs."""
+    monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
+    monkeypatch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
+    steps, now = ByHand(), 0.0
+    scheduler = steps.scheduler = Scheduler(
+        num_slots=64, max_context=64, config=SchedulerConfig(max_running=1), clock=lambda: now
+    )
+    for _ in range(2):
+        for size, state in [(58, 1), (20, 2)]:
+            now += 1.0
+            steps.run_request(size, state=state, program=state)
+    assert scheduler.pauses.paused == [("", 1)]
+    other = request_of(90, [9] * 3, 4)
+    scheduler.add(other)
+    scheduler.complete(run_batch(steps.runner, scheduler.schedule()))
+    aside, waiting = (request_of(90 + n, [n] * 5, 2, state=n, program=n) for n in (1, 2))
+    scheduler.add(aside)
+    scheduler.add(waiting)
+    now += 50.0
+    assert scheduler.schedule() is not None
+    assert waiting.status is Status.WAITING
+    scheduler.discard()
+    scheduler.release(waiting)
+    scheduler.close_state(2)
+    scheduler.release(other)
+    assert scheduler.resumes_in_s == 0.0
+    scheduler.schedule()
+    assert aside.status is Status.RUNNING
 
 
 def test_f37_a_program_of_a_lower_priority_is_paused_first(monkeypatch):
