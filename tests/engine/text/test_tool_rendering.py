@@ -14,7 +14,10 @@ from support.engine.tool_template_shapes import SPECIAL, TEMPLATES, TOKENIZER
 from support.faults import has_param
 
 from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.state import parts
+from agentflow.engine.text.state.parts import Part, TextRun
 from agentflow.engine.text.state.token_state import TokenState
+from agentflow.engine.text.tool_format import RESULT_BEGIN
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 
@@ -245,3 +248,22 @@ def test_text_between_turns_finds_its_place_after_tools() -> None:
     state.text("between")
     state.turn(Message("user", "y"))
     assert "x<|im_end|>\nbetween<|im_start|>user\ny" in state.text_view()
+
+
+def test_f37_results_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The characters of all texts that are made, for twice as many results: twice as many."""
+    made: dict[int, int] = {}
+    for count in (200, 400):
+        given = [Part("tool", (TextRun("x"),)) for _ in range(count)]
+        made[count] = 0
+
+        def counting(text: str, *, to: int = count) -> TextRun:
+            made[to] += len(text)
+            return TextRun(text)
+
+        monkeypatch.setattr(parts, "TextRun", counting)
+        [turn] = parts.PlainTools("", has_system=True).rewritten(given)
+        monkeypatch.undo()
+        assert turn.text.count(RESULT_BEGIN) == count
+        assert len(turn.runs) == 1
+    assert made[400] < 2.1 * made[200]

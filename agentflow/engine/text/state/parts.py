@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from msgspec import structs
 
@@ -77,19 +78,21 @@ class PlainTools:
     def rewritten(self, parts: Sequence[Part]) -> list[Part]:
         """Returns the parts with the description, and with results as turns of the user. Consecutive results,
         and the user's text directly after them, share a turn."""
-        shown: list[Part] = []
+        joined: list[tuple[Part, list[TextRun] | None]] = []  # with the runs of parts that have results
         is_answering = False
         for part in parts:
             is_result, runs = part.role == "tool", part.runs
             if is_result:
                 end = () if part.is_open else (TextRun(RESULT_END),)
-                part = Part("user", _merged((TextRun(RESULT_BEGIN), *runs, *end)), part.is_open)
-            if is_answering and part.role == "user":
-                runs = _merged((*shown[-1].runs, TextRun("\n"), *part.runs))
-                shown[-1] = replace(part, runs=runs)
+                part, runs = Part("user", (), part.is_open), (TextRun(RESULT_BEGIN), *runs, *end)
+            before = joined[-1][1] if is_answering and part.role == "user" else None
+            if before is not None:
+                before += (TextRun("\n"), *runs)
+                joined[-1] = part, before
             else:
-                shown.append(part)
+                joined.append((part, [*runs] if is_result else None))
             is_answering = is_result
+        shown = [part if runs is None else replace(part, runs=_merged(runs)) for part, runs in joined]
         if self.description:
             self._describe(shown)
         return shown
@@ -109,10 +112,7 @@ class PlainTools:
 def _merged(runs: Sequence[TextRun]) -> tuple[TextRun, ...]:
     """Returns the runs with adjacent text that is not encoded yet joined to one run."""
     merged: list[TextRun] = []
-    for run in runs:
-        is_text = run.ids is None and run.medium is None
-        if merged and is_text and merged[-1].ids is None and merged[-1].medium is None:
-            merged[-1] = TextRun(merged[-1].text + run.text)
-        else:
-            merged.append(run)
+    for is_text, group in groupby(runs, lambda run: run.ids is None and run.medium is None):
+        adjacent = [*group]
+        merged += [TextRun("".join([run.text for run in adjacent]))] if is_text else adjacent
     return tuple(merged)
