@@ -229,3 +229,20 @@ def test_f37_the_shape_of_a_coding_agents_request(constrained: ApiServer) -> Non
         ) as stream,
     ):
         assert [event.type for event in stream][-1] in ("response.completed", "response.incomplete")
+
+
+def test_f37_the_tokens_of_a_prompt_are_counted(server: ApiServer, constrained: ApiServer) -> None:
+    with sync_client(server) as client:
+        first = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=4)
+        asked: Any = {"input": "Why?", "instructions": "Be brief.", "previous_response_id": first.id}
+        counted = client.responses.input_tokens.count(model=MODEL, **asked)
+        assert type(counted).model_validate(counted.to_dict()) == counted
+        second = client.responses.create(model=MODEL, max_output_tokens=4, **asked)
+        assert second.usage is not None
+        assert counted.input_tokens == second.usage.input_tokens
+    with sync_client(constrained) as client:
+        with_tools = client.responses.input_tokens.count(model=MODEL, input=QUESTION, tools=[WEATHER])
+        assert (
+            with_tools.input_tokens
+            > client.responses.input_tokens.count(model=MODEL, input=QUESTION).input_tokens
+        )

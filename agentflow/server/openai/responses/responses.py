@@ -58,6 +58,7 @@ from agentflow.server.openai.responses.items import (
 from agentflow.server.openai.responses.stored import send_events, stored_response
 from agentflow.server.openai.responses.types import (
     ConversationId,
+    InputTokens,
     ObjectFormat,
     OutputItem,
     OutputMessage,
@@ -84,14 +85,9 @@ async def create_response(call: ApiCall) -> None:
     """Answers a turn of a conversation."""
     body = await call.process(call.read, ResponseRequest)
     generator = call.text_generator(body.model, body, priority=body.priority)
-    _check_fields(body)
     if body.store is not False:
         call.service.responses.check_answers()
-    before = await _before(call, body)
-    turn = await call.process(_Turn, call, body, generator, before)
-    if body.truncation == "auto" and isinstance(generator, EngineGenerator):
-        with _naming_fields(generator):
-            turn.request = await _truncated(generator, turn.request)
+    turn = await _read_turn(call, body, generator)
     if body.background:
         await _run_in_background(call, turn, generator)
         return
@@ -105,6 +101,28 @@ async def create_response(call: ApiCall) -> None:
     await turn.store()
     report(call, completion)
     await reply_beside(call, turn.num_logprobs, lambda: turn.writer.answer)
+
+
+async def count_input_tokens(call: ApiCall) -> None:
+    """Counts the tokens of a turn's prompt without running the model."""
+    body = await call.process(call.read, ResponseRequest)
+    generator = call.generator(body.model, to_generate=False)
+    turn = await _read_turn(call, body, generator)
+    async with generator.metered():
+        with _naming_fields(generator):
+            token_ids = await prompt_ids(generator, turn.request)
+    call.record.prompt_tokens = len(token_ids)
+    await call.reply(InputTokens(input_tokens=len(token_ids)))
+
+
+async def _read_turn(call: ApiCall, body: ResponseRequest, generator: TextGenerator) -> _Turn:
+    """The turn of a request, truncated if the request says so."""
+    _check_fields(body)
+    turn = await call.process(_Turn, call, body, generator, await _before(call, body))
+    if body.truncation == "auto" and isinstance(generator, EngineGenerator):
+        with _naming_fields(generator):
+            turn.request = await _truncated(generator, turn.request)
+    return turn
 
 
 def _naming_fields(generator: TextGenerator) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from agentflow.server.openai.responses.conversations import (
     list_items,
     update_conversation,
 )
-from agentflow.server.openai.responses.responses import create_response
+from agentflow.server.openai.responses.responses import count_input_tokens, create_response
 from agentflow.server.openai.responses.stored import (
     cancel_response,
     delete_response,
@@ -29,6 +29,7 @@ from agentflow.server.openai.responses.types import (
     ConversationUpdateRequest,
     DeletedConversation,
     DeletedResponse,
+    InputTokens,
     ItemList,
     ItemQuery,
     ListedItem,
@@ -48,6 +49,14 @@ ROUTES = (
         response=ResponseAnswer,
         request=ResponseRequest,
         streams=True,
+    ),
+    ApiRoute(
+        "POST",
+        "/v1/responses/input_tokens",
+        count_input_tokens,
+        RESPONSES,
+        response=InputTokens,
+        request=ResponseRequest,
     ),
     ApiRoute(
         "GET",

@@ -142,6 +142,13 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
 
+class InputTokens(msgspec.Struct, kw_only=True):
+    """The number of tokens of a prompt."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 
