@@ -3,8 +3,9 @@
 Reading order: ``ops`` has the operations of programs, ``events`` the answers of backends, and ``backend`` the
 interface between them. ``op_table`` lists the properties of each op. ``sampling``, ``constraint`` and
 ``chat`` have the parameters of generations, ``text`` reads the generated text, and ``decisions`` has the
-questions of a decide. ``grammars`` has grammars as trees, and ``images`` has the images of a conversation. ``wire`` has the frames of the websocket
-protocol, ``batches`` is the interface between maps and the batches of vendors, and ``record`` is the base of
-records that programs show as JSON. ``bounds`` limits the input of clients, ``schema_walk`` traverses JSON
-schemas, ``hoisting`` moves them into larger ones, and ``decimals`` writes ranges of numbers as patterns.
+questions of a decide. ``grammars`` has grammars as trees, and ``images`` has the images of a conversation.
+``wire`` has the frames of the websocket protocol, ``batches`` is the interface between maps and the batches
+of vendors, and ``record`` is the base of records that programs show as JSON. ``bounds`` limits the input of
+clients, ``schema_walk`` traverses JSON schemas, ``hoisting`` moves them into larger ones, and ``decimals``
+writes ranges of numbers as patterns.
 """
