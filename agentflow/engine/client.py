@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import itertools
 import logging
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -512,8 +516,10 @@ def texts_to(on_text: OnText) -> OnProgress:
 class _EngineThread(threading.Thread):
     """Loads an engine and runs it. ``ready``: loading succeeded or failed. ``ended``: the thread has ended.
 
-    Loading takes seconds and cannot be interrupted, so the thread is a daemon. If its session ends meanwhile,
-    the thread is left behind, drops the model as soon as it can, and keeps no process alive."""
+    Loading takes seconds, so the thread is a daemon. If its session ends meanwhile, the thread is left
+    behind, drops the model as soon as it can, and keeps no process alive. At the exit of the process it is
+    interrupted, because the interpreter ends daemon threads where they are, and in a function of torch that
+    aborts the process."""
 
     def __init__(self, load: Load, max_unfinished: int | None) -> None:
         super().__init__(name="agentflow engine", daemon=True)
@@ -525,6 +531,7 @@ class _EngineThread(threading.Thread):
         self._max_unfinished = max_unfinished
         self._is_stopping = False
         self._call_in_loop = loop_caller()
+        _threads.add(self)
 
     def run(self) -> None:
         try:
@@ -580,6 +587,31 @@ class _EngineThread(threading.Thread):
         self.client.engine.send(Stop())
         with anyio.move_on_after(END_S, shield=True):
             await self.ended.wait()
+
+    def interrupt(self) -> None:
+        """Ends the engine after its step, or the load between two of its instructions."""
+        self._is_stopping = True
+        if self.client is not None:
+            self.client.engine.send(Stop())
+        elif self.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit)
+            )
+
+
+_threads: weakref.WeakSet[_EngineThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _interrupt_engines() -> None:
+    """Interrupts the engines that no session has ended, and waits for at most ``END_S``."""
+    left = [thread for thread in _threads if thread.is_alive()]
+    for thread in left:
+        thread.interrupt()
+    until = time.monotonic() + END_S
+    with suppress(KeyboardInterrupt):
+        for thread in left:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 @asynccontextmanager
