@@ -93,7 +93,7 @@ def test_a_template_that_rewrites_earlier_turns_has_no_contexts() -> None:
         assert error(server, "generate", prompt="a", context=[5, 6]) == (400, "invalid_value", "context")
 
 
-def test_f37_the_field_that_ollamas_client_always_sends_is_accepted(server: ApiServer) -> None:
+def test_f37_a_neutral_field_of_ollamas_go_types_is_accepted(server: ApiServer) -> None:
     expected = answer(server, "generate", prompt=PROMPT, options=SAME)["response"]
     found = answer(server, "generate", prompt=PROMPT, options=SAME, _debug_render_only=False)
     assert found["response"] == expected

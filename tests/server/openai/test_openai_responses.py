@@ -203,7 +203,7 @@ def test_old_turns_are_left_out_where_that_is_requested(server: ApiServer) -> No
 
 
 def test_f37_the_shape_of_a_coding_agents_request(constrained: ApiServer) -> None:
-    """What Codex sends with each request, with a turn of its own as history."""
+    """The fields of Codex's requests, with an earlier turn as history."""
     history: Any = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
         {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "x"},
