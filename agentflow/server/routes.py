@@ -42,8 +42,8 @@ async def create_session_ticket(call: ApiCall) -> None:
     await call.reply(await call.service.tenants.tickets.issue(call.tenant, hashed))
 
 
-def _is_anthropics(headers: Headers) -> bool:
-    """Whether a client of Anthropic's API sent these headers: it sends a version."""
+def _has_anthropic_version(headers: Headers) -> bool:
+    """Whether a client of Anthropic's API sent these headers."""
     return "anthropic-version" in headers
 
 
@@ -52,7 +52,7 @@ def _of_client(openai: Handler, anthropic: Handler) -> Handler:
 
     @wraps(openai)
     async def handle(call: ApiCall) -> None:
-        await (anthropic if _is_anthropics(call.headers) else openai)(call)
+        await (anthropic if _has_anthropic_version(call.headers) else openai)(call)
 
     return handle
 
@@ -66,7 +66,7 @@ class _ClientEndpoint:
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._anthropic if _is_anthropics(Headers(scope=scope)) else self._openai
+        endpoint = self._anthropic if _has_anthropic_version(Headers(scope=scope)) else self._openai
         await endpoint(scope, receive, send)
 
 
@@ -109,12 +109,14 @@ def _endpoint(route: ApiRoute) -> ApiEndpoint | _ClientEndpoint:
 
 def find_error_format(path: str, request_headers: Headers) -> ErrorFormat:
     """The format of errors of ``path``, which need not exist."""
-    found: ErrorFormat = OLLAMA if path.startswith(_OLLAMA_PATHS) else OPENAI
+    if path.startswith(_OLLAMA_PATHS):
+        return OLLAMA
     for route in ROUTES:
         if path == route.path or path.startswith(f"{route.path}/"):
-            found = route.error_format
-            break
-    return ANTHROPIC if found is OPENAI and _is_anthropics(request_headers) else found
+            if route.path.startswith(_MODELS_PATH):
+                break
+            return route.error_format
+    return ANTHROPIC if _has_anthropic_version(request_headers) else OPENAI
 
 
 def error_response(

@@ -45,6 +45,8 @@ from agentflow.server.websocket.sessions import Sessions
 logger = logging.getLogger(__name__)
 
 DEFAULT_HOST = "127.0.0.1"
+_NOT_PEM = (None, "ASN1_LIB", "BAD_BASE64_DECODE", "NO_START_LINE", "PEM_LIB", "UNSUPPORTED")
+"""The reasons of OpenSSL for a file that is no key in PEM format."""
 # Time for open connections to close when the server stops.
 SHUTDOWN_S = 2
 # A frame slightly over the limit is still read, so that it can be answered with an error. The websocket
@@ -267,8 +269,10 @@ def check_tls(tls: Tls) -> None:
             why = f"tls_key_password does not decrypt {tls.key}"
         elif not _is_certificate(tls.certificate):
             why = f"tls_cert: {tls.certificate} is not a certificate in PEM format"
-        else:
+        elif error.reason in _NOT_PEM:
             why = f"tls_key: {tls.key} is not a private key in PEM format"
+        else:
+            why = f"tls_cert or tls_key cannot be used: {error.reason or error}"
         raise ServerError(why, param="tls") from error
     except OSError as error:
         raise ServerError(f"{error.filename} cannot be read: {error.strerror}", param="tls") from error

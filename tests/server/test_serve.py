@@ -181,6 +181,12 @@ def test_f37_an_unusable_certificate_is_named() -> None:
         check_tls(Tls(Path(__file__), PEMS / "localhost_for_tests.pem"))
 
 
+def test_f37_a_weak_certificate_is_refused_with_the_reason() -> None:
+    weak = PEMS / "weak_certificate_for_tests.pem"  # RSA with 1,024 bits
+    with pytest.raises(ServerError, match="EE_KEY_TOO_SMALL"):
+        check_tls(Tls(weak, weak))
+
+
 # Addresses
 
 

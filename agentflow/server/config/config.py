@@ -326,7 +326,9 @@ _TITLES = {
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each setting, grouped by table."""
     first = parser.add_argument_group("models")
-    first.add_argument("models", nargs="*", metavar="MODEL", help="the same as --model; can be repeated")
+    first.add_argument(
+        "models", nargs="*", metavar="MODEL", help="the same as --model; several stand side by side"
+    )
     first.add_argument(
         "--model",
         action="append",

@@ -36,9 +36,10 @@ from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, HeaderList, Targe
 from agentflow.server.gateway.target_choice import TargetChoice
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-HANDSHAKE_S = 15.0
+HANDSHAKE_S = 8.0
 """The time for a target's answer to a handshake, once it has accepted the connection. A server that shares a
-store with others may wait for it, or it is busy: it is not down."""
+store with others may wait 7 s for it: it is not down. Clients wait 10 s, in which another target must be
+tried if this one hangs."""
 MAX_QUEUED = 4
 """The limit of messages that wait while a client does not read."""
 CLOSE_S = 2.0
@@ -155,7 +156,7 @@ class WebSocketProxy:
 
         class Connection(ClientConnection):
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                limit.deadline = anyio.current_time() + HANDSHAKE_S
+                limit.deadline = asyncio.get_running_loop().time() + HANDSHAKE_S
                 super().connection_made(transport)
 
         with anyio.fail_after(CONNECT_TIMEOUT_S) as limit:

@@ -73,7 +73,7 @@ def _without_unknown_null(data: bytes, error: msgspec.ValidationError) -> bytes 
     if not text.startswith(_UNKNOWN):
         return None
     name = text.removeprefix(_UNKNOWN).removesuffix("`")
-    return _without_null(data, _STEPS.findall(path.removeprefix("$")), name)
+    return _without_null(data.lstrip(b" \t\r\n"), _STEPS.findall(path.removeprefix("$")), name)
 
 
 def _without_null(data: bytes, steps: Sequence[str], name: str) -> bytes | None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -129,7 +130,7 @@ class Lease(Bucket):
 class _Exchange:
     """An exchange of this front. ``changes``: of the credit of each lease."""
 
-    number: bytes
+    id: bytes  # Redis keeps the last one longer than this front keeps the account
     changes: list[tuple[Lease, int]]
 
 
@@ -139,32 +140,30 @@ class SharedAccount(TenantBuckets):
     def __init__(self) -> None:
         super().__init__()
         self.exchanging = anyio.Lock()
-        self._num_exchanges = 0
-        self._unsure: list[_Exchange] = []  # those that have no answer; at most one of them took effect
+        self._unsure: list[_Exchange] = []  # the exchanges without an answer; at most one took effect
 
     def begin(self, changes: list[tuple[Lease, int]]) -> _Exchange:
         """The start of an exchange. Credit that it returns is gone from now on: others may get it."""
-        self._num_exchanges += 1
-        made = _Exchange(b"%d" % self._num_exchanges, changes)
+        made = _Exchange(secrets.token_hex(8).encode(), changes)
         self._unsure.append(made)
         for lease, change in changes:
             lease.credit += min(0, change)
         return made
 
-    def undone(self, made: _Exchange, last: object) -> None:
-        """The end of an exchange that did not take effect. ``last``: as for ``find_done``."""
+    def roll_back(self, made: _Exchange, last: object) -> None:
+        """The end of an exchange that did not take effect. ``last``: as for ``apply_last``."""
         self._undo(made)
-        self.find_done(last)
+        self.apply_last(last)
 
-    def find_done(self, last: object) -> None:
-        """Applies an exchange that took effect although its answer was lost. ``last``: the number of this
+    def apply_last(self, last: object) -> None:
+        """Applies an exchange that took effect although its answer was lost. ``last``: the id of this
         front's last exchange in Redis."""
         for made in self._unsure:
-            if made.number == last:
+            if made.id == last:
                 self._apply(made)
                 return
 
-    def done(self, made: _Exchange) -> None:
+    def finish(self, made: _Exchange) -> None:
         """The end of an exchange that took effect. It changed the shared value, so earlier ones no longer
         can."""
         self._apply(made)
@@ -308,7 +307,7 @@ class SharedGate(TenantGate):
         key = self._store.key("limits", name)
         keys = [key, self._store.key("limits-exchange", name, self._store.front)]
         reply = await self._store.run(_READ, keys, [])
-        account.find_done(reply[2])
+        account.apply_last(reply[2])
         for _ in range(_MAX_TRIES):
             shared = self._read(key, reply)
             changes: list[tuple[Lease, int]] = []
@@ -325,15 +324,15 @@ class SharedGate(TenantGate):
                 buckets.append((lease, bucket))
             made = account.begin(changes)
             # The lifetime is longer than an empty bucket needs to fill.
-            arguments = [shared.value, _text(shared.buckets), 2 * DAY_NS // 1_000_000, made.number]
+            arguments = [shared.value, _text(shared.buckets), 2 * DAY_NS // 1_000_000, made.id]
             reply = await self._store.run(_REPLACE, keys, arguments)
             if reply == 1:
-                account.done(made)
+                account.finish(made)
                 for lease, bucket in buckets:
                     lease.renew(bucket.level(shared.now_ns), self._clock_ns())
                 account.must_read = False
                 return
-            account.undone(made, reply[2])
+            account.roll_back(made, reply[2])
         raise Overloaded("the limits of this tenant change too often: try again in a moment")
 
     def _read(self, key: str, reply: list[object]) -> _Shared:

@@ -63,6 +63,7 @@ export class OpQueue {
   add(op: Op): number {
     const encoded = this.#encoded(op);
     this.#checkRoom([op]);
+    this.#checked.delete(op); // a recording may keep the op
     this.#bytes += encoded.bytes;
     this.#ops.push(encoded);
     return this.#numAcked + this.length;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
@@ -16,6 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
+from agentflow.backends.remote import Remote
 from agentflow.protocol.wire import Limits, Welcome, encode
 from agentflow.server.gateway import target_choice, websocket_proxy
 from agentflow.server.gateway.websocket_proxy import welcomed_session
@@ -295,11 +297,11 @@ def test_first_messages_without_an_id(message: str | bytes) -> None:
 
 async def test_f37_a_slow_answer_to_a_handshake_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target has accepted the connection, and answers after the time for connecting."""
-    monkeypatch.setattr(websocket_proxy, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(websocket_proxy, "CONNECT_TIMEOUT_S", 1.0)
 
     async def slowly(socket: ServerConnection, request: Request) -> Response | None:
         if request.path == "/v1/session":
-            with anyio.move_on_after(0.4):
+            with anyio.move_on_after(1.5):
                 await anyio.sleep_forever()
         return _answer(101)(socket, request)
 
@@ -309,6 +311,22 @@ async def test_f37_a_slow_answer_to_a_handshake_is_no_failure(monkeypatch: pytes
             await client.send("x")
             assert await client.recv() == "x"
             assert route.gateway.placement.targets[0].is_up
+
+
+async def test_f37_another_server_is_tried_if_one_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system accepts connections for a process that is stopped."""
+    assert Remote("ws://127.0.0.1:1").open_timeout_s > websocket_proxy.HANDSHAKE_S
+    monkeypatch.setattr(websocket_proxy, "HANDSHAKE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        async with serve(echo, "127.0.0.1", 0, process_request=_answer(101)) as server:
+            ports = [hung.getsockname()[1], server.sockets[0].getsockname()[1]]
+            async with routed([f"http://127.0.0.1:{port}" for port in ports]) as route:
+                for _ in range(2):
+                    async with opened(route) as client:
+                        await client.send("x")
+                        assert await client.recv() == "x"
 
 
 async def test_no_server_answers() -> None:

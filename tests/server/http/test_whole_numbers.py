@@ -125,7 +125,9 @@ def test_f37_unknown_members_that_are_null_are_left_out(body, data):
     turns = [turn | data.draw(UNKNOWN) for turn in body.get("turns", [])]
     with_nulls = body | data.draw(UNKNOWN) | ({"turns": turns} if turns else {})
     expected = decoded(written(body, str).encode(), Asked)
-    assert decoded(written(with_nulls, lambda number: f"{number}.0").encode(), Asked) == expected
+    space = data.draw(st.sampled_from(["", "\n", " \r\n\t"]))
+    text = space + written(with_nulls, lambda number: f"{number}.0")
+    assert decoded(text.encode(), Asked) == expected
     if turns:
         turns[-1] |= {"new": 0}
         with pytest.raises(ApiError, match=r"'turns.*new' is unknown"):

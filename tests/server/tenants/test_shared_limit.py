@@ -21,7 +21,7 @@ from agentflow.engine.tenant import AdmittedRequest, Tenant
 from agentflow.errors import Overloaded, RateLimited
 from agentflow.server.tenants import shared_limit
 from agentflow.server.tenants.rate_limit import MIN_SWEPT, TenantGate
-from agentflow.server.tenants.shared_limit import PARTS, SharedGate
+from agentflow.server.tenants.shared_limit import PARTS, Lease, SharedAccount, SharedGate
 
 pytestmark = pytest.mark.anyio
 FRONTS = 3
@@ -98,6 +98,15 @@ async def test_tokens_that_one_front_used_are_used_at_all(redis: RedisServer) ->
             state = gate.state(tenant).tokens
             assert state is not None
             assert (state.limit, state.remaining) == (1_000, 0)
+
+
+async def test_f37_an_exchange_of_a_forgotten_account_is_not_taken_for_a_later_one() -> None:
+    """Redis keeps the last exchange of a front for longer than the front keeps an idle account."""
+    forgotten = SharedAccount().begin([])
+    account, lease = SharedAccount(), Lease(10, 0, 60)
+    account.begin([(lease, 5)])
+    account.apply_last(forgotten.id)
+    assert lease.credit == 0
 
 
 @pytest.mark.parametrize("is_followed", [False, True])

@@ -85,6 +85,7 @@ async def create_response(call: ApiCall) -> None:
     """Answers a turn of a conversation."""
     body = await call.process(call.read, ResponseRequest)
     generator = call.text_generator(body.model, body, priority=body.priority)
+    _check_fields(body)
     if body.store is not False:
         call.service.responses.check_answers()
     turn = await _read_turn(call, body, generator)
@@ -107,6 +108,7 @@ async def count_input_tokens(call: ApiCall) -> None:
     """Counts the tokens of a turn's prompt without running the model."""
     body = await call.process(call.read, ResponseRequest)
     generator = call.generator(body.model, to_generate=False)
+    _check_fields(body)
     turn = await _read_turn(call, body, generator)
     async with generator.metered():
         with _naming_fields(generator):
@@ -117,7 +119,6 @@ async def count_input_tokens(call: ApiCall) -> None:
 
 async def _read_turn(call: ApiCall, body: ResponseRequest, generator: TextGenerator) -> _Turn:
     """The turn of a request, truncated if the request says so."""
-    _check_fields(body)
     turn = await call.process(_Turn, call, body, generator, await _before(call, body))
     if body.truncation == "auto" and isinstance(generator, EngineGenerator):
         with _naming_fields(generator):
