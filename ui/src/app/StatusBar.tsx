@@ -71,7 +71,7 @@ export function StatusBar() {
         <p class="status-line" data-testid="status-line">
           <span>{line.text}</span>
           {line.action && (
-            <button type="button" class="quiet" onClick={line.action.run}>
+            <button type="button" class="quiet flush" onClick={line.action.run}>
               {line.action.label}
             </button>
           )}
@@ -83,7 +83,7 @@ export function StatusBar() {
           {problem.again && (
             <button
               type="button"
-              class="quiet"
+              class="quiet flush"
               onClick={() => {
                 trouble.value = null;
                 problem.again?.();
@@ -92,7 +92,7 @@ export function StatusBar() {
               Try again
             </button>
           )}
-          <button type="button" class="quiet" onClick={() => (trouble.value = null)}>
+          <button type="button" class={problem.again ? "quiet" : "quiet flush"} onClick={() => (trouble.value = null)}>
             Dismiss
           </button>
         </p>

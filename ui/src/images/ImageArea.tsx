@@ -147,7 +147,7 @@ export function ImageArea({ label, images, onChange, isOff = false, isPageWide =
         <button
           ref={button}
           type="button"
-          class="quiet small"
+          class="quiet small flush"
           disabled={isOff}
           title="Drop or paste one here, or choose a file"
           onClick={() => {
