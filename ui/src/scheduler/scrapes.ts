@@ -41,7 +41,7 @@ async function scrapeOnce(signal: AbortSignal): Promise<Scrape | Missing> {
     if (answer.ok) return parseScrape(await answer.text(), performance.now() / 1000);
     const isForbidden = answer.status === 401 || answer.status === 403;
     const problem = isForbidden
-      ? "This key does not see the server's metrics: the numbers below are of its own requests, tokens of those that have ended."
+      ? "This key does not see the server's metrics: the numbers below are for its own requests, and tokens count once a request has finished."
       : `The server answers ${answer.status} for its metrics: the numbers below are from before.`;
     return { problem, isForbidden };
   } catch {
