@@ -3,6 +3,7 @@ and nothing that was streamed is lost."""
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -47,9 +48,14 @@ def test_a_wrong_key_is_a_sentence_and_the_right_one_opens_the_session(
     screen.expect_problem("401|WebSocket connection to")
     screen.open("playground")
     screen.wait_status("key")
+    expect(screen.at("key-input")).to_have_accessible_description(re.compile("^The key stays"))
     screen.give_key("af-wrong")
     expect(screen.at("status-line")).to_contain_text("key")
     screen.wait_status("key")
+    # The refusal is apart from the explanation, and both are said of the field.
+    refusal = screen.page.get_by_text("does not accept that key")
+    expect(refusal).to_have_text("The server does not accept that key.")
+    expect(screen.at("key-input")).to_have_accessible_description(re.compile("that key. The key stays"))
     screen.give_key(KEYS["ann"])
     screen.wait_status("open")
     # Nothing of it survives a reload.

@@ -33,8 +33,12 @@ export function KeyPrompt() {
         }}
       >
         <h2 id="key-title">API key</h2>
-        <p id="key-note">
-          {wasWrong ? "The server does not accept that key. " : ""}
+        {wasWrong && (
+          <p id="key-refusal" class="problem">
+            The server does not accept that key.
+          </p>
+        )}
+        <p id="key-note" class="hint">
           The key stays in this page's memory: it is gone when the page is closed, or reloaded without the choice below.
         </p>
         <label class="field">
@@ -45,7 +49,7 @@ export function KeyPrompt() {
             autocomplete="off"
             spellcheck={false}
             required
-            aria-describedby="key-note"
+            aria-describedby={wasWrong ? "key-refusal key-note" : "key-note"}
             data-testid="key-input"
           />
         </label>

@@ -92,11 +92,11 @@ export function ReplicaTable({ isPaused }: { isPaused: boolean }) {
       {shown
         .filter(({ problem }) => problem !== "")
         .map(({ model, number, problem }) => (
-          <p key={`${number} ${model}`} class="view-note">
+          <p key={`${number} ${model}`} class="view-note is-problem">
             {problem}
           </p>
         ))}
-      {refusal !== "" && <p class="view-note">{refusal}</p>}
+      {refusal !== "" && <p class="view-note is-problem">{refusal}</p>}
       <Dialog
         title={chosen === null ? "Drain" : `Drain ${nameOf(chosen)}`}
         isOpen={chosen !== null}
