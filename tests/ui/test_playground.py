@@ -515,3 +515,24 @@ def test_f42_a_model_without_a_chat_template_runs_programs_without_turns(visit: 
         screen.at("python").click()
         expect(screen.at("python-source")).not_to_contain_text("af.user")
         expect(screen.at("python-source")).to_contain_text("af.gen")
+
+
+def test_f37_a_drawer_reaches_the_edge_of_the_window_and_the_page_under_it_stays(
+    stage: Stage, visit: Visit
+) -> None:
+    screen = visit(stage.url, viewport={"width": 1280, "height": 500})
+    screen.open("playground")
+    screen.wait_status("open")
+    # The browser of the tests shows no scroll bars, but it keeps their place.
+    assert screen.page.evaluate("innerWidth - document.body.offsetWidth") > 0
+    screen.page.mouse.wheel(0, 120)
+    screen.wait("() => scrollY > 0")
+    place = "() => JSON.stringify([scrollY, document.querySelector('.stage-side').getBoundingClientRect()])"
+    before = screen.page.evaluate(place)
+    screen.at("sampling").click()
+    drawer = screen.page.get_by_role("dialog", name="Sampling")
+    assert drawer.evaluate("(one) => one.getBoundingClientRect().right - innerWidth") == 0
+    assert screen.page.evaluate(place) == before
+    screen.page.keyboard.press("Escape")
+    expect(drawer).to_have_count(0)
+    assert screen.page.evaluate(place) == before

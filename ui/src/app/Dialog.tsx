@@ -1,6 +1,7 @@
 // A modal dialog: Escape closes it, and the focus returns to where it was.
 import type { ComponentChildren } from "preact";
 import { useLayoutEffect, useRef } from "preact/hooks";
+import { showModal } from "./modal";
 
 export function Dialog(props: {
   title: string;
@@ -11,7 +12,7 @@ export function Dialog(props: {
 }) {
   const dialog = useRef<HTMLDialogElement>(null);
   useLayoutEffect(() => {
-    if (props.isOpen && !dialog.current?.open) dialog.current?.showModal();
+    if (props.isOpen && dialog.current && !dialog.current.open) showModal(dialog.current);
     else if (!props.isOpen) dialog.current?.close();
   }, [props.isOpen]);
   return (

@@ -1,6 +1,7 @@
 // Asks for the API key. It stays in memory, unless the user chooses to have it stored until the tab is closed.
 import { signal, useSignalEffect } from "@preact/signals";
 import { useRef } from "preact/hooks";
+import { showModal } from "./modal";
 import { status, useKey } from "./session";
 
 const isAsking = signal(false);
@@ -17,7 +18,7 @@ export function KeyPrompt() {
     if (status.value.kind === "key") isAsking.value = true;
   });
   useSignalEffect(() => {
-    if (isAsking.value && !dialog.current?.open) dialog.current?.showModal();
+    if (isAsking.value && dialog.current && !dialog.current.open) showModal(dialog.current);
     else if (!isAsking.value) dialog.current?.close();
   });
   const wasWrong = status.value.kind === "key" && status.value.wasWrong;

@@ -1,0 +1,1 @@
+function e(e){let t=document.documentElement;document.querySelector(`dialog:modal`)||t.style.setProperty(`--scroll-bar`,`${innerWidth-t.getBoundingClientRect().width}px`),e.showModal()}export{e as t};
