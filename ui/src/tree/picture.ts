@@ -45,7 +45,7 @@ export function draw(context: CanvasRenderingContext2D, palette: Palette, pictur
     [picture.focused, 3],
   ] as const) {
     const block = id === null ? undefined : layout.byId.get(id);
-    if (block !== undefined) outline(context, palette, boxOf(block, view), line);
+    if (block !== undefined) outline(context, palette, outlined(boxOf(block, view), line, picture), line);
   }
   context.restore();
   if (picture.scale === "tokens") drawAxis(context, palette, picture);
@@ -129,10 +129,28 @@ function drawNode(
   context.globalAlpha = 1;
 }
 
+/** The middle of the line around a box. Where the box ends at an edge of the picture, the line is inside the box, as the
+ * picture is cut there; beyond the edge it stays outside of it. */
+export function outlined(
+  box: Box,
+  line: number,
+  { width, height }: { readonly width: number; readonly height: number },
+): Box {
+  const half = line / 2;
+  const start = (at: number, edge: number): number => (at < edge - 1 ? at - half : Math.max(at - half, edge + half));
+  const end = (at: number, edge: number): number => (at > edge + 1 ? at + half : Math.min(at + half, edge - half));
+  const [x, y] = [start(box.x, 0), start(box.y, AXIS)];
+  return {
+    x,
+    y,
+    width: end(box.x + Math.max(box.width, 2), width) - x,
+    height: end(box.y + box.height, height) - y,
+  };
+}
+
 function outline(context: CanvasRenderingContext2D, palette: Palette, box: Box, line: number): void {
-  const inset = line / 2;
   context.beginPath();
-  context.roundRect(box.x - inset, box.y - inset, Math.max(box.width, 2) + line, box.height + line, 4);
+  context.roundRect(box.x, box.y, box.width, box.height, 4);
   context.strokeStyle = palette.focus;
   context.lineWidth = line;
   context.stroke();

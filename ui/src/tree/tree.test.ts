@@ -2,6 +2,7 @@ import { mergeWatched, type Session, type TreeDelta, type TreeNode, type Watched
 import { describe, expect, it } from "vitest";
 import { blockAt, layOut, moved, type Block } from "./layout";
 import { GHOST_S, HIT_S, PrefixTree, stateOf, type PrefixNode } from "./prefixes";
+import { AXIS, outlined } from "./picture";
 import { Texts } from "./texts";
 import { bounded, fitted, panned, revealed, zoomed, type Extent } from "./view";
 
@@ -303,5 +304,29 @@ describe("the texts of nodes", () => {
     answer("of this tree");
     await again;
     expect(texts.labels.get(1)).toBe("of this tree");
+  });
+});
+
+describe("the outline of a block", () => {
+  const shown = { width: 400, height: 200 };
+
+  it("f37: is around it, and inside the picture where the block ends at an edge", () => {
+    expect(outlined({ x: 100, y: 100, width: 50, height: 30 }, 3, shown)).toEqual({
+      x: 98.5,
+      y: 98.5,
+      width: 53,
+      height: 33,
+    });
+    expect(outlined({ x: 0, y: AXIS, width: 400, height: 200 - AXIS }, 3, shown)).toEqual({
+      x: 1.5,
+      y: AXIS + 1.5,
+      width: 397,
+      height: 197 - AXIS,
+    });
+  });
+
+  it("f37: is open where the block goes on beyond an edge", () => {
+    const { x, y, width, height } = outlined({ x: -20, y: AXIS - 20, width: 500, height: 300 }, 3, shown);
+    expect([x, y, x + width, y + height]).toEqual([-21.5, AXIS - 21.5, 481.5, AXIS + 281.5]);
   });
 });
