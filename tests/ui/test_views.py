@@ -13,6 +13,7 @@ from playwright.sync_api import expect
 from support.ui.accessibility import axe_violations, scrolls_sideways
 from support.ui.http import complete
 from support.ui.screen import Screen
+from support.ui.stage import open_stage
 
 Visit = Callable[..., Screen]
 SHARED = "A short report from the harbour, for the people of the town. Today's topic is"
@@ -115,6 +116,29 @@ def test_no_view_is_wider_than_360_pixels(model_url: str, visit: Visit) -> None:
         screen.wait_status("open")
         assert scrolls_sideways(screen) == [], view
         assert axe_violations(screen) == [], view
+
+
+ROWS = """(items) => {
+  const rows = new Map();
+  for (const item of document.querySelectorAll(items)) {
+    const { top, height } = item.getBoundingClientRect();
+    const middle = Math.round(top + height / 2);
+    rows.set(middle, (rows.get(middle) ?? 0) + 1);
+  }
+  return [...rows.values()];
+}"""
+
+
+def test_f37_no_part_of_the_header_stands_alone_on_a_line(visit: Visit) -> None:
+    with open_stage(model="a-model-with-a-name-of-32-letters") as stage:
+        screen = visit(stage.url)
+        screen.open("runs")
+        screen.wait_status("open")
+        for width in (320, 360, 400, 440, 460, 640, 700, 800, 1280):
+            screen.page.set_viewport_size({"width": width, "height": 740})
+            assert screen.page.evaluate(ROWS, ".top nav a") in ([6], [3, 3]), width
+            assert screen.page.evaluate(ROWS, ".settings > *") == [2], width
+            assert scrolls_sideways(screen) == [], width
 
 
 CONTROLS = "a[href], button, select, input, textarea, summary, [tabindex]"

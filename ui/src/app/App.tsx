@@ -84,10 +84,12 @@ export function App() {
         <div class="top-end">
           <StatusWord />
           <ModelChoice />
-          <ThemeChoice />
-          <button type="button" class="quiet" onClick={askForKey}>
-            Key
-          </button>
+          <div class="settings">
+            <ThemeChoice />
+            <button type="button" class="quiet" onClick={askForKey}>
+              Key
+            </button>
+          </div>
         </div>
       </header>
       <StatusBar />
