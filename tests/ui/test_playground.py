@@ -50,10 +50,11 @@ def test_branches_stream_side_by_side_and_flow_into_the_join(stage: Stage, visit
     expect(text_of(screen, "0")).to_have_text("Yes, it is.")
     stage.end()
     stage.wait_running(1, to="Yes, it is.")  # what the branches said is in the prompt of the summary
-    stage.say("A fine essay.")
+    stage.say(" is fine.")
     stage.end()
     wait_end(screen, "done")
-    expect(screen.view("playground")).to_contain_text("A fine essay.")
+    summary = screen.page.locator(".streamed").filter(has_text="In short")
+    assert summary.inner_text() == "In short, the essay is fine."  # on one line
 
 
 def test_an_edited_program_that_another_replaced_comes_back(stage: Stage, visit: Visit) -> None:

@@ -1,5 +1,6 @@
 // The stage: the shared prefix above, a column for each branch, and below what the branches flow into.
 import { useSignal, useSignalEffect } from "@preact/signals";
+import type { ComponentChildren } from "preact";
 import { useRef } from "preact/hooks";
 import { count, counted, percent } from "../charts/numbers";
 import { JsonTree } from "../json/JsonTree";
@@ -212,6 +213,8 @@ function CallView({ item, call, run }: { item: CallItem; call: Call; run: Progra
   const isWide = run.calls.size > WIDE;
   const isCut = call.finishReason.value === "length";
   const schema = step.kind === "gen" && step.shape.kind === "schema" ? schemaOf(step.shape.source) : null;
+  const isText = step.kind === "gen" && !schema;
+  const lead = item.lead.length > 0 && <Pieces pieces={item.lead} run={run} />;
   return (
     <div class={`call is-${status}`} data-status={status} data-testid={`call-${call.key}`}>
       <div class="call-head">
@@ -221,9 +224,9 @@ function CallView({ item, call, run }: { item: CallItem; call: Call; run: Progra
           {isCut ? `cut at ${counted(call.usage.value?.output_tokens ?? 0, "token")}` : WORDS[status]}
         </span>
       </div>
-      {item.lead.length > 0 && (
+      {lead && !isText && (
         <span class="call-lead model-text" dir="auto">
-          <Pieces pieces={item.lead} run={run} />
+          {lead}
         </span>
       )}
       {step.kind === "select" ? (
@@ -237,7 +240,7 @@ function CallView({ item, call, run }: { item: CallItem; call: Call; run: Progra
           </details>
         </>
       ) : (
-        <Streamed call={call} isWide={isWide} />
+        <Streamed call={call} isWide={isWide} lead={lead} />
       )}
       {call.problem.value && (
         <p class="problem" dir="auto">
@@ -249,11 +252,12 @@ function CallView({ item, call, run }: { item: CallItem; call: Call; run: Progra
   );
 }
 
-/** The text of a call, as it streams; forced parts are marked when it is complete. */
-function Streamed({ call, isWide }: { call: Call; isWide: boolean }) {
+/** The text of a call, as it streams; forced parts are marked when it is complete. It continues its lead's line. */
+function Streamed({ call, isWide, lead }: { call: Call; isWide: boolean; lead?: ComponentChildren }) {
   const host = useRef<HTMLDivElement>(null);
+  const whole = useRef<HTMLDivElement>(null);
   const box = useRef<HTMLDivElement>(null);
-  useFollowEnd(host, box, () => true);
+  useFollowEnd(whole, box, () => true);
   useSignalEffect(() => {
     const variable = call.variable.value;
     if (!host.current || !variable) return;
@@ -287,7 +291,10 @@ function Streamed({ call, isWide }: { call: Call; isWide: boolean }) {
   });
   return (
     <div ref={box} class="streamed">
-      <div ref={host} class="model-text" data-testid={`text-${call.key}`} dir="auto" />
+      <div ref={whole} dir="auto">
+        {lead && <span class="call-lead model-text">{lead}</span>}
+        <div ref={host} class="model-text" data-testid={`text-${call.key}`} dir="auto" />
+      </div>
     </div>
   );
 }
