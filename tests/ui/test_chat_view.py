@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from playwright.sync_api import Locator, expect
-from support.ui.accessibility import axe_violations
+from support.ui.accessibility import axe_violations, scrolls_sideways
 from support.ui.proxy import BreakingProxy
 from support.ui.screen import Screen
 from support.ui.stage import Stage, open_stage
@@ -367,3 +367,23 @@ def test_a_truncated_call_is_shown_and_cannot_be_run(model_url: str, visit: Visi
     screen.page.get_by_label("Tools").select_option("none")
     say(screen, "What is a leaf?")
     expect(wait_reply(screen, 1).locator(".markdown")).not_to_be_empty()
+
+
+def test_f37_a_table_keeps_its_words_whole_and_scrolls(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url, viewport={"width": 400, "height": 800})
+    open_chat(screen)
+    say(screen, "Show me a table.")
+    stage.wait_running(1)
+    row = "| wonderful " * 12 + "|\n"
+    stage.say(row + "|---" * 12 + "|\n" + row + "| " + "w" * 400 + " |\n")
+    stage.end()
+    table = screen.page.locator(".chat-turn.is-assistant table")
+    expect(table.get_by_role("row")).to_have_count(3)
+    heights = "(table) => [...table.rows].map((row) => row.offsetHeight)"
+    [head, first, long] = table.evaluate(heights)
+    assert head == first < long  # a line; a word without an end is broken
+    table.focus()
+    screen.page.keyboard.press("ArrowRight")
+    screen.wait("() => document.querySelector('.chat-turn table').scrollLeft > 0")
+    assert scrolls_sideways(screen) == []
+    assert axe_violations(screen) == []

@@ -62,10 +62,8 @@ function purify(html: string): DocumentFragment {
         node.setAttribute("target", "_blank");
         node.setAttribute("rel", "noopener noreferrer nofollow");
       } else if (/^(P|LI|H\d|TD|TH|BLOCKQUOTE)$/.test(node.tagName)) node.setAttribute("dir", "auto");
-      else if (node.tagName === "PRE") {
-        node.setAttribute("dir", "ltr");
-        node.setAttribute("tabindex", "0"); // it may scroll
-      }
+      else if (node.tagName === "PRE") node.setAttribute("dir", "ltr");
+      if (/^(PRE|TABLE)$/.test(node.tagName)) node.setAttribute("tabindex", "0"); // it may scroll
     });
   }
   return purifier.sanitize(html, {
