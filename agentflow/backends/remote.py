@@ -391,6 +391,8 @@ class RemoteConnection:
             except (ServerUnreachable, Overloaded) as error:
                 lost = error
                 at_least_s = (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0
+                if self._is_out_of_patience(error):
+                    self._lose(error)
             except AgentflowError as error:
                 return error
             else:
@@ -401,14 +403,12 @@ class RemoteConnection:
         return None
 
     async def _pause(self, pause_s: float, error: AgentflowError) -> None:
-        """Waits before an attempt. Ops that have waited for too long fail with ``error``, of the last one."""
+        """Waits before an attempt. In a long pause, ops that have waited for too long fail with ``error``, of
+        the last one."""
         until_s = anyio.current_time() + pause_s
-        while True:
-            if self._is_out_of_patience(error):
+        while (left_s := until_s - anyio.current_time()) > 0:
+            if left_s > _LAST_SESSION_BACKOFF_S and self._is_out_of_patience(error):
                 self._lose(error)
-            left_s = until_s - anyio.current_time()
-            if left_s <= 0:
-                return
             await anyio.sleep(min(left_s, _LAST_SESSION_BACKOFF_S))  # noqa: TID251  (deliberate)
 
     def _is_out_of_patience(self, error: AgentflowError) -> bool:

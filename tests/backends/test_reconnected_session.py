@@ -151,6 +151,22 @@ async def test_f37_runs_fail_while_a_server_asks_for_a_long_pause(
                 await flow.run(ask, "two #1")
 
 
+async def test_f37_a_run_that_begins_in_a_short_pause_waits_for_the_next_attempt(
+    servers: list[ThreadServer],
+) -> None:
+    async with restartable(servers) as (proxy, flow):
+        proxy.answers = [
+            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+        ] * 9
+        restart(proxy, servers)
+        with pytest.raises(af.ServerLost):
+            await flow.run(ask, "one #1")
+        with pytest.raises(af.Overloaded):  # it waits for the attempt that fails
+            await flow.run(ask, "two #1")
+        proxy.answers.clear()
+        assert len((await flow.run(ask, "three #3")).split()) == 3
+
+
 async def test_f18d_the_limits_of_the_session_outlive_its_server(servers: list[ThreadServer]) -> None:
     async with restartable(servers) as (proxy, flow):
         flow.limit(output_tokens=10)
