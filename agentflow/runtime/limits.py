@@ -174,18 +174,16 @@ class Budget:
     ``tokens_left``: for all generations together; concurrent generations may make it negative, and a
     generation that ends after that fails."""
 
-    __slots__ = ("deadline", "output_tokens", "tokens_left")
+    __slots__ = ("deadline", "tokens_left")
 
     def __init__(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
         self.deadline = math.inf if deadline_s is None else anyio.current_time() + deadline_s
-        self.output_tokens = output_tokens
         self.tokens_left: float = math.inf if output_tokens is None else output_tokens
 
     def tighten(self, other: Budget) -> None:
-        """From now on, has the limits of another budget of the same states, too."""
+        """Applies the limits of another budget of the same states as well."""
         self.deadline = min(self.deadline, other.deadline)
-        if other.tokens_left < self.tokens_left:
-            self.output_tokens, self.tokens_left = other.output_tokens, other.tokens_left
+        self.tokens_left = min(self.tokens_left, other.tokens_left)
 
 
 def earliest_deadline(budgets: Sequence[Budget]) -> float:
@@ -213,7 +211,7 @@ def clipped(params: GenParams, budgets: Sequence[Budget], default_max_tokens: in
     most = params.max_tokens or default_max_tokens or math.inf
     left = min([budget.tokens_left for budget in budgets], default=math.inf)
     if left < 1:
-        raise _exceeded(next(budget for budget in budgets if budget.tokens_left < 1))
+        raise _exceeded()
     if left >= most:
         return params
     least = None if params.min_tokens is None else min(params.min_tokens, int(left))
@@ -226,11 +224,12 @@ def spend(num_tokens: int, budgets: Sequence[Budget], *, was_truncated: bool) ->
         budget.tokens_left -= num_tokens
     for budget in budgets:
         if budget.tokens_left < 0 or (was_truncated and budget.tokens_left < 1):
-            raise _exceeded(budget)
+            raise _exceeded()
 
 
-def _exceeded(budget: Budget) -> BudgetExceeded:
-    return BudgetExceeded(f"the limit of {budget.output_tokens:,} output tokens is used up")
+def _exceeded() -> BudgetExceeded:
+    # Without a number: a budget may be the rest of a limit that other models or a batch share.
+    return BudgetExceeded("the limit of output tokens is used up")
 
 
 def limit_op(state_id: int, deadline_s: float | None, output_tokens: int | None) -> ops.Limit:
