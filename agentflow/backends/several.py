@@ -246,6 +246,8 @@ class SeveralConnection:
         # Undoes what the op that ``send`` translates has noted. None for ops that follow from events.
         self._undos: list[Callable[[], object]] | None = None
         self._limits: dict[_State | None, _Limit] = {}  # None: of all states
+        self._stale: dict[_State | None, None] = {}  # whose rest the backends do not know yet
+        self._imported: set[_State] = set()  # the states that are imports
         # By the tickets of ops.GetStats: the counters of each backend, None until it has answered.
         self._asked: dict[int, dict[_OpenBackend, Stats | None]] = {}
         self._images: set[str] = set()  # the sources of those that the session has uploaded
@@ -409,6 +411,9 @@ class SeveralConnection:
             parent.children.append(state)
             self._states[number] = state
             self._on_refusal(self._states.pop, number, None)
+            if is_import:
+                self._imported.add(state)
+                self._on_refusal(self._imported.discard, state)
             self._on_refusal(parent.children.remove, state)
 
     def _graph(self, op: ops.SubmitGraph) -> Iterator[tuple[_OpenBackend, ops.Op]]:
@@ -521,7 +526,7 @@ class SeveralConnection:
             for backend in self._backends.values():
                 yield backend, limit.as_op(0)
             return
-        for state in root.with_forks():
+        for state in root.with_forks() if self._imported else (root,):
             if (state is root or state.is_import) and state.lost is None:
                 yield state.backend, limit.as_op(state.number)
 
@@ -531,14 +536,20 @@ class SeveralConnection:
         if above:
             yield child.backend, above[0].tightest(*above[1:]).as_op(child.number)
 
-    def _spend(self, state: _State, num_tokens: int) -> Iterator[tuple[_OpenBackend, ops.Op]]:
-        """Charges tokens that one backend has counted to the limits in all backends."""
+    def _spend(self, state: _State, num_tokens: int) -> None:
+        """Charges tokens that one backend has counted to the limits."""
         for root in (None, *state.with_parents()):
             limit = self._limits.get(root)
             if limit is not None and 0 < limit.tokens < math.inf:
-                left = max(0, limit.tokens - num_tokens)
-                self._limits[root] = limit._replace(tokens=left)
-                yield from self._everywhere(root, _Limit(tokens=left))
+                self._limits[root] = limit._replace(tokens=max(0, limit.tokens - num_tokens))
+                self._stale[root] = None
+
+    def _rests(self) -> Iterator[tuple[_OpenBackend, ops.Op]]:
+        """The rests of the limits that were charged, once for all events that came together."""
+        stale, self._stale = self._stale, {}
+        for root in stale:
+            if root in self._limits:
+                yield from self._everywhere(root, _Limit(tokens=self._limits[root].tokens))
 
     # From events of the backends to events of the session.
 
@@ -564,7 +575,7 @@ class SeveralConnection:
                     delivered.append(event)
         if delivered:
             self._deliver(delivered)
-        self._react(outgoing)
+        self._react([*self._rests(), *outgoing])  # before texts on which generations wait
 
     def _counted(self, backend: _OpenBackend, reply: StatsReply) -> Iterator[StatsReply]:
         """The counters of all backends, when the last one has answered."""
@@ -593,7 +604,7 @@ class SeveralConnection:
         else:
             variable.extend(event)
         if (usage := spent(event)) is not None and usage.output_tokens:
-            yield from self._spend(variable.state, usage.output_tokens)
+            self._spend(variable.state, usage.output_tokens)
         for one in variable.imports:
             if (provide := variable.provided(one)) is not None:
                 yield one.state.backend, provide
@@ -694,3 +705,4 @@ class SeveralConnection:
         if state.parent is not None and state in state.parent.children:
             state.parent.children.remove(state)
         self._limits.pop(state, None)
+        self._imported.discard(state)

@@ -536,6 +536,21 @@ class FollowedBackend(LosableBackend):
             yield self.follower
 
 
+async def test_f37_backends_learn_the_rest_of_a_limit_once_for_answers_that_come_together() -> None:
+    large = FollowedBackend(generator_of("large"))
+    backends = {"small": LosableBackend(generator_of("small")), "large": large}
+    async with af.session(models=backends) as flow, flow.state() as s:
+        s.limit(output_tokens=1_000)
+        branches = [s.copy(model="large") for _ in range(40)]
+        for branch in branches:
+            branch += af.user("Hello") + af.gen("x")
+        for branch in branches:
+            await branch["x"]
+        limits = [op for op in large.follower.sent if isinstance(op, ops.Limit)]
+        assert min(op.output_tokens or 0 for op in limits) == 920  # each answer has two words
+        assert len(limits) < 10 * len(branches)
+
+
 async def test_a_server_that_has_begun_again_gets_nothing_of_before() -> None:
     backend = FollowedBackend(generator_of("large"))
     async with af.session(models={"small": LosableBackend(generator_of("small")), "large": backend}) as flow:
