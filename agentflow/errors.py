@@ -292,6 +292,8 @@ class BudgetExceeded(LimitExceeded):
     """
 
     code = "budget_exceeded"
+    usage: Any = None
+    """The ``af.Usage`` of the answer that the limit cut, which is in no variable's; else None."""
 
 
 class Cancelled(AgentflowError):

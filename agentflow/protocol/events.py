@@ -13,6 +13,7 @@ import msgspec
 
 from agentflow.errors import (
     AgentflowError,
+    BudgetExceeded,
     InvalidValue,
     NotSupported,
     Overloaded,
@@ -313,9 +314,9 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     op: int | None = None  # its number in the state, from 1, among ops with ``OpSpec.is_numbered``
     retry_after_s: float | None = None  # for ``Overloaded``: the seconds after which to retry
     param: str | None = None  # the invalid argument
-    # For ``InvalidValue``: the whole text, if it has at most ``MAX_ERROR_TEXT`` characters, and the usage
-    # of the answer, if the backend found it invalid.
+    # For ``InvalidValue``: the whole text, if it has at most ``MAX_ERROR_TEXT`` characters.
     text: str | None = None
+    # Of an answer that the backend found invalid, or that a limit of tokens cut.
     usage: Usage | None = None
 
     @classmethod
@@ -332,8 +333,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             state, op = (link.place if isinstance(link, AgentflowError) else None) or (None, None)
             retry_after_s = link.retry_after_s if isinstance(link, Overloaded) else None
             param = link.param if isinstance(link, AgentflowError) else None
-            text, usage = (link.text, link.usage) if isinstance(link, InvalidValue) else ("", None)
-            text = text if len(text) <= MAX_ERROR_TEXT else ""
+            text = link.text if isinstance(link, InvalidValue) and len(link.text) <= MAX_ERROR_TEXT else ""
+            usage = link.usage if isinstance(link, InvalidValue | BudgetExceeded) else None
             info = cls(code, message, info, state, op, retry_after_s, param, text or None, usage)
         assert info is not None
         return info
@@ -379,7 +380,9 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             if isinstance(error, Overloaded):
                 error.retry_after_s = info.retry_after_s
             if isinstance(error, InvalidValue):
-                error.text, error.usage = info.text or "", info.usage
+                error.text = info.text or ""
+            if isinstance(error, InvalidValue | BudgetExceeded):
+                error.usage = info.usage
         assert error is not None
         return error
 

@@ -18,7 +18,7 @@ import msgspec
 from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded, LimitExceeded, Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.bounds.sized import sized
-from agentflow.protocol.events import Value
+from agentflow.protocol.events import Usage, Value
 from agentflow.protocol.sampling import GenParams
 
 STATE_BYTES = 3_500
@@ -218,18 +218,20 @@ def clipped(params: GenParams, budgets: Sequence[Budget], default_max_tokens: in
     return msgspec.structs.replace(params, max_tokens=int(left), min_tokens=least)
 
 
-def spend(num_tokens: int, budgets: Sequence[Budget], *, was_truncated: bool) -> None:
+def spend(usage: Usage, budgets: Sequence[Budget], *, was_truncated: bool) -> None:
     """Charges a generation's tokens. ``was_truncated``: the budget truncated it. ``BudgetExceeded``."""
     for budget in budgets:
-        budget.tokens_left -= num_tokens
+        budget.tokens_left -= usage.output_tokens
     for budget in budgets:
         if budget.tokens_left < 0 or (was_truncated and budget.tokens_left < 1):
-            raise _exceeded()
+            raise _exceeded(usage)
 
 
-def _exceeded() -> BudgetExceeded:
+def _exceeded(usage: Usage | None = None) -> BudgetExceeded:
     # Without a number: a budget may be the rest of a limit that other models or a batch share.
-    return BudgetExceeded("the limit of output tokens is used up")
+    error = BudgetExceeded("the limit of output tokens is used up")
+    error.usage = usage
+    return error
 
 
 def limit_op(state_id: int, deadline_s: float | None, output_tokens: int | None) -> ops.Limit:

@@ -361,6 +361,32 @@ async def test_f37_tokens_of_one_model_leave_fewer_to_states_of_another(
             await branch["x"]
 
 
+async def test_f37_tokens_of_an_answer_that_is_cut_are_not_left_to_other_models(
+    flow: af.Session,
+) -> None:
+    async with flow.state() as s, flow.state(model="large") as t:
+        flow.limit(output_tokens=1)  # each answer has two words
+        for state in (s, t):
+            state += af.user("Hello") + af.gen("x")
+            with pytest.raises(BudgetExceeded) as caught:
+                await state["x"]
+            assert len(state["x"].text.split()) == (1 if state is s else 0)
+            assert (caught.value.usage is not None) == (state is s)
+
+
+async def test_f37_a_failure_that_is_passed_on_is_charged_once() -> None:
+    models = {"small": af.Scripted('{"a": 1, "b": 2}'), "large": af.Scripted(lambda call: "two words")}
+    async with af.session(models=models) as flow, flow.state() as s, flow.state(model="large") as t:
+        flow.limit(output_tokens=5)
+        s.limit(output_tokens=1)
+        s += af.user("Hello") + af.gen("x", schema=dict[str, int], on_invalid="retry")
+        with pytest.raises(BudgetExceeded):
+            await s["x"]
+        for name in "xy":
+            t += af.user("Hello") + af.gen(name)
+        assert await t["y"] == "two words"
+
+
 async def test_a_model_refuses_what_another_one_of_the_session_can() -> None:
     backends = {
         "able": LosableBackend(generator_of("able")),

@@ -593,7 +593,9 @@ class Interpreter(Generic[ContextT]):
             raise ProtocolError(f"variable {op.var} is not one that the client provides")
         if variable is None or variable.has_ended:
             return  # its state has failed or was closed meanwhile
-        error = None if op.error is None else op.error.to_exception()
+        error = None
+        if op.error is not None:  # its usage was reported with the failure that is passed on
+            error = replace(op.error, usage=None).to_exception()
         if error is None:
             try:
                 is_in_parts = op.more or variable.num_chars > 0

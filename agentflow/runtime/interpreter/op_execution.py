@@ -296,11 +296,11 @@ class OpExecution(Generic[ContextT]):
             end = await generate(context, params, variable.extend, op.constraint, *streamed)
         except InvalidValue as error:
             if state.budgets and error.usage is not None:
-                spend(error.usage.output_tokens, state.budgets, was_truncated=False)
+                spend(error.usage, state.budgets, was_truncated=False)
             raise
         if state.budgets:
             was_truncated = end.finish_reason == "length" and params is not op.params
-            spend(end.usage.output_tokens, state.budgets, was_truncated=was_truncated)
+            spend(end.usage, state.budgets, was_truncated=was_truncated)
         state.reserve_text(end.text, len(end.reasoning or ""))
         value = Value(
             op.var,

@@ -668,7 +668,10 @@ export interface ErrorInfo {
   param?: string | null;
   /** With `invalid_value`: the whole text of the answer, if it has at most 20,000 characters. */
   text?: string | null;
-  /** With `invalid_value`: the usage of an answer that the backend found invalid. */
+  /**
+   * With `invalid_value`: the usage of an answer that the backend found invalid; with `budget_exceeded`:
+   * of one that the limit cut.
+   */
   usage?: Usage | null;
 }
 

@@ -287,6 +287,16 @@ async def test_batches_use_up_the_limits_of_the_session(vendor: FakeVendor) -> N
             await before["answer"]
 
 
+async def test_f37_an_answer_of_a_batch_that_a_limit_cut_uses_it_up() -> None:
+    async with af.session(backend=af.Scripted(lambda call: "two words")) as flow:
+        flow.limit(output_tokens=1)
+        [cut] = await flow.map(ask, ["a"], batch=True, on_error="return")
+        assert isinstance(cut, af.BudgetExceeded)
+        with pytest.raises(af.BudgetExceeded) as caught:
+            await flow.run(ask, "b")
+        assert caught.value.usage is None  # it generated nothing
+
+
 async def test_f37_runs_beside_a_batch_use_up_its_limit() -> None:
     async with af.session(backend=af.Scripted(lambda call: "two words")) as flow:
         flow.limit(output_tokens=5)
