@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -36,10 +38,12 @@ from agentflow.errors import (
     RateLimited,
     RequestRefused,
     ServerLost,
+    ServerUnreachable,
 )
 
 pytestmark = pytest.mark.anyio
 
+CERTIFICATE = Path(__file__).parents[3] / "support" / "localhost_for_tests.pem"
 STREAM = "text/event-stream"
 EVENTS = [b"data: 1\n\n", b"data: 2\n\n", b"data: end\n\n"]
 
@@ -85,6 +89,15 @@ async def test_a_stream_is_read_and_its_connection_used_again() -> None:
         headers = server.last.headers
     assert (headers["x-key"], headers["x-more"], headers["accept"]) == ("k", "m", STREAM)
     assert headers["accept-encoding"] == "identity"
+
+
+async def test_f37_an_untrusted_certificate_is_the_reason() -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(CERTIFICATE)
+    async with fake_server([], tls) as server, open_http(server.url, {}) as http:
+        transport = ApiTransport(http, ErrorMapping(server.url, "m"), max_retries=0)
+        with pytest.raises(ServerUnreachable, match=r"certificate of https://127.* is not .*SSL_CERT_FILE"):
+            await stream(transport)
 
 
 async def test_similar_requests_keep_their_lengths_and_send_cookies_back() -> None:
