@@ -258,6 +258,7 @@ class StreamWork:
         self._wake = wake
         self._scope = anyio.CancelScope()
         self._is_abandoned = False
+        self._has_ended_session = False  # the failure is the end of the session
         self._call_in_loop = loop_caller()
         link.start_soon(self._live, result)
 
@@ -291,9 +292,7 @@ class StreamWork:
 
     def _log_failure(self) -> None:
         failure, self.failure = self.failure, None
-        if isinstance(failure, AgentflowError) and not self._link.is_alive:
-            return  # the session ended meanwhile
-        if failure is not None and not isinstance(failure, Cancelled):
+        if failure is not None and not isinstance(failure, Cancelled) and not self._has_ended_session:
             logger.warning("a program failed whose stream was left", exc_info=failure)
 
     async def _live(self, result: Callable[[], Awaitable[Any]]) -> None:
@@ -302,6 +301,7 @@ class StreamWork:
                 self.result = await result()
         except Exception as error:
             self.failure = error  # raised where the stream is read, not in the session's task group
+            self._has_ended_session = isinstance(error, AgentflowError) and not self._link.is_alive
             if self._is_abandoned:
                 self._log_failure()
         except anyio.get_cancelled_exc_class():

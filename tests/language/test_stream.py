@@ -408,3 +408,13 @@ async def test_the_failure_of_a_dropped_stream_is_logged(caplog, is_cancelled):
         gc.collect()
         await settle()
     assert "lost without this" in caplog.text
+
+
+async def test_f37_a_failure_of_an_open_session_is_logged_though_the_stream_is_dropped_later(caplog):
+    async with af.session(backend=af.Scripted(lambda _: af.errors.EngineFailed("lost without this"))) as flow:
+        stream = flow.stream(tree, "a")
+        await stream._work.ended.wait()
+    del stream
+    gc.collect()
+    await settle()
+    assert "lost without this" in caplog.text
