@@ -316,6 +316,9 @@ def gen(
     return GenExpression(name, params.check(), wanted, num_retries, asks_again=on_invalid == "reask")
 
 
+_GEN_OPTIONS = frozenset(inspect.signature(gen).parameters)
+
+
 def check_variable_name(name: str, what: str) -> None:
     """``BadArgument`` if ``name`` is not a name for the variable of ``what``."""
     if not isinstance(name, str) or not name:
@@ -427,7 +430,7 @@ def check_reply_options(where: str, options: Mapping[str, object]) -> None:
             raise BadArgument(
                 f"{where}: {option} is for gen: catch InvalidValue, and continue the state", param=option
             )
-        if option not in inspect.signature(gen).parameters:
+        if option not in _GEN_OPTIONS:
             raise TypeError(f"{where}() got an unexpected keyword argument {option!r}")
 
 
