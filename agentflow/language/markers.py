@@ -14,11 +14,11 @@ import re
 import secrets
 import weakref
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 from agentflow.errors import BadArgument, StateClosed
-from agentflow.language.records import copy_with, is_record, members
+from agentflow.language.records import copy_with, is_record, members, set_members
 
 _OPEN, _CLOSE = "\u27e6af:", "\u27e7"
 _ESCAPED_OPEN, _ESCAPED_CLOSE = "\\u27e6af:", "\\u27e7"  # as json.dumps writes them
@@ -113,9 +113,11 @@ class Markers:
         """``value`` with the texts of variables in place of their markers: in a string, also inside JSON, and
         in lists, tuples, sets, dicts and records. Other objects are unchanged, and so is ``value`` if it
         holds no marker. Errors as in ``split``."""
-        return (
-            await self._with_texts(value, text_of) if self._num_marked and self._holds_one(value) else value
-        )
+        if not self._num_marked or not self._holds_one(value):
+            return value
+        texts, holders = self._found(value)
+        made = {text: await self._resolved_text(text, text_of) for text in texts}
+        return _copied(value, made, holders, {})
 
     def _holds_one(self, value: Any) -> bool:
         pending, seen = [value], dict[int, Any]()
@@ -124,35 +126,34 @@ class Markers:
             if isinstance(one, str):
                 if self._has_remains(one):
                     return True
-            elif id(one) in seen:
-                continue
-            elif isinstance(one, dict | list | tuple | set | frozenset):
+            elif type(one) not in _PLAIN and id(one) not in seen:
                 seen[id(one)] = one
-                pending += one
-                pending += one.values() if isinstance(one, dict) else ()
-            elif is_record(one):
-                seen[id(one)] = one
-                pending += members(one).values()
+                pending += _items(one)
         return False
 
-    async def _with_texts(self, value: Any, text_of: Callable[[Any], Awaitable[str]]) -> Any:
-        if isinstance(value, str):
-            return await self._resolved_text(value, text_of) if self._has_remains(value) else value
-        if isinstance(value, dict):
-            made = copy.copy(value)  # also of a subclass, such as a defaultdict
-            made.clear()
-            for key, item in value.items():
-                made[await self._with_texts(key, text_of)] = await self._with_texts(item, text_of)
-            return made
-        if type(value) in (list, tuple, set, frozenset):
-            return type(value)([await self._with_texts(item, text_of) for item in value])
-        if isinstance(value, tuple) and hasattr(value, "_make"):
-            return value._make([await self._with_texts(item, text_of) for item in value])
-        if is_record(value):
-            found = {name: one for name, one in members(value).items() if self._holds_one(one)}
-            made = {name: await self._with_texts(one, text_of) for name, one in found.items()}
-            return copy_with(value, made) if made else value
-        return value
+    def _found(self, value: Any) -> tuple[Collection[str], Collection[int]]:
+        """The texts that hold a marker, and the ids of the objects that hold one, directly or not."""
+        texts, holders = dict[str, None](), set[int]()
+        pending: list[tuple[Collection[Any], int]] = [((value,), 0)]
+        seen = dict[int, Any]()
+        parents, reached = dict[int, list[int]](), list[int]()
+        while pending:
+            items, parent = pending.pop()
+            for one in items:
+                if isinstance(one, str):
+                    if self._has_remains(one):
+                        texts[one] = None
+                        reached.append(parent)
+                elif inner := _items(one):
+                    parents.setdefault(id(one), []).append(parent)
+                    if id(one) not in seen:
+                        seen[id(one)] = one
+                        pending.append((inner, id(one)))
+        while reached:
+            if (holder := reached.pop()) not in holders:
+                holders.add(holder)
+                reached += parents.get(holder, ())
+        return texts, holders
 
     async def _resolved_text(self, text: str, text_of: Callable[[Any], Awaitable[str]]) -> str:
         plain = []
@@ -184,6 +185,56 @@ class Markers:
         if found is None:
             raise StateClosed("a variable in this text has ended with its run: await it before that")
         return found
+
+
+_PLAIN: Final = frozenset([int, float, bool, bytes, type(None)])
+
+
+def _items(value: Any) -> Collection[Any]:
+    """The items of a collection, the members of a record, or nothing."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    return members(value).values() if is_record(value) else ()
+
+
+def _copied(value: Any, texts: Mapping[str, str], holders: Collection[int], made: dict[int, Any]) -> Any:
+    """``value`` with ``texts`` in place of its own. Objects that are no ``holders`` are not copied, and
+    others once: a member may refer to its owner. ``made``: the copies by the id of their original."""
+    if isinstance(value, str):
+        return texts.get(value, value)
+    if id(value) not in holders:
+        return value
+    if id(value) in made:
+        return made[id(value)]
+
+    found: Any
+
+    def copied(item: Any) -> Any:
+        return _copied(item, texts, holders, made)
+
+    if isinstance(value, dict):
+        found = made[id(value)] = copy.copy(value)  # also of a subclass, such as a defaultdict
+        found.clear()
+        for key, item in value.items():
+            found[copied(key)] = copied(item)
+    elif type(value) is list:
+        found = made[id(value)] = []
+        found += map(copied, value)
+    elif type(value) in (tuple, set, frozenset):
+        items = [copied(item) for item in value]
+        found = made.setdefault(id(value), type(value)(items))
+    elif isinstance(value, tuple) and hasattr(value, "_make"):
+        items = [copied(item) for item in value]
+        found = made.setdefault(id(value), value._make(items))
+    elif is_record(value):
+        found = made[id(value)] = copy_with(value, {})
+        new = ((name, one, copied(one)) for name, one in members(value).items())
+        set_members(found, {name: item for name, one, item in new if item is not one})
+    else:
+        found = value
+    return found
 
 
 MARKERS: Final = Markers()

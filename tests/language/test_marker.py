@@ -4,7 +4,7 @@ import gc
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -267,6 +267,28 @@ async def test_f37_markers_in_records_become_texts():
         assert row == Row(frozenset(["<a>"]))
         assert counted["<a>"] == ["<a>"]
         assert counted["new"] == []
+
+
+@dataclass(eq=False)
+class Item:
+    text: str
+    owners: tuple[Any, ...] = ()
+    items: list["Item"] = field(default_factory=list)
+
+
+async def test_f37_a_record_with_a_marker_may_refer_to_its_owner():
+    async def program(s):
+        s += af.gen("x")
+        plain, owner = Item("plain"), Item("owner")
+        owner.items += [plain, Item(f"<{s['x']}>", (owner, owner.items)), plain]
+        return owner, plain
+
+    async with af.session(backend=af.Scripted(["a"])) as flow:
+        owner, plain = await flow.run(program)
+        assert [item.text for item in owner.items] == ["plain", "<a>", "plain"]
+        assert owner.items[1].owners == (owner, owner.items)
+        assert owner.items[1].owners[1] is owner.items
+        assert owner.items[0] is owner.items[2] is plain
 
 
 async def test_f37_names_and_tools_hold_no_markers():
