@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -249,11 +249,18 @@ def make_tuple(values: Iterable[ItemT], where: str, param: str, wanted: str) -> 
     try:
         if isinstance(values, str) or (isinstance(values, Mapping) and wanted != "strings"):
             raise TypeError  # one of them, not several
-        return tuple(sorted(values) if isinstance(values, set | frozenset) else values)
+        return tuple(_sorted(values) if isinstance(values, set | frozenset) else values)
     except TypeError:
         raise BadArgument(
             f"{where}: {param} must be a list of {wanted}, not {short_repr(values)}", param=param
         ) from None
+
+
+def _sorted(values: Collection[Any]) -> list[Any]:
+    try:
+        return sorted(values)
+    except TypeError:  # functions have no order, but names
+        return sorted(values, key=lambda value: getattr(value, "__name__", None) or str(value))
 
 
 _MODES = ("auto", "required", "none")

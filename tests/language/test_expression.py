@@ -226,8 +226,16 @@ def test_a_role_holds_its_parts(role):
     assert (turn.role, turn.parts) == (role.__name__, ("a", "b"))
 
 
-def test_f37_a_set_of_texts_is_sorted():
+def test_f37_a_set_is_sorted():
     """Its own order is another one in each process, so a recording would not fit."""
     words = {f"word {number:02}" for number in range(20)}
     assert list(af.select("x", words).choices) == sorted(words)
     assert list(af.gen("x", stop=words).params.stop) == sorted(words)
+
+    def second() -> None: ...
+    def first() -> None: ...
+
+    offered = af.reply("x", tools={second, first}).offer
+    assert [tool.name for tool in offered.tools] == ["first", "second"]
+    with pytest.raises(af.errors.BadArgument, match=r"choices must be a list of strings, not \{"):
+        af.select("x", {"a", 3})

@@ -305,3 +305,6 @@ async def test_f37_a_slice_of_branches_has_their_methods():
         assert await s.text() == "a0<a0>|1<a1>"
         with pytest.raises(af.errors.BadArgument, match=r"await branches\.gather\('x'\)"):
             branches["x"]
+        for method in (branches[:0].first, branches[:0].best, branches[:0].vote, branches[:0].as_completed):
+            with pytest.raises(af.errors.BadArgument, match="there are no branches to choose from"):
+                await method("x")

@@ -33,6 +33,8 @@ class Contest:
         *,
         is_group: bool,
     ) -> None:
+        if not entries:
+            raise BadArgument("there are no branches to choose from")
         link = entries[0][0].link
         link.check_alive()
         link.needs_values("which branch is chosen")
@@ -132,7 +134,7 @@ _NO_VALUE: Final = object()
 
 
 def _plain(result: Any, where: str) -> Any:
-    """What a key returned. ``BadArgument`` if it is async: each coroutine would be an answer for itself."""
+    """The result of a key. ``BadArgument`` if it is async: each coroutine would be an answer for itself."""
     if inspect.iscoroutine(result):
         result.close()
         raise BadArgument(f"{where}: the key must be a plain function, not an async one", param="key")
