@@ -323,7 +323,7 @@ def check_variable_name(name: str, what: str) -> None:
     """``BadArgument`` if ``name`` is not a name for the variable of ``what``."""
     if not isinstance(name, str) or not name:
         raise BadArgument(
-            f'{what} needs a name for its variable, as in {what}("answer"), not {name!r}', param="name"
+            f'{what} needs a name for its variable, such as "answer", not {name!r}', param="name"
         )
     if not name.isidentifier():  # a marker has brackets
         MARKERS.reject([name], f"{what}: its name")

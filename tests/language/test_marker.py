@@ -305,8 +305,12 @@ async def test_f37_names_and_tools_hold_no_markers():
             af.gen(text)
         with pytest.raises(af.errors.BadArgument, match="a question cannot hold a variable"):
             await s.decide({text: bool})
-        with pytest.raises(af.errors.BadArgument, match="a tool cannot hold a variable"):
-            af.reply("y", tools=[af.tool(tool, description=text)])
+        schema = {"type": "object", "properties": {"a": {"type": "string", "description": text}}}
+        for fixed in (af.tool(tool, description=text), af.tool(tool, parameters=schema)):
+            with pytest.raises(af.errors.BadArgument, match="a tool cannot hold a variable"):
+                af.reply("y", tools=[fixed])
+        with pytest.raises(af.errors.BadArgument, match="set: its name cannot hold a variable"):
+            s.set(text, "a")
         s += af.user("?")
         assert await af.act(s, tools=[tool]) == "b"
         (result,) = [one["content"] for one in await s.messages() if one["role"] == "tool"]

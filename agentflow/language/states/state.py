@@ -34,7 +34,7 @@ from agentflow.language.expressions import (
 )
 from agentflow.language.failures.mistakes import AsyncOnly, explain, needs_async_for, unknown_variable
 from agentflow.language.failures.stack_frames import ProgramLine, calling_line
-from agentflow.language.gen import GenExpression, SelectExpression
+from agentflow.language.gen import GenExpression, SelectExpression, check_variable_name
 from agentflow.language.markers import MARKERS
 from agentflow.language.media import check_is_text
 from agentflow.language.op_log import Content, TurnContent
@@ -208,8 +208,7 @@ class State:
         >>> await question
         'What follows from Plants turn light into sugar.'
         """
-        if not isinstance(name, str) or not name:
-            raise BadArgument(f"set({name!r}, …): give the variable a name")
+        check_variable_name(name, "set")
         parts = value.parts if isinstance(value, Sequence_) else (value,)
         check_is_text(f"set({name!r})", parts)
         if not all(isinstance(part, str | Reference) for part in parts):
@@ -239,8 +238,7 @@ class State:
         >>> decisions["tone"].value, sum(decisions["tone"].probabilities.values())
         ('calm', 1.0)
         """
-        if not isinstance(name, str) or not name:
-            raise BadArgument(f"decide: the variable needs a name, not {name!r}", param="name")
+        check_variable_name(name, "decide")
         asked, value_type = decisions_type(questions)
         recorder = self._recorder()
         variable = recorder.decide(name, asked, value_type)
