@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import re
 import struct
-import traceback
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import anyio.lowlevel
@@ -41,6 +39,7 @@ from agentflow.errors import (
     short_repr,
     shown_error,
 )
+from agentflow.language.failures.stack_frames import raised_at
 from agentflow.language.typed.replies import Message, make_calls, make_message
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol import ops
@@ -537,11 +536,11 @@ def _called(script: Callable[[ScriptedCall], ScriptedAnswer], call: ScriptedCall
     except AgentflowError:  # scripted, like one that is returned
         raise
     except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
+        line = raised_at(error)  # None if the function cannot be called with a call alone
+        at = "" if line is None else f", at {line}"
         raise ScriptMismatch(
-            f"the script's function raised {shown_error(error)}{for_name(call.name)}, at "
-            f"{Path(at.filename).name}:{at.lineno}"
-        ) from None
+            f"the script's function raised {shown_error(error)}{for_name(call.name)}{at}"
+        ) from error
 
 
 class _ScriptedConnection:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 from typing import Annotated, Any, TypedDict
 
 import anyio
@@ -213,6 +214,13 @@ async def test_f37_a_script_that_raises_is_a_mismatch():
     texts = iter(["yes"])
     with pytest.raises(af.errors.ScriptMismatch, match="StopIteration"):
         await answers(lambda call: next(texts), "a", "b")
+    with pytest.raises(
+        af.errors.ScriptMismatch, match=r"JSONDecodeError.*, at test_scripted\.py:\d+, in <lambda>"
+    ) as failure:  # the line of the script, not of the library that it calls
+        await answers(lambda call: json.loads("{"), "a")
+    assert "JSONDecodeError" in str(failure.value.__cause__)
+    with pytest.raises(af.errors.ScriptMismatch, match=r"1 was given\W+ for 'x'\n"):
+        await answers(lambda: "yes", "a")
 
 
 @pytest.mark.parametrize("script", [None, {"yes"}, 3])
