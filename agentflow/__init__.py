@@ -27,6 +27,7 @@ from agentflow.errors import (
     PromptTooLong,
     ServerLost,
 )
+from agentflow.language.agents.tool_content import tool_result
 from agentflow.language.batch.map import ProgramMap
 from agentflow.language.expressions import ImageExpression as Image
 from agentflow.language.expressions import VideoExpression as Video
@@ -34,7 +35,6 @@ from agentflow.language.expressions import (
     assistant,
     conversation,
     system,
-    tool_result,
     user,
 )
 from agentflow.language.gen import gen, reply, select

@@ -2,9 +2,9 @@
 conversations, and sums of these.
 
 ``Expression`` is the base. An expression is inert: a state turns it into ops when it is appended
-(``recorder.append``). ``system``, ``user``, ``assistant``, ``tool_result`` and ``conversation`` check their
-arguments and make expressions; ``gen``, ``reply`` and ``select`` are in ``gen``, ``image`` and ``video`` in
-``media``.
+(``recorder.append``). ``system``, ``user``, ``assistant`` and ``conversation`` check their arguments and make
+expressions; ``gen``, ``reply`` and ``select`` are in ``gen``, ``image`` and ``video`` in ``media``, and
+``tool_result`` is in ``agents.tool_content``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import msgspec
 
 from agentflow.errors import BadArgument, StateClosed, error_param, short_repr
 from agentflow.language.markers import MARKERS
-from agentflow.language.typed.json_form import json_text
 from agentflow.language.typed.replies import Message, read_message
 from agentflow.language.typed.tools import Tool, ToolCall, describe_tool
 from agentflow.protocol import chat
@@ -205,29 +204,6 @@ def assistant(*parts: Appendable) -> RoleExpression:
     >>> s += af.assistant("The answer is ", af.gen("answer", max_tokens=8))
     """
     return RoleExpression("assistant", parts)
-
-
-def tool_result(*parts: Any, call: ToolCall | None = None) -> RoleExpression:
-    """A turn with the result of a tool: texts, images and variables, or values, which are written as JSON.
-    ``call``: the call that it answers, whose id some models need.
-
-    >>> s += af.tool_result({"temperature": 12})
-    """
-    if call is not None and not isinstance(call, ToolCall):
-        raise BadArgument(f"tool_result: call must be an af.ToolCall, not {call!r}")
-    written = [part if isinstance(part, str | Expression) else _as_json(part) for part in parts]
-    return RoleExpression("tool", tuple(written), call)
-
-
-def _as_json(value: object) -> str:
-    if inspect.iscoroutine(value) or hasattr(value, "save"):  # an image has no form in JSON
-        raise not_appendable(value)
-    try:
-        text = json_text(value, is_read_back=False)
-    except ValueError:
-        raise not_appendable(value) from None
-    MARKERS.reject([text], "tool_result: a value")
-    return text
 
 
 def not_appendable(item: object) -> BadArgument:

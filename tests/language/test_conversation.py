@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Any
 
@@ -246,8 +247,23 @@ async def test_f37_values_are_results_of_tools_like_in_act():
                 af.tool_result(wrong)
         running.close()
         s += af.gen("x")
-        with pytest.raises(af.errors.BadArgument, match="a value cannot hold a variable"):
+        with pytest.raises(af.errors.BadArgument, match="the result of a tool cannot hold a variable"):
             af.tool_result([f"{s['x']}"])
+
+
+def test_f37_pictures_are_results_of_tools_like_in_act():
+    picture = pytest.importorskip("PIL.Image").new("RGB", (2, 2))
+    alone, text, listed = af.tool_result(picture, ["a", picture]).parts
+    assert (type(alone), text, type(listed)) == (af.Image, "a", af.Image)
+
+    @dataclass
+    class Saved:
+        text: str
+
+        def save(self) -> None:
+            """A method that pictures have, too."""
+
+    assert af.tool_result(Saved("a")).parts == ('{"text": "a"}',)
 
 
 async def test_a_reply_ends_no_turn_that_the_program_opened():

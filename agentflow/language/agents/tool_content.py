@@ -1,4 +1,4 @@
-"""The results of tools that have images or videos.
+"""The results of tools, which may have images or videos.
 
 A result is the text of a variable. One with images is written as a mark and a list of its parts, in which
 images have their digests, so that a recording contains it and a replay reads it. The bytes of the images are
@@ -13,12 +13,19 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from agentflow.errors import BadRecording
-from agentflow.language.expressions import ImageExpression, MediumExpression, VideoExpression
+from agentflow.errors import BadArgument, BadRecording
+from agentflow.language.expressions import (
+    Expression,
+    ImageExpression,
+    MediumExpression,
+    RoleExpression,
+    VideoExpression,
+    not_appendable,
+)
 from agentflow.language.markers import MARKERS
 from agentflow.language.media import split_result
 from agentflow.language.typed.json_form import json_text
-from agentflow.language.typed.tools import escape_surrogates
+from agentflow.language.typed.tools import ToolCall, escape_surrogates
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Image, Video, medium_kind
 
@@ -85,6 +92,30 @@ def _written(part: MediumExpression) -> _Part:
     if isinstance(medium, Video):
         return _Part(video=medium.file.source, num_frames=medium.num_frames)
     return _Part(image=medium.source)
+
+
+def tool_result(*parts: Any, call: ToolCall | None = None) -> RoleExpression:
+    """A turn with the result of a tool: texts, images and variables, or values, which are written as in
+    ``act``: images of Pillow as images, also in lists, and others as JSON. ``call``: the call that it
+    answers, whose id some models need.
+
+    >>> s += af.tool_result({"temperature": 12})
+    """
+    if call is not None and not isinstance(call, ToolCall):
+        raise BadArgument(f"tool_result: call must be an af.ToolCall, not {call!r}")
+    written: list[str | Expression] = []
+    for part in parts:
+        written += [part] if isinstance(part, str | Expression) else _parts_of_value(part)
+    return RoleExpression("tool", tuple(written), call)
+
+
+def _parts_of_value(value: object) -> Sequence[str | MediumExpression]:
+    try:
+        return content_of_result(value).parts
+    except BadArgument:
+        raise
+    except ValueError:
+        raise not_appendable(value) from None
 
 
 def content_of_result(result: Any) -> ToolContent:
