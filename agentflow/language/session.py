@@ -116,6 +116,8 @@ class Session(AsyncOnly):
         ...     if isinstance(event, af.TextDelta):
         ...         print(event.text, end="")
         """
+        self._link.check_alive()
+        self._link.check_runs()
         if isinstance(program, Graph):
             work = GraphRun(self._link, program, args, kwargs, is_streamed=True)
             return ProgramStream(self._link, work.run, work.result)
@@ -370,6 +372,8 @@ class Session(AsyncOnly):
 
         >>> flow.limit(output_tokens=100_000)
         """
+        self._link.check_alive()
+        self._link.check_runs()
         self._link.limit(deadline_s, output_tokens)
 
     async def stats(self) -> Stats:

@@ -202,15 +202,26 @@ def test_f37_between_two_runs_nothing_is_sent_and_the_error_says_so():
     with asyncio.Runner() as cells:
         flow = cells.run(af.open_session(backend=af.Scripted(echo)))
         s = flow.state()
-        for use_it in (lambda: s.add("a"), lambda: s.fork(2), lambda: s.limit(deadline_s=9)):
-            with pytest.raises(af.errors.ProgramError, match=r"no event loop runs here: .* IPython"):
-                use_it()
 
         async def ask_again() -> str:
             s.add("a" + af.gen("x"))
             return await s["x"]
 
         assert cells.run(ask_again()) == "<a>"
+        for use_it in (
+            lambda: s.add("a"),
+            lambda: s.fork(2),
+            lambda: s.limit(deadline_s=9),
+            lambda: s["x"].map(str.upper),
+            lambda: flow.limit(deadline_s=9),
+            lambda: flow.map(ask, ["a"]),
+            lambda: flow.stream(ask, "a"),
+            s.seal,
+            s.cancel,
+        ):
+            with pytest.raises(af.errors.ProgramError, match=r"no event loop runs here: .* IPython"):
+                use_it()
+        assert cells.run(flow.run(ask, "b")) == "<b>"
         cells.run(flow.close())
 
 

@@ -519,6 +519,7 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
                 param="key",
             )
         link.check_alive()
+        link.check_runs()
         if batch and concurrency is None:
             concurrency = DEFAULT_BATCH_CONCURRENCY
         if concurrency is None:

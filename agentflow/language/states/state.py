@@ -407,6 +407,7 @@ class State:
 
         >>> branches[1].cancel()
         """
+        self._check_loop()
         self._node.cancel(f"cancel() of state {self.path} was called{_at(calling_line())}")
 
     def seal(self) -> None:
@@ -415,6 +416,7 @@ class State:
         >>> branches[0].seal()
         >>> judgment = await branches[0]["judgment"]
         """
+        self._check_loop()
         self._node.seal("was sealed")
 
     def __await__(self) -> Generator[object, None, None]:
@@ -451,6 +453,13 @@ class State:
     def __aiter__(self) -> EventStream:
         self._node.link.needs_values("the events of a state are read")
         return self._node.run.watch_state(self._node)
+
+    def _check_loop(self) -> None:
+        """``ProgramError`` where the end of this state cannot be sent."""
+        link = self._node.link
+        if self._node.is_open and link.is_alive:
+            link.check_loop()
+            link.check_runs()
 
     def _recorder(self) -> Recorder:
         self._node.check_appendable()

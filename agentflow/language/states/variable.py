@@ -181,6 +181,7 @@ class Reference(Expression, Generic[ValueT_co]):
         """
         state = self._node.state
         state.link.check_alive()
+        state.link.check_runs()
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise BadArgument(f"map: give a function (not an async one) of the value, not {function!r}")
         if not state.is_open:
