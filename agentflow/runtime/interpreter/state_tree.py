@@ -100,7 +100,7 @@ class StateRecord(Generic[ContextT]):
         self.is_cancelled = False  # and all its forks
         self.scope: anyio.CancelScope | None = None
         self.budgets: tuple[Budget, ...] = () if parent is None else parent.budgets
-        self.own_budget: Budget | None = None  # of these, its own, which its forks share
+        self.own_budget: Budget | None = None  # the limit that was set on this state; its forks share it
         self.num_limits = 0
         self.reservation = reservation
         self.context_reservation: MemoryReservation | None = None
