@@ -149,17 +149,23 @@ class Lexer:
         firsts = [_union(place.leads, place.first) for place in places]
         first_chars = [_union(place.chars, place.first) for place in places]
         # A lexer knows which terminals may come at a place, unless the text before may be two of them.
+        # Only terminals that may come at the same place can be taken for one another.
         may_follow = list(order.after)
-        for a, one in enumerate(by_number):
-            self.spend(1 + len(by_number) // 8)
-            for b, other in enumerate(by_number):
-                is_new = order.after[b] & ~may_follow[a] and first_chars[a] & first_chars[b]
-                if is_new and self._reading(one, other)[0]:
-                    may_follow[a] |= order.after[b]
         together = [0] * len(by_number)
-        for group in {order.first, *may_follow}:
-            for number in _bits(group):
-                together[number] |= group
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for group in {order.first, *may_follow}:
+                self.spend(1 + group.bit_count() // 8)
+                for number in _bits(group):
+                    together[number] |= group
+            for a, one in enumerate(by_number):
+                self.spend(1 + together[a].bit_count() // 8)
+                for b in _bits(together[a]):
+                    is_new = order.after[b] & ~may_follow[a] and first_chars[a] & first_chars[b]
+                    if is_new and self._reading(one, by_number[b])[0]:
+                        may_follow[a] |= order.after[b]
+                        has_changed = True
         found: set[Lexeme] = set()
         for a, one in enumerate(by_number):
             next_bytes = 0

@@ -89,8 +89,9 @@ def takes_lark(lark: str, text: str) -> bool:
         return False
 
 
-def test_f37_harmless_grammars_keep_their_terminals() -> None:
-    lark = lark_of_gbnf(JSON)
+@pytest.mark.parametrize("end", ["", "</tool_call>"])
+def test_f37_harmless_grammars_keep_their_terminals(end: str) -> None:
+    lark = lark_of_gbnf(JSON, end)
     assert 'value: object | array | STRING | NUMBER | ("true" | "false" | "null") WS' in lark.splitlines()
     assert lark_of_gbnf('root ::= item+\nitem ::= "- " [^\\n]+ "\\n"').startswith("start: ITEM+\nITEM: ")
 
