@@ -337,14 +337,18 @@ class _Placing:
                     row = self._joined(row, self._place(part.part))
                 one = row
             return one[0], one[1], one[2] or part.least == 0
-        row = one
-        for number in range(1, copies):
-            first, last, may_be_empty = self._place(part.part)
-            may_be_empty = may_be_empty or number >= part.least
-            row = self._joined(row, (first, last, may_be_empty))
-        return row[0], row[1], row[2] or part.least == 0
+        first, last, may_be_empty = one
+        ends = last if part.least <= 1 or may_be_empty else 0
+        for number in range(2, copies + 1):
+            next_first, next_last, _ = self._place(part.part)
+            self._follow(last, next_first)
+            last = next_last
+            if number >= part.least or may_be_empty:
+                ends |= last
+        return first, ends, may_be_empty or part.least == 0
 
     def _follow(self, places: int, after: int) -> None:
+        self._lexer.spend(places.bit_count() // 8)
         for place in _bits(places):
             self._found.after[place] |= after
 

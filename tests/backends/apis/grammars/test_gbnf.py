@@ -13,9 +13,10 @@ from support.apis.grammar_strategies import TEXTS, engine_texts, grammars, patte
 from support.examples import examples
 
 from agentflow.backends.apis.grammars.gbnf import MAX_REPEATS, gbnf_of_pattern, read_pattern
-from agentflow.backends.apis.grammars.lark_grammar import gbnf_of_grammar
+from agentflow.backends.apis.grammars.lark_grammar import MAX_STEPS, gbnf_of_grammar, read_grammar
 from agentflow.errors import BadArgument, NotSupported
-from agentflow.protocol.grammars.parts import Chars
+from agentflow.protocol.grammars.lexemes import Lexer
+from agentflow.protocol.grammars.parts import Chars, Named
 
 
 @given(patterns)
@@ -144,6 +145,15 @@ def test_grammars_that_programs_have(source: str, texts: list[str]) -> None:
     found = {text for text in texts if grammar.matches(text)}
     assert found == engine_texts(source, texts)
     assert found
+
+
+@pytest.mark.parametrize("pattern", ["[a-z]{1,900}", "(a?){900}", pytest.param("a?" * 900, id="a row")])
+def test_f37_the_work_on_terminals_is_bounded_by_the_steps(pattern: str) -> None:
+    terminals = [f"T{n}: /{pattern}{n}/" for n in range(8)]
+    rules = read_grammar("\n".join([f"start: {' | '.join([f'T{n}' for n in range(8)])}", *terminals]))
+    lexer = Lexer(rules, "start", max_steps=MAX_STEPS, max_copied=MAX_REPEATS)
+    followers = [bits.bit_count() for name in lexer.regular for bits in lexer.placed(Named(name)).after]
+    assert sum(followers) < 16 * MAX_STEPS
 
 
 def test_a_grammar_in_gbnf_is_sent_unchanged() -> None:
