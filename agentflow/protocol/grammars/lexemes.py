@@ -65,9 +65,12 @@ class Lexer:
         max_steps: The steps of the comparison.
         max_copied: The characters of a counted repeat that are compared one by one. Of a larger one, any
             number is assumed.
+        max_places: The characters of a terminal, with the rules that it contains.
 
     Attributes:
-        regular: The rules that may be terminals: without recursion, and not too large.
+        recursive: The rules that contain themselves, or a rule that does.
+        too_large: The other rules that are larger than ``max_places``, or for which no steps are left.
+        regular: All other rules, which may be terminals, except the ones without characters.
         whole: The rules that are terminals where other rules contain them.
         divided: The literals that are not terminals. Their characters are.
     """
@@ -79,10 +82,14 @@ class Lexer:
         *,
         max_steps: int = MAX_STEPS,
         max_copied: int = MAX_COPIED,
+        max_places: int = MAX_PLACES,
     ) -> None:
         self.rules = rules
         self.start = start
         self.max_copied = max_copied
+        self.max_places = max_places
+        self.recursive: set[str] = set()
+        self.too_large: set[str] = set()
         self.whole: set[str] = set()
         self.divided: set[str] = set()
         self._alphabet = _Alphabet(rules)
@@ -92,7 +99,7 @@ class Lexer:
         self.regular = self._regular_rules()
 
     def _regular_rules(self) -> set[str]:
-        """Returns the rules that are not recursive and not too large, in whose ``_Places`` are no others."""
+        """Numbers the characters of all literals, classes and rules. Returns the ``regular`` rules."""
         users: dict[str, list[str]] = defaultdict(list)
         missing: dict[str, int] = {}
         for name, part in self.rules.items():
@@ -101,7 +108,7 @@ class Lexer:
             for other in used:
                 users[other].append(name)
             for lexeme in _leaves(part):
-                if isinstance(lexeme, Text) and len(lexeme.text) > MAX_PLACES:
+                if isinstance(lexeme, Text) and len(lexeme.text) > self.max_places:
                     self.divided.add(lexeme.text)
                 elif lexeme not in self._places:
                     self._places[lexeme] = _Placing(self).whole(lexeme)
@@ -109,21 +116,24 @@ class Lexer:
         found: set[str] = set()
         while waiting:
             name = waiting.popleft()
+            part = self.rules[name]
             try:
-                places = _Placing(self).whole(self.rules[name])
+                if not self.too_large.isdisjoint(names_in(part)):
+                    raise TooLarge
+                places = self._places[Named(name)] = _Placing(self).whole(part)
+                if places.chars:
+                    found.add(name)
             except TooLarge:
-                continue
-            self._places[Named(name)] = places
+                self.too_large.add(name)
             for user in users[name]:
                 missing[user] -= 1
                 if not missing[user]:
                     waiting.append(user)
-            if places.chars:
-                found.add(name)
+        self.recursive = {name for name, count in missing.items() if count}
         return found
 
     def placed(self, lexeme: Lexeme) -> _Places:
-        """Returns the places of a lexeme, or of a rule without recursion."""
+        """Returns the places of a lexeme, or of a rule that is neither recursive nor too large."""
         return self._places[lexeme]
 
     def lead_bits(self, ranges: Ranges) -> int:
@@ -289,7 +299,7 @@ class _Placing:
 
     def _char(self, ranges: Ranges) -> tuple[int, int, bool]:
         found = self._found
-        if len(found.chars) >= MAX_PLACES:
+        if len(found.chars) >= self._lexer.max_places:
             raise TooLarge
         found.chars.append(self._lexer.class_bits(ranges))
         found.leads.append(self._lexer.lead_bits(ranges))
@@ -300,8 +310,9 @@ class _Placing:
     def _copy(self, places: _Places) -> tuple[int, int, bool]:
         found = self._found
         offset = len(found.chars)
-        if offset + len(places.chars) > MAX_PLACES:
+        if offset + len(places.chars) > self._lexer.max_places:
             raise TooLarge
+        self._lexer.spend(len(places.chars) // 8)
         found.chars += places.chars
         found.leads += places.leads
         found.after += [bits << offset for bits in places.after]

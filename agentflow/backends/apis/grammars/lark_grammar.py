@@ -39,6 +39,9 @@ from agentflow.protocol.grammars.parts import (
 
 MAX_STEPS: Final = 25_000
 """The steps of each check of one grammar, which take some hundredths of a second."""
+MAX_TERMINAL_CHARS: Final = 2_000
+MAX_SHOWN_CHARS: Final = 60
+"""The length of a terminal in an error."""
 
 _GBNF_RULE: Final = re.compile(r"^[ \t]*<?[\w-]+>?[ \t]*::=", re.MULTILINE)
 _TOKEN: Final = re.compile(
@@ -257,7 +260,7 @@ class _Reader:
 
 def _refuse_misread_terminals(rules: Mapping[str, GrammarPart]) -> None:
     """``NotSupported`` if a lexer may read a terminal on where the next one begins."""
-    lexer = Lexer(rules, "start", max_steps=MAX_STEPS, max_copied=MAX_REPEATS)
+    lexer = Lexer(rules, "start", max_steps=MAX_STEPS, max_copied=MAX_REPEATS, max_places=MAX_TERMINAL_CHARS)
     lexer.whole = {
         name
         for rule, part in rules.items()
@@ -266,8 +269,10 @@ def _refuse_misread_terminals(rules: Mapping[str, GrammarPart]) -> None:
         if _is_terminal(name)
     }
     for name in sorted(lexer.whole):
-        if name not in lexer.regular:
-            raise cannot_express(f"the terminal {_shown(name, rules)} contains itself or is too large")
+        if name in lexer.recursive:
+            raise cannot_express(f"the terminal {name} contains itself")
+        if name in lexer.too_large:
+            raise cannot_express(f"the terminal {_shown(name, rules)} is too large")
         if lexer.placed(Named(name)).may_be_empty:
             raise cannot_express(f"the terminal {_shown(name, rules)} may be empty")
     try:
@@ -280,7 +285,10 @@ def _refuse_misread_terminals(rules: Mapping[str, GrammarPart]) -> None:
 
 
 def _shown(name: str, rules: Mapping[str, GrammarPart]) -> str:
-    return written_part(rules[name]) if name[0] == "%" else name
+    if name[0] != "%":
+        return name
+    written = written_part(rules[name])
+    return written if len(written) <= MAX_SHOWN_CHARS else f"{written[: MAX_SHOWN_CHARS - 1]}…"
 
 
 def _refuse_left_recursion(rules: Mapping[str, GrammarPart]) -> None:

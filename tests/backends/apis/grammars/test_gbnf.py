@@ -128,6 +128,7 @@ DIGIT: "0".."9"
 @pytest.mark.parametrize(
     ("source", "texts"),
     [
+        ('start: "' + "ab" * 900 + '" | /a{1,1500}/', ["ab" * 900, "a" * 1_500, "ab", "a" * 1_501]),
         (SUM, ["1+2", "(1-23)+4.5", "1.234", "1.2345", "1+", "()", "12", "((1))", "1..2"]),
         ("start: " + " | ".join([f'"{number}"' for number in range(400)]), ["7", "89", "399", "400", "1 "]),
         ('start: "yes" | "no"', ["yes", "no", "yesno", "y"]),
@@ -147,11 +148,33 @@ def test_grammars_that_programs_have(source: str, texts: list[str]) -> None:
     assert found
 
 
-@pytest.mark.parametrize("pattern", ["[a-z]{1,900}", "(a?){900}", pytest.param("a?" * 900, id="a row")])
-def test_f37_the_work_on_terminals_is_bounded_by_the_steps(pattern: str) -> None:
-    terminals = [f"T{n}: /{pattern}{n}/" for n in range(8)]
-    rules = read_grammar("\n".join([f"start: {' | '.join([f'T{n}' for n in range(8)])}", *terminals]))
-    lexer = Lexer(rules, "start", max_steps=MAX_STEPS, max_copied=MAX_REPEATS)
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("start: A\nA: /a/ B\nB: A | /b/", "the terminal A contains itself"),
+        (f'start: "{"ab" * 1_001}"', f'the terminal "{"ab" * 29}… is too large'),
+        ("start: A\nA: B B\nB: /b{2000}/", "the terminal A is too large"),
+        ("start: A\nA: ", "the terminal A may be empty"),
+    ],
+)
+def test_f37_the_reason_of_a_refused_terminal_is_exact(source: str, words: str) -> None:
+    with pytest.raises(NotSupported) as caught:
+        gbnf_of_grammar(source)
+    assert str(caught.value).endswith(words)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param([f"{name}: /[a-z]{{1,900}}/" for name in "ABCDEFGH"], id="counted"),
+        pytest.param([f"{name}: /(a?){{900}}/" for name in "ABCDEFGH"], id="optional-copies"),
+        pytest.param([f"{name}: /{'a?' * 900}/" for name in "ABCDEFGH"], id="optional"),
+        pytest.param(["A: /[a-z]{900}/", *[f"r{number}: A" for number in range(900)]], id="names"),
+    ],
+)
+def test_f37_the_work_on_terminals_is_bounded_by_the_steps(rules: list[str]) -> None:
+    grammar = read_grammar("\n".join(["start: A", *rules]))
+    lexer = Lexer(grammar, "start", max_steps=MAX_STEPS, max_copied=MAX_REPEATS)
     followers = [bits.bit_count() for name in lexer.regular for bits in lexer.placed(Named(name)).after]
     assert sum(followers) < 16 * MAX_STEPS
 
