@@ -78,7 +78,7 @@ def gbnf_of_grammar(source: str) -> str:
         rules = _Reader(source).rules()
         _refuse_unknown_names(rules)
         _refuse_left_recursion(rules)
-        _refuse_misread_terminals(rules)
+        _refuse_misread_terminals(_needed(rules))
     except RecursionError:
         raise cannot_express("it is nested too deeply") from None
     names = {"start": "root"}
@@ -256,6 +256,18 @@ class _Reader:
             found = self._tokens[0][1] if self._tokens else "the end"
             raise cannot_express(f"{found!r} is in the wrong place")
         return self._tokens.popleft()[1]
+
+
+def _needed(rules: Mapping[str, GrammarPart]) -> dict[str, GrammarPart]:
+    """Returns the rules that the start contains. A lexer reads no terminals of others."""
+    found: dict[str, GrammarPart] = {}
+    waiting = ["start"]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = rules[name]
+            waiting += names_in(rules[name])
+    return found
 
 
 def _refuse_misread_terminals(rules: Mapping[str, GrammarPart]) -> None:
