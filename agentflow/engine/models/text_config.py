@@ -57,6 +57,8 @@ def text_config(raw: Mapping[str, Any]) -> Fields:
     """Returns ``text_config``, or ``raw`` if it has none, with its defaults, its ``model_type`` and the
     architectures of the whole model."""
     name, part = _class_name(raw), dict(raw.get("text_config") or raw)
+    if name in _PARTS and not raw.get("text_config"):
+        part.pop("model_type", None)  # it is the type of the whole model
     if part.get("tie_word_embeddings") is None:
         part["tie_word_embeddings"] = raw.get("tie_word_embeddings")
     kind = _PARTS[name][0] if name in _PARTS else _KINDS.get(name, "")
@@ -80,7 +82,7 @@ def _complete(part: Mapping[str, Any], kind: str) -> Fields:
     names = _OTHER_NAMES.get(kind, {})
     given = given_fields(part)
     given |= {names[name]: value for name, value in given.items() if name in names}
-    return {**DEFAULTS.get(kind, {}), **given, "model_type": kind or part.get("model_type")}
+    return {**DEFAULTS.get(kind, {}), **given, "model_type": part.get("model_type") or kind}
 
 
 def _class_name(raw: Mapping[str, Any]) -> str:

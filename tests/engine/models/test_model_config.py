@@ -38,7 +38,7 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_
 MIXTRAL = MISTRAL | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2}
 GPT_NEO = {"architectures": ["GPTNeoForCausalLM"], "num_layers": 2, "num_heads": 2}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2}
-
+LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
 QWEN_VL = QWEN | {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
 
 
@@ -116,6 +116,7 @@ def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[s
         ({"architectures": ...}, "architectures", "llama"),
         ({"hidden_size": ...}, "model.embed_tokens.weight", "(20, 4096)"),
         ({"architectures": "BertModel"}, "architectures", "BertModel"),
+        (LLAVA | {"text_config": {"model_type": "olmo"}}, "text_config", "olmo"),
         ({"hidden_size": "wide"}, "config.json", "wide"),
         ({"num_attention_heads": 0}, "config.json", ""),
         ({"quantization_config": 4}, "config.json", ""),
