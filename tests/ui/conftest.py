@@ -100,6 +100,7 @@ def stage(shared_stage: Stage) -> Iterator[Stage]:
     try:
         shared_stage.wait_running(0)
     finally:
+        shared_stage.forget_answers()  # they would answer prompts of other tests
         shared_stage.end_all()
 
 

@@ -194,6 +194,10 @@ class Stage:
         ending = self._send(_End(finish), to)
         self._wait_until(lambda: not any(line in ending for line in self._generator.lines))
 
+    def forget_answers(self) -> None:
+        """Prompts are answered as the test says again, none immediately."""
+        self._call(self._generator.texts.clear)
+
     def end_all(self) -> None:
         """Ends the generations that are left, if any, until none follows."""
         while self.running():
