@@ -317,8 +317,14 @@ class _ReplayConnection:
         if seq is not None:
             self._scheduler.push_at(seq, lambda: self._outgoing.append(Reached(state.id, ticket)))
             return
-        has_failure = state.recorded is not None and state.recorded.failure is not None
-        is_new = state.recorded is None or state.num_ops > len(state.recorded.ops)
+        recorded = state.recorded
+        has_failure = recorded is not None and recorded.failure is not None
+        is_new = (
+            recorded is None
+            or state.num_ops > len(recorded.ops)
+            # The recorded program raised, and did not wait until it cancelled the state.
+            or (recorded.is_cancelled and not recorded.has_unanswered and not state.is_cancelled)
+        )
         error = None if has_failure else self._missing(state, is_new=is_new)
         if error is not None:
             self._scheduler.push_at(_LATE, lambda: self._outgoing.append(StateFailed(state.id, error)))

@@ -113,6 +113,11 @@ class RecordedState(StateInTree):
         """Whether a failure or a cancellation determined the number of its ops."""
         return self.is_cancelled or self.failure is not None
 
+    @property
+    def has_unanswered(self) -> bool:
+        """Whether an ``Await`` waited until the state failed or was cancelled."""
+        return len(self._reached) < len(self.asked)
+
     def ask(self, ticket: int) -> None:
         """Records an ``Await`` after the ops so far."""
         self.asked[ticket] = len(self.ops)

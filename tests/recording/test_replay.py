@@ -93,6 +93,23 @@ async def test_f37_a_replay_may_await_a_state_before_the_op_that_failed(tmp_path
         assert end == expected
 
 
+async def test_f37_a_replay_tells_that_it_has_no_answer_for_a_state_of_a_program_that_raised(tmp_path: Path):
+    async def ask(s: af.State, awaits: bool) -> None:
+        s += "Why?" + af.gen("why")
+        if awaits:
+            await s
+        raise ZeroDivisionError
+
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(ZeroDivisionError):
+        async with af.session(backend=af.Scripted(HANG), record=path) as flow:
+            await flow.run(ask, False)
+    for awaits, expected in ((False, ZeroDivisionError), (True, af.errors.ReplayDiffers)):
+        with anyio.fail_after(30), pytest.raises(expected):
+            async with af.session(backend=af.Replay(path)) as flow:
+                await flow.run(ask, awaits)
+
+
 async def test_f37_a_replay_answers_for_its_live_graph(tmp_path: Path):
     async def look(flow: af.Session) -> tuple[int, int, str]:
         first = await flow.graph()
