@@ -210,28 +210,28 @@ def _copied(value: Any, texts: Mapping[str, str], holders: Collection[int], made
         return made[id(value)]
 
     found: Any
-
-    def copied(item: Any) -> Any:
-        return _copied(item, texts, holders, made)
-
+    # Loops, not comprehensions or helpers, whose frames would halve the possible depth.
     if isinstance(value, dict):
         found = made[id(value)] = copy.copy(value)  # also of a subclass, such as a defaultdict
         found.clear()
         for key, item in value.items():
-            found[copied(key)] = copied(item)
+            found[_copied(key, texts, holders, made)] = _copied(item, texts, holders, made)
     elif type(value) is list:
         found = made[id(value)] = []
-        found += map(copied, value)
-    elif type(value) in (tuple, set, frozenset):
-        items = [copied(item) for item in value]
-        found = made.setdefault(id(value), type(value)(items))
-    elif isinstance(value, tuple) and hasattr(value, "_make"):
-        items = [copied(item) for item in value]
-        found = made.setdefault(id(value), value._make(items))
+        for item in value:
+            found.append(_copied(item, texts, holders, made))
+    elif type(value) in (tuple, set, frozenset) or (isinstance(value, tuple) and hasattr(value, "_make")):
+        items = []
+        for item in value:
+            items.append(_copied(item, texts, holders, made))
+        make = getattr(value, "_make", type(value))
+        found = made.setdefault(id(value), make(items))
     elif is_record(value):
         found = made[id(value)] = copy_with(value, {})
-        new = ((name, one, copied(one)) for name, one in members(value).items())
-        set_members(found, {name: item for name, one, item in new if item is not one})
+        for name, member in members(value).items():
+            item = _copied(member, texts, holders, made)
+            if item is not member:
+                set_members(found, {name: item})
     else:
         found = value
     return found
