@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from support.faults import has_param
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
-from agentflow.engine.grammar.llguidance import LlguidanceGrammar
+from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceMatcher
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
 from benchmarks.constrained.text_walks import BYTE_VOCABULARY, text_under, walk
@@ -246,6 +247,14 @@ def test_tags_in_a_row(name):
         (f"{one}{one}", one, True),
     ):
         assert follow(row, text) == (len(text if taken is None else taken), may_end)
+
+
+def test_f37_the_end_of_a_tag_is_tried_at_few_places(monkeypatch):
+    masks = Mock(side_effect=LlguidanceMatcher.mask)
+    monkeypatch.setattr(LlguidanceMatcher, "mask", lambda matcher: masks(matcher))
+    tags({"begin": "<a>", "kind": "grammar", "source": "start: /[^<]*/", "end": "</a>"})
+    num_written = 8 * 200  # bytes of the texts that try the whole tag
+    assert masks.call_count < num_written + 8 * 33
 
 
 @pytest.mark.parametrize("source", [CALL["source"], json.dumps(TREE)])

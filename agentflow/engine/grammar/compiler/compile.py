@@ -46,7 +46,6 @@ from agentflow.engine.grammar.compiler.lark import (
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, PartedConstraint, Relaxed
 from agentflow.engine.grammar.compiler.relax import check_kept, compile_parts
 from agentflow.engine.grammar.dfa import build_dfa
-from agentflow.engine.grammar.grammar import is_allowed
 from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
 from agentflow.engine.grammar.llguidance import (
     ALL_TOKENS_ALLOWED,
@@ -328,35 +327,36 @@ def _check_end(tag: TagRule, body: str, alone: str) -> None:
     for text wherever the body may end."""
     whole = LlguidanceGrammar(alone, _byte_vocabulary())
     end = tag.end.encode()
-    ended: LlguidanceMatcher | None = None
-    num_refused = 0
+    num_bytes = 2 * _PLACES_WITHOUT_END
     with suppress(RequestRefused):
-        texts = _written_texts(LlguidanceGrammar(body, _byte_vocabulary()), 2 * _PLACES_WITHOUT_END)
-        for text, written in texts:
-            if not written:
-                ended, num_refused = whole.matcher(), 0
-                _accepted(ended, tag.lead.encode())
-            elif ended is not None and not _accepted(ended, written[-1:]):
-                ended = None  # it took the text before for the end, so this one is not written
-            if ended is None or not text.may_end():
-                continue
-            num_taken = _accepted(ended, end)
-            has_ended = num_taken == len(end) and ended.may_end()
-            num_refused = 0 if has_ended else num_refused + 1
-            ended.roll_back(num_taken)
-            if num_refused > _PLACES_WITHOUT_END:
-                raise BadArgument(
-                    f"grammar: its terminals take {tag.end!r} for text, so that the tag would not end: give "
-                    "a regex or a grammar in GBNF, which stop there, or choose another end"
-                )
+        for places in _written_texts(LlguidanceGrammar(body, _byte_vocabulary()), num_bytes):
+            ended, num_refused = whole.matcher(), 0
+            _accepted(ended, tag.lead.encode())
+            for text, written in places:
+                if written and not _accepted(ended, written[-1:]):
+                    break  # it took the text before for the end, so this one is not written
+                if num_refused + num_bytes - len(written) <= _PLACES_WITHOUT_END:
+                    break  # the rest of the text is too short to change the result
+                if not text.may_end():
+                    continue
+                num_taken = _accepted(ended, end)
+                has_ended = num_taken == len(end) and ended.may_end()
+                num_refused = 0 if has_ended else num_refused + 1
+                ended.roll_back(num_taken)
+                if num_refused > _PLACES_WITHOUT_END:
+                    raise BadArgument(
+                        f"grammar: its terminals take {tag.end!r} for text, so that the tag would not end: "
+                        "give a regex or a grammar in GBNF, which stop there, or choose another end"
+                    )
 
 
 def _accepted(matcher: LlguidanceMatcher, text: bytes) -> int:
     """Appends the bytes of the text up to one that is not allowed. Returns their number."""
     for number, byte in enumerate(text):
-        if not is_allowed(matcher.mask(), byte):
+        try:
+            matcher.accept(byte)
+        except ValueError:
             return number
-        matcher.accept(byte)
     return len(text)
 
 
@@ -419,7 +419,8 @@ def _refuse_what_the_library_does(grammar: str, kind: str, count: int) -> None:
         can_begin = text.mask().any()
         text.forced()
         if kind not in ("schema", "tags"):
-            deque(_written_texts(compiled), maxlen=0)
+            for places in _written_texts(compiled):
+                deque(places, maxlen=0)
     except RequestRefused as error:
         raise BadArgument(f"{kind}: {error}") from None
     if not can_begin:
@@ -428,13 +429,14 @@ def _refuse_what_the_library_does(grammar: str, kind: str, count: int) -> None:
 
 def _written_texts(
     grammar: LlguidanceGrammar, num_bytes: int = _TRIED_BYTES
-) -> Iterator[tuple[LlguidanceMatcher, bytes]]:
-    """Writes the beginnings of some texts, and yields each place of them. Raises ``RequestRefused`` if a step
+) -> Iterator[Iterator[tuple[LlguidanceMatcher, bytes]]]:
+    """Writes the beginnings of some texts, and yields the places of each. Raises ``RequestRefused`` if a step
     exceeds a limit, or a text can neither continue nor end. A pattern that is too ambiguous fails within some
     tens of characters, and a rule without texts fails where it begins."""
     tried: Counter[tuple[bytes, int]] = Counter()
     dice = random.Random(0)
-    for number in range(_TRIED_TEXTS):
+
+    def places(number: int) -> Iterator[tuple[LlguidanceMatcher, bytes]]:
         text, written = grammar.matcher(), bytearray()
         for _ in range(num_bytes):
             yield text, bytes(written)
@@ -453,6 +455,8 @@ def _written_texts(
             tried[here, byte] += 1
             text.accept(byte)
             written.append(byte)
+
+    return map(places, range(_TRIED_TEXTS))
 
 
 def _check_terminals(grammar: str) -> None:
