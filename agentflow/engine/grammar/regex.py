@@ -445,7 +445,7 @@ def _words(part: Concatenation, most: int) -> Regex | None:
 
 def _is_empty(item: Any) -> bool:
     """Whether the item is an anchor or a look-around, which read nothing."""
-    return str(item[0]) in ("AT", "ASSERT", "ASSERT_NOT")
+    return str(item[0]) in ("AT", "ASSERT", "ASSERT_NOT", "FAILURE")
 
 
 def _word_boundary(word: Ranges) -> Regex:
