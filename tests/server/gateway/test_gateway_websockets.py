@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
@@ -316,17 +315,28 @@ async def test_f37_a_slow_answer_to_a_handshake_is_no_failure(monkeypatch: pytes
 async def test_f37_another_server_is_tried_if_one_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The system accepts connections for a process that is stopped."""
     assert Remote("ws://127.0.0.1:1").open_timeout_s > websocket_proxy.HANDSHAKE_S
     monkeypatch.setattr(websocket_proxy, "HANDSHAKE_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as hung:
-        async with serve(echo, "127.0.0.1", 0, process_request=_answer(101)) as server:
-            ports = [hung.getsockname()[1], server.sockets[0].getsockname()[1]]
-            async with routed([f"http://127.0.0.1:{port}" for port in ports]) as route:
+
+    is_over = anyio.Event()
+
+    async def hang(socket: ServerConnection, request: Request) -> Response | None:
+        if request.path == "/v1/session":
+            await is_over.wait()
+        return _answer(101)(socket, request)
+
+    async with (
+        serve(echo, "127.0.0.1", 0, process_request=hang, open_timeout=None) as hung,
+        serve(echo, "127.0.0.1", 0, process_request=_answer(101)) as server,
+    ):
+        ports = [one.sockets[0].getsockname()[1] for one in (hung, server)]
+        async with routed([f"http://127.0.0.1:{port}" for port in ports]) as route:
+            with anyio.fail_after(8):
                 for _ in range(2):
                     async with opened(route) as client:
                         await client.send("x")
                         assert await client.recv() == "x"
+            is_over.set()
 
 
 async def test_no_server_answers() -> None:
