@@ -152,8 +152,16 @@ def dashboard_queries() -> dict[str, str]:
     return found
 
 
+OF_APIS = ("agentflow_tenant_cost_dollars_total", "agentflow_api_errors_total")
+"""Metrics of models behind APIs, which this stack does not have."""
+
+
 def test_every_query_of_the_dashboard_has_data_after_a_few_requests(stack: Stack) -> None:
-    missing = dashboard_queries()
+    missing = {
+        name: expression
+        for name, expression in dashboard_queries().items()
+        if not any(metric in expression for metric in OF_APIS)
+    }
     assert len(missing) > 30
     end = time.monotonic() + WAIT_S
     while missing and time.monotonic() < end:
