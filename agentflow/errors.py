@@ -57,7 +57,10 @@ import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import ssl
 
 MAX_MESSAGE_CHARS = 4_000
 
@@ -487,6 +490,14 @@ def listed(names: Iterable[str], most: int = 10) -> str:
     every = [*names]
     more = f" and {len(every) - most:,} more" if len(every) > most else ""
     return (", ".join(every[:most]) or "none") + more
+
+
+def untrusted_certificate(url: str, error: ssl.SSLCertVerificationError) -> str:
+    """The message for a server whose certificate is not accepted."""
+    return (
+        f"the certificate of {url} is not accepted ({error.verify_message}): check the address, or set "
+        "SSL_CERT_FILE to the certificate of its authority"
+    )
 
 
 def no_chat_template(model: str = "this model") -> NotSupported:

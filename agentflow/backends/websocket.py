@@ -23,7 +23,14 @@ from websockets.http11 import Response
 from websockets.protocol import State
 from websockets.uri import WebSocketURI
 
-from agentflow.errors import NotAuthorized, Overloaded, RateLimited, ServerError, ServerUnreachable
+from agentflow.errors import (
+    NotAuthorized,
+    Overloaded,
+    RateLimited,
+    ServerError,
+    ServerUnreachable,
+    untrusted_certificate,
+)
 
 MAX_REASON_CHARS = 500
 # The fields that servers and proxies use, in a JSON body.
@@ -241,14 +248,6 @@ class WebSocket:
                 self._messages.append(message.decode() if self._is_text else message)
             except UnicodeDecodeError as error:
                 raise WebSocketEnded(f"the server sent text that is not UTF-8: {error}") from None
-
-
-def untrusted_certificate(url: str, error: ssl.SSLCertVerificationError) -> str:
-    """The message for a server whose certificate is not accepted."""
-    return (
-        f"the certificate of {url} is not accepted ({error.verify_message}): check the address, or set "
-        "SSL_CERT_FILE to the certificate of its authority"
-    )
 
 
 async def open_websocket(

@@ -11,9 +11,15 @@ import urllib.request
 from http.client import HTTPException
 from urllib.parse import urlsplit, urlunsplit
 
-from agentflow.backends.websocket import untrusted_certificate
 from agentflow.cli.command import seconds_between
-from agentflow.errors import BadArgument, NotAuthorized, ProtocolError, ServerError, ServerUnreachable
+from agentflow.errors import (
+    BadArgument,
+    NotAuthorized,
+    ProtocolError,
+    ServerError,
+    ServerUnreachable,
+    untrusted_certificate,
+)
 from agentflow.protocol.wire import DEFAULT_PORT
 
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"

@@ -200,8 +200,9 @@ def _items(value: Any) -> Collection[Any]:
 
 
 def _copied(value: Any, texts: Mapping[str, str], holders: Collection[int], made: dict[int, Any]) -> Any:
-    """``value`` with ``texts`` in place of its own. Objects that are no ``holders`` are not copied, and
-    others once: a member may refer to its owner. ``made``: the copies by the id of their original."""
+    """A copy of ``value`` in which ``texts`` replace the texts that hold a marker. Only ``holders`` are
+    copied, each once, because a member may refer to its owner. ``made``: the copies by the id of their
+    original."""
     if isinstance(value, str):
         return texts.get(value, value)
     if id(value) not in holders:

@@ -445,7 +445,7 @@ class VarFailed(_Event, frozen=True):
 
 
 def spent(event: Delta | Value | VarFailed) -> Usage | None:
-    """The usage of a generation that has ended with this event; None if it tells none."""
+    """The usage of the generation that this event ends; None if the event has no usage."""
     if isinstance(event, VarFailed):
         return event.error.usage
     return event.usage if isinstance(event, Value) else None

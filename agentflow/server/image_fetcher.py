@@ -108,8 +108,8 @@ class ImageFetcher:
         self._num_waiting = 0
 
     async def fetch(self, url: str, kind: MediumKind = "image", tenant: str = "") -> Image:
-        """Returns the image, or the file of a video, at an ``https:`` URL. Files of one tenant on slow hosts
-        leave room for those of others.
+        """Returns the image, or the file of a video, at an ``https:`` URL. A tenant fetches at most
+        ``MAX_FETCHES_OF_TENANT`` files at a time, so its slow hosts do not delay other tenants.
 
         Raises:
             BadArgument: the host is not allowed or not reachable, or there is no such file. Its ``param`` is

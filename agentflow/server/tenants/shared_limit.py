@@ -11,7 +11,7 @@ So, with F fronts, a tenant starts within a minute at most (1 + F/32) times the 
 start, and each front may admit one more prompt that takes the bucket of tokens below zero. The limit of costs
 is never exceeded. If a front is lost, so are its lease and the highest costs of its calls. If an answer of
 Redis is lost, the front cannot know whether its exchange took effect until Redis answers again: Redis keeps
-the number of the front's last exchange. The limit of unfinished requests applies to each front separately.
+the id of the front's last exchange. The limit of unfinished requests applies to each front separately.
 
 The value of a tenant in Redis is the text of its buckets. It is computed in Python, whose integers are exact,
 and Redis replaces it only if it is still the value that was read. The time is Redis's.

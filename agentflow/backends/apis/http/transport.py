@@ -34,6 +34,7 @@ from agentflow.errors import (
     RateLimited,
     ServerLost,
     ServerUnreachable,
+    untrusted_certificate,
 )
 from agentflow.runtime.backoff import doubled_s, spread
 from agentflow.runtime.circuit import Attempt, Circuit, HasAlternative, no_alternative
@@ -614,8 +615,6 @@ def _http_errors(errors: ErrorMapping) -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError):
-                from agentflow.backends.websocket import untrusted_certificate  # loads websockets
-
                 raise ServerUnreachable(untrusted_certificate(errors.server, cause)) from error
             cause = cause.__cause__ or cause.__context__
         why = str(error) or "no answer in time"
