@@ -296,7 +296,7 @@ class BudgetExceeded(LimitExceeded):
 
     code = "budget_exceeded"
     usage: Any = None
-    """The ``af.Usage`` of the answer that the limit cut, which is in no variable's; else None."""
+    """The ``af.Usage`` of the answer that the limit cut at its end, which is in no variable's; else None."""
 
 
 class Cancelled(AgentflowError):

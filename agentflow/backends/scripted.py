@@ -62,6 +62,7 @@ from agentflow.protocol.images import Image, Medium, Video, medium_kind, placed_
 from agentflow.protocol.op_table import expanded
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import (
+    METER,
     Decided,
     EmbeddingOptions,
     Embeddings,
@@ -361,9 +362,12 @@ class ScriptedGenerator:
         if len(words) > params.max_tokens:
             answer, reason = " ".join(words[: params.max_tokens]), "length"
         self.num_running += 1
+        meter = METER.get()
         try:
             for index, piece in enumerate(answer.split(" ")):
                 await anyio.lowlevel.checkpoint()
+                if meter is not None and piece:
+                    meter(1)
                 delta = f" {piece}" if index else piece
                 context.text += delta
                 on_text(delta)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -33,6 +34,10 @@ from agentflow.runtime.programs.scheduling_hint import SchedulingHint
 
 OnText = Callable[[str], None]
 ContextT = TypeVar("ContextT")
+
+METER: ContextVar[Callable[[int], None] | None] = ContextVar("meter", default=None)
+"""Receives the numbers of new output tokens of the current task's generation while it runs, or lower bounds
+of them. The usage at the end has the final number."""
 
 
 class Generated(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
 import anyio
@@ -171,8 +171,8 @@ def value_bytes(value: Value) -> int:
 
 class Budget:
     """The time and tokens that a state and its forks may use. ``deadline``: on the event loop's clock.
-    ``tokens_left``: for all generations together; concurrent generations may make it negative, and a
-    generation that ends after that fails."""
+    ``tokens_left``: for all generations together; concurrent generations may make it negative, and each one
+    that is charged after that fails."""
 
     __slots__ = ("deadline", "tokens_left")
 
@@ -194,6 +194,11 @@ def earliest_deadline(budgets: Sequence[Budget]) -> float:
 def deadline_exceeded() -> DeadlineExceeded:
     """The error of an op after its deadline."""
     return DeadlineExceeded("the deadline has passed")
+
+
+def exceeded(budgets: Sequence[Budget]) -> LimitExceeded:
+    """The error of an op that a limit ended while it ran."""
+    return deadline_exceeded() if earliest_deadline(budgets) <= anyio.current_time() else _exceeded()
 
 
 def exceeded_with(error: BaseException, text: str, budgets: Sequence[Budget]) -> LimitExceeded | None:
@@ -218,13 +223,45 @@ def clipped(params: GenParams, budgets: Sequence[Budget], default_max_tokens: in
     return msgspec.structs.replace(params, max_tokens=int(left), min_tokens=least)
 
 
-def spend(usage: Usage, budgets: Sequence[Budget], *, was_truncated: bool) -> None:
-    """Charges a generation's tokens. ``was_truncated``: the budget truncated it. ``BudgetExceeded``."""
-    for budget in budgets:
-        budget.tokens_left -= usage.output_tokens
-    for budget in budgets:
-        if budget.tokens_left < 0 or (was_truncated and budget.tokens_left < 1):
+class Spending:
+    """Charges the tokens of one generation to budgets, while it runs.
+
+    Args:
+        budgets: The budgets at this time. A budget that is new among them is charged with all tokens.
+        on_exceeded: Called when the generation has tokens beyond a budget, perhaps several times.
+    """
+
+    __slots__ = ("_budgets", "_charged", "_num_tokens", "_on_exceeded")
+
+    def __init__(self, budgets: Callable[[], Sequence[Budget]], on_exceeded: Callable[[], object]) -> None:
+        self._budgets = budgets
+        self._on_exceeded = on_exceeded
+        self._num_tokens = 0
+        self._charged: dict[Budget, int] = {}
+
+    def count(self, num_tokens: int) -> None:
+        """Charges new tokens. Negative: earlier ones did not count."""
+        self._num_tokens += num_tokens
+        budgets = self._budgets()
+        if budgets and self._charge(budgets):
+            self._on_exceeded()
+
+    def end(self, usage: Usage, *, was_truncated: bool) -> None:
+        """Charges the rest of the usage. ``was_truncated``: a budget truncated the generation.
+        ``BudgetExceeded``."""
+        self._num_tokens = usage.output_tokens
+        budgets = self._budgets()
+        if self._charge(budgets) or (was_truncated and any(budget.tokens_left < 1 for budget in budgets)):
             raise _exceeded(usage)
+
+    def _charge(self, budgets: Sequence[Budget]) -> bool:
+        """Whether a budget is exceeded."""
+        is_exceeded = False
+        for budget in budgets:
+            budget.tokens_left -= self._num_tokens - self._charged.get(budget, 0)
+            self._charged[budget] = self._num_tokens
+            is_exceeded = is_exceeded or budget.tokens_left < 0
+        return is_exceeded
 
 
 def _exceeded(usage: Usage | None = None) -> BudgetExceeded:

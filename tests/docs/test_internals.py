@@ -66,7 +66,6 @@ UNUSED = (  # by a gen of plain text
     "language/states/reported.py",
     "language/failures/user_code.py",
     "language/typed/values.py",
-    "runtime/limits.py",
     "runtime/interpreter/image_store.py",
     "runtime/programs/deduction.py",
     "engine/media/known_media.py",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.observed_backends import Observed, Stepped, assert_idle
-from support.programs import words
+from support.programs import by_end, words
 
 import agentflow as af
 
@@ -57,7 +57,7 @@ async def test_forks_share_the_budget_of_their_parent():
 async def test_concurrent_gens_share_a_budget():
     backend = Stepped(lambda prompt: words(3))
     async with af.session(backend=backend) as flow, flow.state() as s:
-        s.limit(output_tokens=4)
+        s.limit(output_tokens=5)
         branches = s.fork(2)
         for branch in branches:
             branch += af.gen("x", max_tokens=3)
@@ -97,6 +97,31 @@ async def test_a_limit_applies_to_running_gens():
         await backend.allow(2)
         with pytest.raises(af.BudgetExceeded, match="output tokens"):
             await s["x"]
+    assert_idle(backend)
+
+
+@given(
+    budgets=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+)
+async def test_f37_concurrent_gens_exceed_the_budget_by_a_token_each(budgets, sizes):
+    """``sizes``: of each gen, the words of its answer."""
+    backend = af.Scripted(by_end({f"{count} words:": words(count) for count in sizes}))
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        for budget in budgets:
+            s.limit(output_tokens=budget)
+        branches = s.fork(len(sizes))
+        for branch, count in zip(branches, sizes, strict=True):
+            branch += f"{count} words:" + af.gen("x", max_tokens=40)
+        for branch in branches:
+            await branch.settled()
+        ended = [branch["x"].text for branch in branches if branch._node.error is None]
+        assert sum(len(text.split()) for text in ended) <= min(budgets)
+        if sum(sizes) <= min(budgets):
+            assert len(ended) == len(sizes)
+        written = [len(branch["x"].text.split()) for branch in branches]
+        assert sum(written) <= min(budgets) + len(sizes)
+        assert max(written, default=0) <= max(sizes)
     assert_idle(backend)
 
 

@@ -20,7 +20,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Event, Usage
 from agentflow.protocol.sampling import GenParams
-from agentflow.runtime.generator import Generated, OnText
+from agentflow.runtime.generator import METER, Generated, OnText
 
 
 class Observed:
@@ -127,9 +127,12 @@ class SteppedGenerator(ScriptedGenerator):
     ) -> Generated:
         words = str(self._answer(self._call(context, "gen", params.resolved()))).split(" ")
         self.num_running += 1
+        meter = METER.get()
         try:
             for index, word in enumerate(words):
                 await self._allowance.acquire()
+                if meter is not None:
+                    meter(1)
                 context.text += f" {word}" if index else word
                 on_text(f" {word}" if index else word)
         finally:

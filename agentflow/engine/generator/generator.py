@@ -51,6 +51,7 @@ from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogp
 from agentflow.protocol.images import Image, Video
 from agentflow.protocol.sampling import GenParams, SamplingParams
 from agentflow.runtime.generator import (
+    METER,
     Decided,
     EmbeddingOptions,
     Embeddings,
@@ -370,8 +371,13 @@ class EngineGenerator:
                 if on_compiled is not None:
                     on_compiled(compiled)
 
+            meter = METER.get()
+
             def hear(progress: Progress) -> None:
-                admitted.output_tokens += len(progress.token_ids) - progress.num_dropped
+                num_tokens = len(progress.token_ids) - progress.num_dropped
+                admitted.output_tokens += num_tokens
+                if meter is not None:
+                    meter(num_tokens)
                 on_progress(progress)
 
             if params.logit_bias or len(token_ids) >= self.limits.most_tokens:

@@ -309,7 +309,7 @@ class State:
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
         """Limits this state and its forks, from now on, to ``deadline_s`` seconds and to ``output_tokens``
         generated tokens together. Beyond that they fail with ``DeadlineExceeded`` or ``BudgetExceeded``.
-        Each generation may use the tokens that are left when it begins, so concurrent ones may exceed them.
+        Running generations end as soon as their tokens together exceed the limit.
 
         >>> s.limit(deadline_s=30, output_tokens=1000)
         """

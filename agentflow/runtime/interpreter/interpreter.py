@@ -76,6 +76,7 @@ from agentflow.runtime.limits import (
     MemoryReservation,
     deadline_exceeded,
     earliest_deadline,
+    exceeded,
     variable_bytes,
 )
 from agentflow.runtime.loop_turns import LoopTurn, end_loop_turn
@@ -468,7 +469,7 @@ class Interpreter(Generic[ContextT]):
                     with anyio.CancelScope(deadline=deadline) as state.scope:
                         await self._attempt(state, pending, deadline)
                     if state.scope.cancelled_caught and state.error is None:
-                        self._fail(state, pending, deadline_exceeded())
+                        self._fail(state, pending, exceeded(state.budgets))
                     state.scope = None
             if state.error is not None:
                 # Skipping an op takes microseconds, so the clock is not checked after each.

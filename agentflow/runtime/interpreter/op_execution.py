@@ -21,6 +21,7 @@ from agentflow.protocol.decisions import answers_text
 from agentflow.protocol.events import Value
 from agentflow.protocol.images import Video
 from agentflow.runtime.generator import (
+    METER,
     ContextT,
     Embedder,
     EmbeddingOptions,
@@ -37,8 +38,8 @@ from agentflow.runtime.limits import (
     TURN_CHARS,
     MemoryBudget,
     MemoryReservation,
+    Spending,
     clipped,
-    spend,
     text_bytes,
 )
 from agentflow.runtime.loop_turns import LoopTurn
@@ -292,15 +293,17 @@ class OpExecution(Generic[ContextT]):
         expect = getattr(generator, "expect", None)
         if expect is not None and not op.reply:
             expect(context, _upcoming(state))
+        spending = Spending(lambda: state.budgets, state.abort)
+        token = METER.set(spending.count)
         try:
             end = await generate(context, params, variable.extend, op.constraint, *streamed)
         except InvalidValue as error:
-            if state.budgets and error.usage is not None:
-                spend(error.usage, state.budgets, was_truncated=False)
+            if error.usage is not None:
+                spending.end(error.usage, was_truncated=False)
             raise
-        if state.budgets:
-            was_truncated = end.finish_reason == "length" and params is not op.params
-            spend(end.usage, state.budgets, was_truncated=was_truncated)
+        finally:
+            METER.reset(token)
+        spending.end(end.usage, was_truncated=end.finish_reason == "length" and params is not op.params)
         state.reserve_text(end.text, len(end.reasoning or ""))
         value = Value(
             op.var,

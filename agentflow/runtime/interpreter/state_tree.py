@@ -126,6 +126,11 @@ class StateRecord(Generic[ContextT]):
         if self.scope is not None:
             self.scope.deadline = min(self.scope.deadline, deadline)
 
+    def abort(self) -> None:
+        """Ends the op that runs, because it exceeds a limit."""
+        if self.scope is not None:
+            self.scope.cancel()
+
     def begin(
         self,
         generator: Generator[ContextT],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.apis import openai_answers as answers
 from support.apis.api_sessions import ApiSession, openai_session
-from support.apis.fake_server import AnyAnswer, Hold, Received, Script, fake_server
+from support.apis.fake_server import AnyAnswer, Forever, Hold, Received, Script, fake_server
 
 import agentflow as af
 from agentflow.errors import BadArgument, BudgetExceeded, NotSupported
@@ -210,3 +210,19 @@ def test_a_session_without_an_api_has_no_costs() -> None:
         with pytest.raises(BadArgument) as raised:
             af.session(backend=backend, max_cost=1.0)
         assert raised.value.param == "max_cost"
+
+
+async def test_f37_a_limit_of_tokens_ends_answers_while_they_are_written() -> None:
+    def endless(request: Received) -> AnyAnswer:
+        _, word = answers.text_chunks("another ")
+        return answers.stream(Forever(answers.event(word)))
+
+    async with opened(endless) as (flow, _), flow.state() as s:
+        s += af.user("Hi")
+        s.limit(output_tokens=20)
+        branches = s.fork(8)
+        for branch in branches:
+            branch += af.assistant(af.gen("x"))
+        for branch in branches:
+            with pytest.raises(BudgetExceeded):
+                await branch["x"]

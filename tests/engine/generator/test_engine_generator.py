@@ -504,6 +504,33 @@ async def test_wired_values_are_encoded_as_the_text_that_they_are():
         assert prompts[0].prompt_tokens == prompts[1].prompt_tokens == prompts[1].cached_tokens + 1
 
 
+async def test_f37_a_limit_of_tokens_ends_requests_while_they_run():
+    engine = plain(FakeEngine())
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        s += "begin"
+        await s
+        engine.gate.allow(0)
+        s.limit(output_tokens=10)
+        branches = s.fork(8)
+        for branch in branches:
+            branch += af.gen("x", max_tokens=200, ignore_eos=True)
+
+        async def run_step_by_step() -> None:
+            while True:
+                await engine.gate.held()
+                engine.gate.allow(1)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(run_step_by_step)
+            for branch in branches:
+                with pytest.raises(af.BudgetExceeded):
+                    await branch["x"]
+            group.cancel_scope.cancel()
+        engine.gate.open()
+        assert (await flow.stats()).generated_tokens < 80
+        await engine.assert_idle()
+
+
 async def test_states_under_different_salts_share_nothing():
     engine = plain(FakeEngine())
     async with af.session(backend=engine) as flow:

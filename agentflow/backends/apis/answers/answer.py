@@ -18,10 +18,12 @@ from agentflow.errors import NotSupported, ProtocolError, RunFailed
 from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, ReplyPiece, ReplyWriter, TextPiece
 from agentflow.protocol.events import TokenLogprob, Usage
 from agentflow.protocol.sampling import GenParams
-from agentflow.runtime.generator import Generated, OnText
+from agentflow.runtime.generator import METER, Generated, OnText
 
 CHARS_PER_TOKEN = 4
 """To estimate tokens that no server has counted."""
+_LONG_TOKEN_CHARS = 8
+"""Few texts have longer tokens on average."""
 NO_TOKEN_ID = -1
 """The id of a token in an API that reports only its text."""
 
@@ -86,6 +88,9 @@ class AnswerCollector:
         self._native: tuple[str, bytes] = ("", b"")
         self.num_deltas = 0
         self.is_visible = False
+        self._meter = METER.get()
+        self._num_chars = 0
+        self._num_counted = 0  # tokens
 
     @property
     def wants_logprobs(self) -> bool:
@@ -132,12 +137,12 @@ class AnswerCollector:
 
     def add_text(self, delta: str) -> None:
         """More text."""
-        self.num_deltas += 1
+        self._count(delta)
         self._show(self._filter.push(delta))
 
     def add_reasoning(self, delta: str) -> None:
         """More reasoning."""
-        self.num_deltas += 1
+        self._count(delta)
         self._reasoning.append(delta)
         if self._on_reasoning is not None and not self._is_held:
             self.is_visible = True
@@ -158,7 +163,7 @@ class AnswerCollector:
         """More of the arguments of the latest call. ``ProtocolError`` if text has come since."""
         if not self._is_call_open:
             raise ProtocolError("arguments of a tool call came without the call")
-        self.num_deltas += 1
+        self._count(delta)
         self._calls[-1].arguments.append(delta)
         self._write(Arguments(delta))
 
@@ -216,6 +221,16 @@ class AnswerCollector:
             top_logprobs=tuple([token.top[:num_top] for token in tokens]) if num_top else None,
             tokens=tuple([token.text for token in tokens]),
         )
+
+    def _count(self, delta: str) -> None:
+        """Counts the tokens of a delta. A server may send several in one delta, or one in several."""
+        self.num_deltas += 1
+        if self._meter is not None:
+            self._num_chars += len(delta)
+            num_tokens = min(self.num_deltas, -(-self._num_chars // _LONG_TOKEN_CHARS))
+            if num_tokens > self._num_counted:
+                self._meter(num_tokens - self._num_counted)
+                self._num_counted = num_tokens
 
     def _flush(self) -> None:
         self._show(self._filter.finish())

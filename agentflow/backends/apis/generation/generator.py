@@ -51,6 +51,7 @@ from agentflow.protocol.images import Image, Video
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.circuit import Circuit
 from agentflow.runtime.generator import (
+    METER,
     Decided,
     EmbeddingOptions,
     Embeddings,
@@ -484,6 +485,7 @@ class ApiGenerator:
         self._tasks.start_soon(self._run_ahead, ahead, asked, request, call)
 
     async def _run_ahead(self, ahead: Ahead, asked: ApiContext, request: ApiRequest, call: Call) -> None:
+        METER.set(None)  # each generation counts the text that it takes
         with ahead.scope:
             try:
                 answer = await self._calls.answer(asked, request, call, ahead.extend, ahead.extend_reasoning)
