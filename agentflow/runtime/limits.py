@@ -172,18 +172,19 @@ def value_bytes(value: Value) -> int:
 class Budget:
     """The time and tokens that a state and its forks may use. ``deadline``: on the event loop's clock.
     ``tokens_left``: for all generations together; concurrent generations may make it negative, and each one
-    that is charged after that fails."""
+    that is charged after that fails. ``tokens_running``: charged by generations that have not ended."""
 
-    __slots__ = ("deadline", "tokens_left")
+    __slots__ = ("deadline", "tokens_left", "tokens_running")
 
     def __init__(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
         self.deadline = math.inf if deadline_s is None else anyio.current_time() + deadline_s
         self.tokens_left: float = math.inf if output_tokens is None else output_tokens
+        self.tokens_running = 0
 
     def tighten(self, other: Budget) -> None:
-        """Applies the limits of another budget of the same states as well."""
+        """Applies the limits of another budget of the same states as well, to which nothing was charged."""
         self.deadline = min(self.deadline, other.deadline)
-        self.tokens_left = min(self.tokens_left, other.tokens_left)
+        self.tokens_left = min(self.tokens_left, other.tokens_left - self.tokens_running)
 
 
 def earliest_deadline(budgets: Sequence[Budget]) -> float:
@@ -254,11 +255,18 @@ class Spending:
         if self._charge(budgets) or (was_truncated and any(budget.tokens_left < 1 for budget in budgets)):
             raise _exceeded(usage)
 
+    def close(self) -> None:
+        """The generation has ended or was cancelled."""
+        for budget, num_tokens in self._charged.items():
+            budget.tokens_running -= num_tokens
+
     def _charge(self, budgets: Sequence[Budget]) -> bool:
         """Whether a budget is exceeded."""
         is_exceeded = False
         for budget in budgets:
-            budget.tokens_left -= self._num_tokens - self._charged.get(budget, 0)
+            num_new = self._num_tokens - self._charged.get(budget, 0)
+            budget.tokens_left -= num_new
+            budget.tokens_running += num_new
             self._charged[budget] = self._num_tokens
             is_exceeded = is_exceeded or budget.tokens_left < 0
         return is_exceeded

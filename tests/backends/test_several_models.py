@@ -14,6 +14,8 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from hypothesis import given
 from hypothesis import strategies as st
+from support.observed_backends import Stepped, settle
+from support.programs import words
 from support.session_peer import HANG, HangingGenerator, gen
 from support.session_peer import opened as opened_by
 
@@ -783,3 +785,19 @@ async def test_f37_refused_ops_leave_nothing_behind(sent: list[ops.Op]) -> None:
 def _noted(state: Any) -> Any:
     numbers = [child.number for child in state.children], list(state.variables)
     return numbers, dict(state.imports), len(state.graph)
+
+
+async def test_f37_what_other_models_used_leaves_less_to_a_running_generation() -> None:
+    slow = Stepped([words(10)])
+    models = {"slow": slow, "quick": af.Scripted([words(5)])}
+    async with af.session(models=models) as flow, flow.state() as s, flow.state(model="quick") as other:
+        flow.limit(output_tokens=8)
+        s += af.gen("x")
+        await slow.allow(2)
+        other += af.gen("y")
+        await other
+        await settle()
+        await slow.allow(5)
+        with pytest.raises(af.BudgetExceeded):
+            await s["x"]
+        assert s["x"].text == words(4)  # the fourth exceeds it

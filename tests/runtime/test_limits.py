@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.faults import has_param
 from support.observed_backends import Observed, Stepped, Unbatched, assert_idle, settle
 from support.session_peer import HANG
 
 import agentflow as af
 from agentflow.protocol import ops
+from agentflow.runtime.limits import Budget, Spending
 
 pytestmark = pytest.mark.anyio
 
@@ -194,3 +197,47 @@ async def test_invalid_limits_are_rejected(limit, param):
             with pytest.raises(af.errors.BadArgument, check=has_param(param)):
                 limited.limit(**limit)
         assert observed.of(ops.Limit) == []
+
+
+# Tokens, against a list of all limits and of the tokens that each counts.
+
+
+@given(st.data())
+async def test_f37_limits_count_the_tokens_of_generations_that_run(data):
+    """A limit counts all tokens of generations that have not ended when it is set, and of later ones."""
+    budgets: list[Budget] = []
+    limits: list[tuple[int, int, int]] = []  # the budget, the tokens, and the tokens of what had ended
+    ended = 0
+    running: dict[int, tuple[Spending, list[int]]] = {}
+    for number in range(data.draw(st.integers(1, 25))):
+        match data.draw(st.sampled_from(["limit", "tighten", "begin", "count", "end", "cancel"])):
+            case "limit":
+                most = data.draw(st.integers(0, 40))
+                limits.append((len(budgets), most, ended))
+                budgets.append(Budget(output_tokens=most))
+            case "tighten" if budgets:
+                index, most = data.draw(st.integers(0, len(budgets) - 1)), data.draw(st.integers(0, 40))
+                limits.append((index, most, ended))
+                budgets[index].tighten(Budget(output_tokens=most))
+            case "begin":
+                exceeded: list[int] = []
+                spending = Spending(lambda: budgets, lambda at=exceeded: at.append(1))
+                running[number] = spending, [0]
+            case "count" if running:
+                spending, tokens = data.draw(st.sampled_from(list(running.values())))
+                tokens[0] += (new := data.draw(st.integers(-tokens[0], 12)))
+                spending.count(new)
+            case ("end" | "cancel") as how if running:
+                spending, tokens = running.pop(data.draw(st.sampled_from(list(running))))
+                if how == "end":
+                    tokens[0] = max(0, tokens[0] + data.draw(st.integers(-3, 5)))
+                    with suppress(af.BudgetExceeded):
+                        spending.end(af.Usage(output_tokens=tokens[0]), was_truncated=False)
+                spending.close()
+                ended += tokens[0]
+        for spending, _ in running.values():
+            spending.count(0)  # charges new budgets
+        total = ended + sum(tokens[0] for _, tokens in running.values())
+        for index, budget in enumerate(budgets):
+            lefts = [most - (total - before) for at, most, before in limits if at == index]
+            assert budget.tokens_left == min(lefts)

@@ -297,13 +297,15 @@ class OpExecution(Generic[ContextT]):
         token = METER.set(spending.count)
         try:
             end = await generate(context, params, variable.extend, op.constraint, *streamed)
+            was_truncated = end.finish_reason == "length" and params is not op.params
+            spending.end(end.usage, was_truncated=was_truncated)
         except InvalidValue as error:
             if error.usage is not None:
                 spending.end(error.usage, was_truncated=False)
             raise
         finally:
             METER.reset(token)
-        spending.end(end.usage, was_truncated=end.finish_reason == "length" and params is not op.params)
+            spending.close()
         state.reserve_text(end.text, len(end.reasoning or ""))
         value = Value(
             op.var,
