@@ -112,7 +112,8 @@ class FakeRunner:
         return launched
 
     def collect(self, handle: Batch) -> BatchOutput:
-        assert self._launched.popleft() is handle
+        launched = self._launched.popleft()
+        assert launched is handle
         if self._on_step is not None:
             self._on_step(handle)
         if handle.pending is not None:
