@@ -60,7 +60,6 @@ gc.disable()
 # for new ones. `make test-full` has six times as many.
 settings.register_profile("agentflow", deadline=None, derandomize=True, max_examples=16)
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=100)
-settings.register_profile("few", deadline=None, derandomize=True, max_examples=5)  # for slow emulators
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "agentflow"))
 if settings.default.derandomize:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import math
 import os
 import random
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +26,7 @@ from agentflow.kernels import native_library, platforms
 from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.attention.shared_runs import with_trees as requests_and_trees
 from agentflow.kernels.inputs import AttentionBatch, SharedPrefix
-from agentflow.kernels.native_library import LEVELS, cpu_flags
+from agentflow.kernels.native_library import AVX512_BF16, LEVELS, cpu_flags
 
 FOREIGN = 2**31 - 1
 """The value of req_to_token where no token is: reading a slot of this number fails immediately."""
@@ -38,6 +42,29 @@ def quick_flags(level: str) -> tuple[str, ...]:
     if level == BEST_LEVEL or "FULL_KERNELS" in os.environ:
         return native_library.FLAGS
     return tuple("-O1" if flag == "-O3" else flag for flag in native_library.FLAGS)
+
+
+IS_TRAPPED = cpu_flags().issuperset(AVX512_BF16) and BEST_LEVEL != "amx"
+"""Whether the instructions of AMX are trapped and carried out (``trapped_tiles.cpp``): this processor lacks
+them, but no other that the code for AMX needs."""
+
+
+@functools.cache
+def trapped_tiles() -> ctypes.CDLL:
+    """Compiles what carries out AMX's instructions, and loads it. It then stays in this process."""
+    flags = ["-std=c++20", "-O3", "-mavx2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+    source = Path(__file__).parent / "native_ops/trapped_tiles.cpp"
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    made = native_library.library_folder() / f"trapped-tiles-{digest}.so"
+    if not made.exists():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+            part = Path(folder) / made.name
+            subprocess.run([*native_library.compiler(), *flags, str(source), "-o", str(part)], check=True)
+            part.replace(made)
+    return ctypes.CDLL(
+        str(made), mode=ctypes.RTLD_GLOBAL
+    )  # the library for AMX finds its ``trapped_syscall``
 
 
 class AtLevel:
@@ -56,11 +83,21 @@ class AtLevel:
 
         def at_level(*args: Any, **options: Any) -> Any:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("AGENTFLOW_CPU", self.level)
-                patch.setattr(native_library, "FLAGS", quick_flags(self.level))
+                use_level(patch, self.level)
                 return found(*args, **options)
 
         return at_level
+
+
+def use_level(patch: pytest.MonkeyPatch, level: str) -> None:
+    """Lets the native kernels be those of a level, where its instructions are present or trapped."""
+    patch.setenv("AGENTFLOW_CPU", level)
+    flags = quick_flags(level)
+    if level == "amx" and IS_TRAPPED:
+        trapped_tiles()
+        flags = (*flags, "-Dsyscall=trapped_syscall")  # which gives the right to use tiles
+        patch.setattr(native_library, "cpu_flags", lambda: frozenset(LEVELS["amx"]))
+    patch.setattr(native_library, "FLAGS", flags)
 
 
 class NativeAt(AtLevel):
@@ -70,12 +107,11 @@ class NativeAt(AtLevel):
         super().__init__(level, platforms.NATIVE)
 
 
-PRESENT_FLAGS = cpu_flags()
-if hasattr(ctypes.CDLL(None), "trapped_products"):  # a process of test_trapped_tiles
-    PRESENT_FLAGS |= frozenset(LEVELS["amx"])
-    native_library.cpu_flags = lambda: PRESENT_FLAGS  # type: ignore[assignment]
-
-NATIVE = [NativeAt(level) for level, needed in LEVELS.items() if PRESENT_FLAGS.issuperset(needed)]
+NATIVE = [
+    NativeAt(level)
+    for level, needed in LEVELS.items()
+    if cpu_flags().issuperset(needed) or (level == "amx" and IS_TRAPPED)
+]
 """At every level that can run here."""
 # What avx512_vnni compiles, the levels below and above it compile too.
 NATIVE_PARAMS = [
@@ -414,10 +450,8 @@ def assert_exact(result: torch.Tensor, case: Case, rows: Rows | None = None) -> 
 
 
 if __name__ == "__main__":  # .ci/run compiles what the tests load while it installs packages
-    levels = [made.level for made, param in zip(NATIVE, NATIVE_PARAMS, strict=True) if not param.marks]
-    if PRESENT_FLAGS.issuperset(native_library.AVX512_BF16):
-        levels = [*levels, "amx"]  # as test_trapped_tiles does where it is not there
-    for level in dict.fromkeys(levels):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native_library, "FLAGS", quick_flags(level))
-            native_library.load_library(level)
+    for made, param in zip(NATIVE, NATIVE_PARAMS, strict=True):
+        if not param.marks:
+            with pytest.MonkeyPatch.context() as patch:
+                use_level(patch, made.level)
+                native_library.load_library(made.level)

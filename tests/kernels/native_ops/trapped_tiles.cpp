@@ -1,9 +1,8 @@
 // The instructions of AMX on a processor that has none: each of them is an invalid instruction there, and what the
 // signal then does is decode it and carry it out, as Intel's manual has it (Software Developer's Manual, volume 2,
-// LDTILECFG to TILEZERO). Loaded before a program (LD_PRELOAD), so that what is compiled for AMX runs as it is:
-// its encodings, its registers, its addresses and the form it gives to tiles. What the manual forbids ends the
-// process with a word about it.
-#include <errno.h>
+// LDTILECFG to TILEZERO). Loaded before what is compiled for AMX, which then runs unchanged: its encodings, its
+// registers, its addresses and the form it gives to tiles. What the manual forbids ends the process with a word
+// about it.
 #include <signal.h>
 #include <stdarg.h>
 #include <sys/syscall.h>
@@ -219,15 +218,13 @@ __attribute__((constructor)) void begin() {
     sigaction(SIGILL, &action, nullptr);
 }
 
-__attribute__((destructor)) void report() { fprintf(stderr, "trapped tiles: %ld products\n", num_products.load()); }
-
 }  // namespace
 
-// By this name a program knows that it has been loaded.
+// The products that have been carried out.
 extern "C" long trapped_products() { return num_products; }
 
-// Stands before the C library's: the right to use tiles is given, all else goes where it would have gone.
-extern "C" long syscall(long number, ...) {
+// In place of the C library's: the right to use tiles is given, all else goes where it would have gone.
+extern "C" long trapped_syscall(long number, ...) {
     long values[6];
     va_list list;
     va_start(list, number);
@@ -237,15 +234,5 @@ extern "C" long syscall(long number, ...) {
         is_permitted = values[1] == TILE_DATA;
         return is_permitted ? 0 : -1;
     }
-    long result;
-    register long fourth asm("r10") = values[3];
-    register long fifth asm("r8") = values[4];
-    register long sixth asm("r9") = values[5];
-    asm volatile("syscall"
-                 : "=a"(result)
-                 : "a"(number), "D"(values[0]), "S"(values[1]), "d"(values[2]), "r"(fourth), "r"(fifth), "r"(sixth)
-                 : "rcx", "r11", "memory");
-    if (result >= 0 || result < -4095) return result;
-    errno = int(-result);
-    return -1;
+    return syscall(number, values[0], values[1], values[2], values[3], values[4], values[5]);
 }
