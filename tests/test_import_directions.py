@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -253,10 +254,13 @@ def _is_below(module: str, *parents: str) -> bool:
     return any(module == parent or module.startswith(f"{parent}.") for parent in parents)
 
 
-def _imports(tree: ast.AST, package: str, known: set[str]) -> Iterator[tuple[str, int]]:
+def _imports(source: str, package: str, known: set[str]) -> Iterator[tuple[str, int]]:
     """Every imported module with its line, wherever it stands; ``from package import module`` names the
     module."""
-    for node in ast.walk(tree):
+    tree = ast.parse(source)
+    # Most files call no function that imports, so that the nodes of their expressions, most of all, are left.
+    nodes = ast.walk(tree) if re.search(r"import_module|__import__", source) else _statements(tree)
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 yield from ((alias.name, node.lineno) for alias in names)
@@ -266,9 +270,19 @@ def _imports(tree: ast.AST, package: str, known: set[str]) -> Iterator[tuple[str
                 for alias in names:
                     full = f"{base}.{alias.name}"
                     yield (full if full in known else base), node.lineno
-            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
-                if ast.unparse(function) in ("importlib.import_module", "import_module", "__import__"):
-                    yield name, node.lineno
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield name, node.lineno
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(node, field, None)
+        for each in inner if isinstance(inner, list) else ():
+            yield each
+            yield from _statements(each)
 
 
 def _is_rejected(file: str, module: str) -> bool:
@@ -299,8 +313,8 @@ def _modules(root: Path) -> list[_Module]:
     names = {path: ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files}
     known, made = set(names.values()), []
     for path, file in files.items():
-        tree, package = ast.parse(file.read_text(encoding="utf-8")), ".".join(path.parent.parts)
-        made.append(_Module(path.as_posix(), names[path], tuple(_imports(tree, package, known))))
+        imports = _imports(file.read_text(encoding="utf-8"), ".".join(path.parent.parts), known)
+        made.append(_Module(path.as_posix(), names[path], tuple(imports)))
     return made
 
 
@@ -439,6 +453,18 @@ def test_a_circle_of_rooms_is_found(tmp_path: Path) -> None:
             "agentflow.backends.remote",
         ),
         ("protocol/ops.py", "from agentflow import runtime", "agentflow.runtime"),
+        (
+            "protocol/ops.py",
+            "try:\n    x = 1\nexcept A:\n    from agentflow import runtime",
+            "agentflow.runtime",
+        ),
+        (
+            "protocol/ops.py",
+            "for x in y:\n    pass\nelse:\n    import agentflow.runtime",
+            "agentflow.runtime",
+        ),
+        ("protocol/ops.py", "match x:\n    case 1:\n        import agentflow.runtime", "agentflow.runtime"),
+        ("protocol/ops.py", "try:\n    x = 1\nfinally:\n    import agentflow.runtime", "agentflow.runtime"),
         ("backends/remote.py", "def f():\n    from ..engine import engine", "agentflow.engine.engine"),
         ("backends/local.py", "def f():\n    import torch", "torch"),
         ("engine/engine.py", "from agentflow.server import app", "agentflow.server.app"),
