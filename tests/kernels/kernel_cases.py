@@ -49,22 +49,26 @@ IS_TRAPPED = cpu_flags().issuperset(AVX512_BF16) and BEST_LEVEL != "amx"
 them, but no other that the code for AMX needs."""
 
 
-@functools.cache
-def trapped_tiles() -> ctypes.CDLL:
-    """Compiles what carries out AMX's instructions, and loads it. It then stays in this process."""
-    flags = ["-std=c++20", "-O3", "-mavx2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
-    source = Path(__file__).parent / "native_ops/trapped_tiles.cpp"
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    made = native_library.library_folder() / f"trapped-tiles-{digest}.so"
+def compiled(source: Path, *flags: str) -> Path:
+    """Compiles a file of tests, once on this machine for each version of it and of the kernels."""
+    command = [*native_library.compiler(), "-std=c++20", "-mavx2", "-Wall", "-Wextra", "-Werror", *flags]
+    name = native_library._file_name(source.stem, [*command, source.read_text()])
+    made = native_library.library_folder() / name
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-            part = Path(folder) / made.name
-            subprocess.run([*native_library.compiler(), *flags, str(source), "-o", str(part)], check=True)
+            part = Path(folder) / name
+            subprocess.run([*command, f"-I{native_library.SOURCES}", source, "-o", part], check=True)
             part.replace(made)
-    return ctypes.CDLL(
-        str(made), mode=ctypes.RTLD_GLOBAL
-    )  # the library for AMX finds its ``trapped_syscall``
+    return made
+
+
+@functools.cache
+def trapped_tiles() -> ctypes.CDLL:
+    """What carries out AMX's instructions. It stays in this process."""
+    source = Path(__file__).parent / "native_ops/trapped_tiles.cpp"
+    made = compiled(source, "-O3", "-fPIC", "-shared")
+    return ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)  # for ``trapped_syscall``
 
 
 class AtLevel:

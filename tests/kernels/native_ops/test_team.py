@@ -8,20 +8,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from kernel_cases import compiled
 
-from agentflow.kernels.native_library import SOURCES
-
-HERE = Path(__file__).parent
 PROCESSORS = sorted(os.sched_getaffinity(0))
 
 
 @pytest.fixture(scope="module")
-def team_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("team") / "team_case"
-    flags = ["-std=c++20", "-O1", "-mavx2", "-pthread", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}"]
-    compiler = os.environ.get("CXX", "c++")
-    subprocess.run([compiler, *flags, str(HERE / "team_case.cpp"), "-o", str(made)], check=True)
-    return made
+def team_case() -> Path:
+    return compiled(Path(__file__).parent / "team_case.cpp", "-O1", "-pthread")
 
 
 def output_of(*command: object) -> str:
