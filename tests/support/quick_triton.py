@@ -8,6 +8,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 
 def quicken_triton() -> None:
     """Changes the interpreter of this process, if anything has imported it."""
@@ -21,6 +23,7 @@ def quicken_triton() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     _look_up_dtypes(interpreter)
+    _look_up_floats(interpreter)
     core = sys.modules["triton.language.core"]
     _call_builtins_directly(interpreter, core)
     _look_at_usual_types_first(core)
@@ -52,6 +55,27 @@ def _look_up_dtypes(interpreter: Any) -> None:
         return found[name]
 
     interpreter._get_np_dtype = look_up
+
+
+def _look_up_floats(interpreter: Any) -> None:
+    """Floats become floats of another type bit by bit, in some thirty operations on arrays. Those of 8 and 16
+    bits are looked up in what these operations make of each, and float32 is cut to bfloat16 as they do it."""
+    convert, made = interpreter._convert_float, {}
+
+    def convert_quickly(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source.name == "fp32" and target.name == "bf16" and rounding is None:
+            return (data.view(np.uint32) >> 16).astype(np.uint16).reshape(data.shape)
+        if source.primitive_bitwidth == 32:
+            return convert(data, source, target, rounding)
+        numbers = data.view(f"u{data.itemsize}")
+        key = (source.name, target.name, rounding)
+        if key not in made:
+            made[key] = convert(
+                np.arange(1 << 8 * data.itemsize, dtype=numbers.dtype), source, target, rounding
+            )
+        return made[key][numbers].reshape(data.shape)
+
+    interpreter._convert_float = convert_quickly
 
 
 def _share_shapes(core: Any) -> None:
