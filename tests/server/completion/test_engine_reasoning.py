@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import anyio
 import pytest
 from anyio.from_thread import start_blocking_portal
 from hypothesis import given
@@ -76,6 +78,11 @@ async def deltas_of(generator: EngineGenerator, request: CompletionRequest) -> l
 async def ask(generator: EngineGenerator, request: CompletionRequest) -> Answer:
     [answer] = join_answers(await deltas_of(generator, request), 1)
     return answer
+
+
+async def ask_each(generator: EngineGenerator, requests: list[CompletionRequest]) -> tuple[Answer, ...]:
+    """All at the same time, so that they share the engine's steps."""
+    return await anyio.gather(*[ask(generator, request) for request in requests])
 
 
 @EACH
@@ -332,33 +339,34 @@ def ending_early(model: ReasoningModel, answer: str) -> Callable[[Sequence[int]]
     return next_token
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # some forty requests each
-@pytest.mark.parametrize(
-    ("budget", "params"), [(None, {"logprobs": True}), (3, {})], ids=["logprobs", "budget"]
-)
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("model", [*MODELS.values(), CHANNEL_MODEL], ids=[*MODELS, "channels"])
 async def test_f37_an_end_within_reasoning_keeps_the_limit_of_tokens(
-    model: ReasoningModel, mode: str, params: dict[str, bool], budget: int | None
+    model: ReasoningModel, mode: str
 ) -> None:
     """Wherever the limit is: before the mark that the engine appends, within it or behind it."""
     text, call = "Hello.", CALL
     if model is CHANNEL_MODEL:
         text = "<|channel|>final<|message|>Hello."
         call = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{}"
-    tools = {"tools": (LOOK,), "tool_choice": ToolChoice(mode), "reasoning_budget": budget}
+    tools = {"tools": (LOOK,), "tool_choice": ToolChoice(mode)}
     next_token = ending_early(model, text if mode == "auto" else call)
     async with generator_of(model, next_token=next_token) as generator:
-        whole = await ask(generator, asking("Hi", params=dict(params), **tools))
-        assert whole.finish_reason == ("stop" if mode == "auto" else "tool_calls")
-        if model is not SPELLED_MODEL or mode == "auto":  # otherwise the constraint begins at once
-            assert whole.reasoning.startswith("I a")
-        for max_tokens in range(1, whole.usage.output_tokens + 2):
-            answer = await ask(generator, asking("Hi", max_tokens, params=dict(params), **tools))
-            assert answer.usage.output_tokens <= max_tokens
-            assert len(answer.tokens) == (len(answer.token_ids) if params else 0)
-            is_whole = max_tokens >= whole.usage.output_tokens
-            assert answer.finish_reason == (whole.finish_reason if is_whole else "length"), max_tokens
+        for params, budget in (({"logprobs": True}, None), ({}, 3)):
+            fields = {"reasoning_budget": budget, **tools}
+            whole = await ask(generator, asking("Hi", params=dict(params), **fields))
+            assert whole.finish_reason == ("stop" if mode == "auto" else "tool_calls")
+            if model is not SPELLED_MODEL or mode == "auto":  # otherwise the constraint begins at once
+                assert whole.reasoning.startswith("I a")
+            limits = range(1, whole.usage.output_tokens + 2)
+            answers = await ask_each(
+                generator, [asking("Hi", limit, params=dict(params), **fields) for limit in limits]
+            )
+            for max_tokens, answer in zip(limits, answers, strict=True):
+                assert answer.usage.output_tokens <= max_tokens
+                assert len(answer.tokens) == (len(answer.token_ids) if params else 0)
+                is_whole = max_tokens >= whole.usage.output_tokens
+                assert answer.finish_reason == (whole.finish_reason if is_whole else "length"), max_tokens
 
 
 CALL_WITH_STOP = CALL.replace("{}", '{"what": "I stop."}')
@@ -373,27 +381,32 @@ CALLS_OF = {
 WHAT = ToolSpec("look", "Looks.", {"type": "object", "properties": {"what": {"type": "string"}}})
 
 
-@pytest.mark.parametrize("params", [{"stop": ("stop",)}, {"stop_regex": "st.p"}, {"stop_token_ids": ()}])
 @pytest.mark.parametrize(("model", "shown", "call"), CALLS_OF.values(), ids=CALLS_OF)
 async def test_f37_a_call_in_reasoning_turns_off_no_stops_and_one_in_the_answer_does(
-    model: ReasoningModel, shown: str, call: str, params: dict[str, Any]
+    model: ReasoningModel, shown: str, call: str
 ) -> None:
-    if "stop_token_ids" in params:
-        params = {"stop_token_ids": tuple(model.tokenizer.encode(" stop", continues=True)[:1])}
+    stop_ids = tuple(model.tokenizer.encode(" stop", continues=True)[:1])
+    stops: list[dict[str, Any]] = [{"stop": ("stop",)}, {"stop_regex": "st.p"}, {"stop_token_ids": stop_ids}]
+    scripts: list[tuple[str, str]] = []
+    for before in (shown, f"I may write {shown} now.", "No call."):
+        if model is CHANNEL_MODEL:
+            script = f"«channel»analysis«message»{before}«end»«start»assistant"
+            scripts.append((f"{script}«channel»final«message»{ANSWER}", script + call))
+        else:
+            script = f"<think>\n{before}\n</think>\n\n"
+            scripts.append((script + ANSWER, script + call))
+    asked = [
+        asking(script, tools=(WHAT,), params=dict(params))
+        for params, pair in itertools.product(stops, scripts)
+        for script in pair
+    ]
     async with generator_of(model) as generator:
-        for before in (shown, f"I may write {shown} now.", "No call."):
-            if model is CHANNEL_MODEL:
-                script = f"«channel»analysis«message»{before}«end»«start»assistant"
-                text = f"{script}«channel»final«message»{ANSWER}"
-            else:
-                script = f"<think>\n{before}\n</think>\n\n"
-                text = script + ANSWER
-            stopped = await ask(generator, asking(text, tools=(WHAT,), params=dict(params)))
-            assert ANSWER.startswith(stopped.text)
-            assert stopped.text != ANSWER
-            assert stopped.finish_reason == "stop"
-            called = await ask(generator, asking(script + call, tools=(WHAT,), params=dict(params)))
-            assert [json.loads(one.arguments) for one in called.tool_calls] == [{"what": "I stop."}]
+        answers = await ask_each(generator, asked)
+    for request, stopped, called in zip(asked[::2], answers[::2], answers[1::2], strict=True):
+        assert ANSWER.startswith(stopped.text), request
+        assert stopped.text != ANSWER, request
+        assert stopped.finish_reason == "stop", request
+        assert [json.loads(one.arguments) for one in called.tool_calls] == [{"what": "I stop."}], request
 
 
 @given(num_tokens=st.integers(1, 60), before=st.sampled_from(["I may write <tool_call> now.", "No call."]))

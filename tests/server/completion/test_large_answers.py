@@ -15,8 +15,8 @@ from support.server.scripted_model import scripted_server
 
 from agentflow.errors import Overloaded
 from agentflow.runtime.limits import MemoryBudget, TenantMemory, tenant_part
-from agentflow.server.completion import engine_run
-from agentflow.server.completion.large_answers import LOGPROB_BYTES, MAX_INLINE_LOGPROBS, AnswerMemory
+from agentflow.server.completion import engine_run, large_answers
+from agentflow.server.completion.large_answers import LOGPROB_BYTES, AnswerMemory
 from agentflow.server.completion.logprobs import LogprobReader
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
 from agentflow.server.config.limits import HttpLimits
@@ -26,13 +26,20 @@ from agentflow.server.openai.responses import answer as responses_answer
 from agentflow.server.sglang.answer import LogprobForm
 
 pytestmark = pytest.mark.timeout(60)
+MAX_INLINE_LOGPROBS = 300
 NUM_TOP = 20
-WORDS = "Plants make sugar of light, water and air. " * 60
-LONG = "What do plants make of light? " * 60  # with 5 alternatives to each token, they are many
+WORDS = "Plants make sugar of light, water and air. " * 30
+LONG = "What do plants make of light? " * 10  # with 5 alternatives to each token, they are many
 FEW: dict[str, Any] = {"max_tokens": 2, "temperature": 0}
 
 
 server = module_fixture(scripted_server, lambda _: WORDS)
+
+
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are then as small as those of other tests."""
+    monkeypatch.setattr(large_answers, "MAX_INLINE_LOGPROBS", MAX_INLINE_LOGPROBS)
 
 
 def prompt_body(api: Api, *, num_top: int = NUM_TOP, stream: bool = False) -> Any:
@@ -92,7 +99,7 @@ def output_body(api: Api, *, num_top: int, **fields: Any) -> Any:
         SGLANG: {"return_logprob": True, "top_logprobs_num": num_top},
     }
     extra = {**names.get(api, {"logprobs": True, "top_logprobs": num_top}), **fields}
-    num_tokens = 400 if api is TEXT else 200  # of 6 or 21 log-probabilities
+    num_tokens = 60 if api is TEXT else 20  # of 6 or 21 log-probabilities
     return api.body("Hi", extra=extra, max_tokens=num_tokens, temperature=0)
 
 
@@ -147,7 +154,7 @@ def test_f37_the_end_of_a_stream_with_all_log_probabilities_is_written_in_a_thre
 ) -> None:
     """Under a constraint, all tokens come at the end. SGLang's and the Responses API write them only there,
     or again."""
-    form: dict[str, Any] = {} if api is RESPONSES else {"regex": "[A-Z][a-z, .]{200,}"}
+    form: dict[str, Any] = {} if api is RESPONSES else {"regex": "[A-Z][a-z, .]{20,}"}
     if api is CHAT:
         body = output_body(api, num_top=NUM_TOP, **form)
     elif api is SGLANG:
@@ -179,7 +186,8 @@ def test_f37_many_tokens_that_come_at_the_end_are_read_in_a_thread(
     found = Threads(monkeypatch)
     found.watch(LogprobReader, "finish")
     for num_top in (NUM_TOP, 0):
-        answer = post(server, CHAT, output_body(CHAT, num_top=num_top, regex="[A-Z][a-z, .]{200,}"))
+        body = output_body(CHAT, num_top=num_top, regex="[A-Z][a-z, .]{200,}", max_completion_tokens=200)
+        answer = post(server, CHAT, body)
         assert answer.status_code == 200, answer.text
     many, few = found.names
     assert many != few == loop_thread(server)
