@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from support.small_tokenizers import byte_level
 
 from agentflow.engine.simulator.fake_runner import FakeRunner
@@ -135,8 +137,8 @@ class ReasoningModel:
         defaults = {"vocab_size": self.tokenizer.vocab_size, "max_context": 4096, "num_slots": 16384}
         return FakeRunner(**(defaults | {"end_token_ids": (0,), "next_token": self.next_token} | options))
 
-    def next_token(self, tokens: Sequence[int]) -> int:
-        text = self.tokenizer.decode(tokens, skip_special=False, continues=True)
+    def next_token(self, tokens: NDArray[np.int64]) -> int:
+        text = self.tokenizer.decode(tokens.tolist(), skip_special=False, continues=True)
         before, _, written = text.rpartition(self.assistant)
         script = before.rpartition(self.user)[2].split(self.after_user)[0]
         if not script.startswith(written):
@@ -153,8 +155,8 @@ class ChannelModel(ReasoningModel):
     def runner(self, **options) -> FakeRunner:
         return super().runner(**({"end_token_ids": (0, 1, 2)} | options))
 
-    def next_token(self, tokens: Sequence[int]) -> int:
-        text = self.tokenizer.decode(tokens, skip_special=False, continues=True)
+    def next_token(self, tokens: NDArray[np.int64]) -> int:
+        text = self.tokenizer.decode(tokens.tolist(), skip_special=False, continues=True)
         found = re.findall(r"<\|start\|>(user|functions)[^<]*(?:<\|channel\|>commentary)?<\|message\|>", text)
         _, _, said = text.rpartition(f"<|start|>{found[-1]}")
         script, _, written = said.partition("<|message|>")[2].partition("<|end|><|start|>assistant")

@@ -234,11 +234,16 @@ class FakeRunner:
 
     def _next_allowed(self, token: int, forbidden: set[int], mask: TokenWords | None) -> int:
         """The token, or the next one by id that may follow."""
-        for _ in range(self.info.vocab_size):
-            if token not in forbidden and (mask is None or is_allowed(mask, token)):
-                return token
-            token = (token + 1) % self.info.vocab_size
-        return NO_TOKEN
+        if token not in forbidden and (mask is None or is_allowed(mask, token)):
+            return token
+        size = self.info.vocab_size
+        if mask is None:
+            allowed = np.ones(size, dtype=np.uint8)
+        else:
+            allowed = np.unpackbits(mask.view(np.uint8), count=size, bitorder="little")
+        allowed[[*forbidden]] = 0
+        [following] = np.nonzero(np.roll(allowed, -token))
+        return (token + int(following[0])) % size if len(following) else NO_TOKEN
 
     def _with_top(self, output: BatchOutput, count: int) -> BatchOutput:
         assert output.logprobs is not None

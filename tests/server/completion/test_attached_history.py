@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from support.fake_engine import FakeEngine
 from support.reasoning_models import QWEN_MODEL
 
@@ -24,9 +26,9 @@ ASKED = (Message("user", "What is the answer?"),)
 HISTORY = (*ASKED, Message("assistant", ANSWER, reasoning=REASONING), Message("tool", "x", tool_call_id="1"))
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens: NDArray[np.int64]) -> int:
     """Writes the script one character after the other, which the tokenizer would not do."""
-    text = TOKENIZER.decode(tokens, skip_special=False, continues=True)
+    text = TOKENIZER.decode(tokens.tolist(), skip_special=False, continues=True)
     rest = SCRIPT.removeprefix(text.rpartition("<|im_start|>assistant\n")[2])
     marks = [mark for mark in ("<think>", "</think>") if rest.startswith(mark)]
     return TOKENIZER.encode_written(marks[0] if marks else rest[:1])[0] if rest else 0

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 from anyio.from_thread import start_blocking_portal
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from support.direct_compiler import direct_compiler
 from support.fake_engine import FakeEngine
 from support.reasoning_models import (
@@ -30,6 +32,7 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.messages import FromEngine
 from agentflow.engine.process.request_journal import RequestJournal
 from agentflow.engine.request import Submit
+from agentflow.engine.simulator.fake_runner import NextToken
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
@@ -322,14 +325,14 @@ async def test_f32e_an_end_within_reasoning_ends_the_reasoning_if_the_answer_may
         assert answer.finish_reason == ("tool_calls" if mode == "required" else "stop")
 
 
-def ending_early(model: ReasoningModel, answer: str) -> Callable[[Sequence[int]], int]:
+def ending_early(model: ReasoningModel, answer: str) -> NextToken:
     """A model that ends the generation within its reasoning, and writes ``answer`` after the end of it."""
     begin, end = "<think>\n", "</think>"
     if model is CHANNEL_MODEL:
         begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
 
-    def next_token(tokens: Sequence[int]) -> int:
-        text = model.tokenizer.decode(tokens, skip_special=False, continues=True)
+    def next_token(tokens: NDArray[np.int64]) -> int:
+        text = model.tokenizer.decode(tokens.tolist(), skip_special=False, continues=True)
         output = text.partition(model.user)[2].partition(model.assistant)[2]
         reasoning, is_over, after = output.partition(end)
         script, written = (answer, after.lstrip("\n")) if is_over else (f"{begin}I am done.", reasoning)

@@ -51,7 +51,7 @@ def scripted(script: tuple[str, ...]) -> Callable[[Any], int]:
     """Writes a text of the script for each earlier answer that called tools, then the report."""
 
     def next_token(tokens: Any) -> int:
-        text = TOKENIZER.decode(tokens, skip_special=False, continues=True)
+        text = TOKENIZER.decode(tokens.tolist(), skip_special=False, continues=True)
         opening = next(opening for opening in OPENINGS if opening in text)
         before, _, written = text.rpartition(opening)
         num_answers = before.count(opening)
