@@ -74,7 +74,7 @@ class DepthFirst(LongestPrefix):
         pending = [root]
         while pending:
             node = pending.pop()
-            if node.start + node.cached < node.end and is_blocked(node.any_request(), None):
+            if node.start + node.cached < node.end and is_blocked(node.any_request(self._holds_back), None):
                 continue  # all below need the same token next
             for request in node.requests.values():
                 if not is_blocked(request, None):

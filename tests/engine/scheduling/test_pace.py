@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.counted_lines import counted_lines
 from support.engine.requests import request_of
@@ -19,6 +19,7 @@ from agentflow.engine.scheduling.policies import tenant_queue
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.scheduling.step_limits import StepCost
 from agentflow.engine.simulator.cost_model import CostModel
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.simulator.generators import combined, unshared
 from agentflow.engine.simulator.simulation import Simulated, simulate
@@ -75,6 +76,7 @@ class Paced:
             num_slots=100_000,
             max_context=50_000,
             config=SchedulerConfig(max_running=max_running, token_budget=token_budget, **config),
+            policies=SIMULATED_POLICIES,
         )
         self.runner = FakeRunner(num_slots=100_000, max_context=50_000)
         self.cost = cost
@@ -248,24 +250,40 @@ def test_a_step_asks_about_one_of_the_requests_that_are_held_back_together(task_
     assert num_lines[1000] < 1.2 * num_lines[100]
 
 
-def test_f37_a_chat_passes_requests_that_are_held_back_and_need_the_same_token_next():
-    """They are of the same rank, because a chat waits for their group."""
-    steps = Paced(ROWS, tpot_target_ms=20)
-    steps.add(4, 60)
+waiting_work = st.tuples(
+    st.lists(st.sampled_from([98, 99]), min_size=1, max_size=4),
+    st.sampled_from([0, 1, AWAITED_GROUPS + 1]),
+    st.sampled_from("ab"),
+    st.booleans(),
+)
+
+
+@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
+@examples(40)
+@given(plan=st.lists(waiting_work, min_size=1, max_size=12))
+@example(plan=[([99], AWAITED_GROUPS + 1, "", False)] * 6 + [([99], 0, "", True)])
+def test_f37_chats_pass_requests_that_are_held_back_and_need_the_same_token_next(policy, plan):
+    """These may be of the same rank, because a chat waits for their group."""
+    steps = Paced(ROWS, max_running=32, tpot_target_ms=20, policy=policy)
+    steps.add(4, 60, priority=1)
     steps.step()
     for _ in range(9):  # as many as the target allows
-        steps.add(4, 30, objective="throughput", task_group=1)
+        steps.add(4, 60, objective="throughput", task_group=1, priority=1)
     for _ in range(12):
         steps.step()
-    work = [
-        request_of(100 + n, [99, n, n], 30, objective="throughput", task_group=AWAITED_GROUPS + 1)
-        for n in range(6)
-    ]
-    chat = request_of(200, [99, 9, 9], 5)
-    for request in (*work, chat):
-        steps.scheduler.add(request)
-    steps.step()
-    assert chat.status is Status.RUNNING
+    chats: list[Request] = []
+    work: list[Request] = []
+    for number, (prompt, task_group, tenant, is_chat) in enumerate(plan, start=100):
+        is_chat = is_chat and len(chats) < 6
+        objective = "latency" if is_chat else "throughput"
+        made = request_of(
+            number, [*prompt, number], 60, objective=objective, task_group=task_group, tenant=tenant
+        )
+        steps.scheduler.add(made)
+        (chats if is_chat else work).append(made)
+    for _ in range(6):  # a few chats wait for the tokens of others
+        steps.step()
+    assert all(chat.status is Status.RUNNING for chat in chats)
     assert all(request.status is Status.WAITING for request in work)
 
 

@@ -246,6 +246,7 @@ class LongestPrefix(SimplePolicy):
         super().__init__()
         self._peek = peek
         self._tree = WaitingTree()
+        self._held_back: set[str] = set()  # tenants, in this step
 
     def add(self, request: Request) -> None:
         super().add(request)
@@ -253,11 +254,18 @@ class LongestPrefix(SimplePolicy):
         self._tree.add(request, run, self._peek(request.cache_key, run))
 
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
-        found = self._tree.first(is_blocked)
+        found = self._tree.first(is_blocked, self._holds_back if self._held_back else None)
         return found[0] if found is not None else None
+
+    def _holds_back(self, request: Request) -> bool:
+        return request.is_paced and request.tenant in self._held_back
 
     def start_step(self) -> None:
         self._tree.start_step()
+        self._held_back.clear()
+
+    def hold_back_paced(self, tenant: str) -> None:
+        self._held_back.add(tenant)
 
     def remove(self, request: Request) -> None:
         if request.id in self._waiting:

@@ -584,9 +584,9 @@ class TenantQueue:
         if not self.trees:
             return None
         short_tree, long_tree = self.trees
-        ranks = self._count_unpaced() if self.holds_back_paced else None
-        short = short_tree.first(is_blocked, ranks) if short_tree.nodes else None
-        long = long_tree.first(is_blocked, ranks) if long_tree.nodes else None
+        held = (_is_paced, self._count_unpaced()) if self.holds_back_paced else ()
+        short = short_tree.first(is_blocked, *held) if short_tree.nodes else None
+        long = long_tree.first(is_blocked, *held) if long_tree.nodes else None
         if short is None or long is None:
             found = short or long
         else:
@@ -642,6 +642,10 @@ class TenantQueue:
         assert self.trees
         short, long = self.trees
         return short if request.id in short.nodes else long
+
+
+def _is_paced(request: Request) -> bool:
+    return request.is_paced
 
 
 def _objective_rank(request: Request) -> tuple[int, int]:

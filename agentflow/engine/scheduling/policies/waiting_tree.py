@@ -32,6 +32,9 @@ IsBlocked = Callable[[Request, int | None], bool]
 """Whether a request should wait because a running one is computing the tokens it needs next, or because it
 does not fit into memory in this step (``Request.is_held_back``). The second argument is the request's match
 if the policy knows it."""
+HoldsBack = Callable[[Request], bool]
+"""Whether a request is blocked in this step together with all others like it, unless it is cached
+completely."""
 Rank = tuple[Any, ...]
 SKIPPED = 64
 """A skip is made after this many edges in a row without one."""
@@ -96,16 +99,16 @@ class WaitingNode:
         """Whether requests end here or below. A node without any is removed."""
         return bool(self.requests or self.children)
 
-    def any_request(self, *, holds_back_paced: bool = False) -> Request:
-        """A request here or below, if possible one that is not held back (only a few are).
-        ``holds_back_paced``: ``Request.is_paced`` are held back, too."""
+    def any_request(self, holds_back: HoldsBack | None = None) -> Request:
+        """A request here or below, if possible one that is not held back: by itself, as only a few are, or
+        with others."""
         node = self
         while not node.requests:
             node = next(iter(node.children.values()))
         some = next(iter(node.requests.values()))
-        if some.is_held_back or (holds_back_paced and some.is_paced):
+        if some.is_held_back or (holds_back is not None and holds_back(some)):
             left = self._not_held_back()
-            return next((one for one in left if not (holds_back_paced and one.is_paced)), some)
+            return next((one for one in left if holds_back is None or not holds_back(one)), some)
         return some
 
     def _not_held_back(self) -> Iterator[Request]:
@@ -273,11 +276,13 @@ class WaitingTree:
         self._blocked_children.clear()
 
     def first(
-        self, is_blocked: IsBlocked, ranks: Collection[Rank] | None = None
+        self,
+        is_blocked: IsBlocked,
+        holds_back: HoldsBack | None = None,
+        ranks: Collection[Rank] | None = None,
     ) -> tuple[Request, int] | None:
         """Of the requests that are not blocked, the one with the lowest rank and then the longest match.
-        Returns it with its match. ``ranks``: requests of other ranks, and ``Request.is_paced`` of these ones,
-        are blocked in this step, except those that are cached completely."""
+        Returns it with its match. ``ranks``: all requests of other ranks are held back together."""
         held_back: list[_Frontier] = []
         found: tuple[Request, int] | None = None
         while self._frontiers:
@@ -289,7 +294,7 @@ class WaitingTree:
                     node.queued_match = -1
                 continue
             if ranks is None or node.rank in ranks:
-                request, is_certain = self._unblocked(node, match, is_blocked, ranks is not None)
+                request, is_certain = self._unblocked(node, match, is_blocked, holds_back)
             else:
                 request, is_certain = _complete_request(node), True
                 if request is None and node.rank > max(ranks, default=()) and not self.has_complete():
@@ -303,21 +308,21 @@ class WaitingTree:
         return found
 
     def _unblocked(
-        self, node: WaitingNode, match: int, is_blocked: IsBlocked, holds_back_paced: bool
+        self, node: WaitingNode, match: int, is_blocked: IsBlocked, holds_back: HoldsBack | None
     ) -> tuple[Request | None, bool]:
         """Returns a request whose cached part ends at this frontier and that is not blocked. Requests below
         one child need the same next token, so one of them decides for all. If there is none, also returns
         whether that is certain for the whole step: a request that was just held back does not decide for the
         others."""
         if match < node.end:
-            return _ask(node, match, is_blocked, holds_back_paced)
+            return _ask(node, match, is_blocked, holds_back)
         if node.requests and (complete := _complete_request(node)) is not None:
             return complete, True
         all_certain = True
         for child in node.uncached.values():
             if child in self._blocked_children:
                 continue
-            unblocked, is_certain = _ask(child, match, is_blocked, holds_back_paced)
+            unblocked, is_certain = _ask(child, match, is_blocked, holds_back)
             if unblocked is not None:
                 return unblocked, True
             if is_certain:
@@ -567,11 +572,11 @@ def _complete_request(node: WaitingNode) -> Request | None:
 
 
 def _ask(
-    node: WaitingNode, match: int, is_blocked: IsBlocked, holds_back_paced: bool
+    node: WaitingNode, match: int, is_blocked: IsBlocked, holds_back: HoldsBack | None
 ) -> tuple[Request | None, bool]:
     """A request here or below if it is not blocked, and otherwise whether it decides for the others."""
-    request = node.any_request(holds_back_paced=holds_back_paced)
-    if holds_back_paced and request.is_paced:  # so are all that are not held back
+    request = node.any_request(holds_back)
+    if holds_back is not None and holds_back(request):  # so are all that are not blocked by themselves
         return None, True
     was_held_back = request.is_held_back
     if not is_blocked(request, match):
