@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +22,7 @@ from support.plain_model import runner as plain_runner
 
 from agentflow.engine import engine as engine_module
 from agentflow.engine import request as request_module
-from agentflow.engine.batch import BatchOutput
+from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.client import EngineClient
 from agentflow.engine.constrained.grammar_builder import BuiltGrammar, GrammarBuilder
 from agentflow.engine.constrained.grammar_cache import GrammarCache
@@ -207,6 +210,45 @@ async def test_f37_what_a_step_teaches_about_costs_ends_no_request() -> None:
         with patch.object(StepCost, "_add", fail):
             end = await client.generate([5, 6], params, seed=0)
         assert end.text == alone([5, 6], params).text
+
+
+class StalledHost(FakeRunner):
+    """A device on which a step takes 10 ms, and a host that stalls after the launch of ``STALLED``."""
+
+    STALLED = 50
+    now_s = 0.0
+    num_launched = 0
+
+    def launch(self, batch: Batch) -> Batch:
+        if not self._launched:
+            self._ends: deque[float] = deque([self.now_s])
+        self.now_s += 1e-4
+        self._ends.append(max(self.now_s, self._ends[-1]) + 0.010)
+        self.num_launched += 1
+        self.now_s += 2.0 if self.num_launched == self.STALLED else 0.0
+        return super().launch(batch)
+
+    def collect(self, handle: Batch) -> BatchOutput:
+        self._ends.popleft()
+        self.now_s = max(self.now_s, self._ends[0])
+        return super().collect(handle)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_f37_a_stall_of_the_host_does_not_make_steps_seem_free(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """With two steps in flight, the second one has ended when the first one is collected."""
+    runner = plain_runner(StalledHost, launches_ahead=ahead)
+    clock = SimpleNamespace(**vars(time) | {"perf_counter": lambda: runner.now_s})
+    monkeypatch.setattr(engine_module, "time", clock)
+    engine = SteppedEngine(runner, None).engine
+    engine.send(Submit(1, [5, 6], SamplingParams(max_tokens=100, ignore_eos=True)))
+    engine.take_messages()
+    while engine.step():
+        pass
+    assert runner.num_launched == 100
+    assert engine.scheduler.cost.decode_s(1, 1, 100) == pytest.approx(0.010, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["_start_by", "_note_pace"])

@@ -5,6 +5,11 @@ The duration of a step is modelled as a weighted sum: a constant (the weights ar
 tokens, rows of logits, tokens of KV that are read, and pairs of query and key within chunks of prompts. The
 coefficients are the non-negative least-squares fit to recent steps, in relative terms. Steps with and without
 prompts are averaged separately, so that a long stretch of decoding does not erase the cost of prompts.
+
+In relative terms, a step that was stalled hardly counts, but one that seems far too short would count more
+than all others: if the host was stalled while two steps were in flight, the first one seems to have taken all
+of the time, and the second one none. So a step that is more than ``MOST_FASTER`` times as fast as expected
+counts less, the shorter it seems.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ StepFeatures = NDArray[np.float64]
 MEMORY_STEPS = 100
 """The weight of a step in the fit halves about every 70 later steps of its kind."""
 FIT_EVERY = 8
+MOST_FASTER = 4
 NUM_FEATURES = 5
 RIDGE = np.array([1e-9, 1e-9, 1e-6, 1e-6, 1e-6])
 MAX_STRETCH = 2.75
@@ -121,13 +127,16 @@ class StepCost:
 
     def _add(self, features: StepFeatures, took_s: float) -> None:
         kind = 1 if features[4] > 0 else 0
-        relative = features / took_s
+        found = np.array([self._base_s, self._token_s, self._logits_s, self._read_s, self._pair_s])
+        expected_s = float(features @ found)
+        part = min(1.0, MOST_FASTER * took_s / expected_s) ** 1.5 if expected_s > 0 else 1.0
+        relative = features / took_s * part
         keep = 1 - 1 / MEMORY_STEPS
         matrix, target = self._matrices[kind], self._targets[kind]
         matrix *= keep
         matrix += relative[:, None] * relative
         target *= keep
-        target += relative
+        target += relative * part
         np.maximum(self._scale, relative, out=self._scale)
         self._num_observed += 1
         if self._num_observed < 4 * FIT_EVERY or self._num_observed % FIT_EVERY == 0:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.engine.requests import request_of
+from support.examples import examples
 
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.request import Request, Status
@@ -330,3 +331,34 @@ def test_a_long_stretch_of_decoding_does_not_erase_the_cost_of_prompts():
         features = np.array([1.0, 4.0, 4.0, 400.0 + length, 0.0])
         cost.observe(partial(np.copy, features), float(features @ true))
     assert cost.chunk_s(200, 500, is_first=True) == pytest.approx(before, rel=0.1)
+
+
+def random_features(rng: np.random.Generator) -> np.ndarray:
+    """Of a step that decodes, sometimes with a chunk of a prompt."""
+    num_rows, chunk = int(rng.integers(1, 32)), int(rng.integers(0, 2) and rng.integers(16, 256))
+    num_read = num_rows * int(rng.integers(50, 500)) + chunk
+    return np.array([1.0, num_rows + chunk, num_rows, num_read, chunk * chunk / 2])
+
+
+@examples(30)
+@given(seed=st.integers(0, 1000), num_before=st.integers(60, 200), stall_s=st.floats(0.001, 100.0))
+def test_f37_a_stall_that_delays_the_end_of_two_steps_changes_their_cost_little(seed, num_before, stall_s):
+    """The first one seems to take the time of the stall, and the second one none."""
+    cost, rng = StepCost(), np.random.default_rng(seed)
+    true = np.array([0.01, 0.0005, 0.0002, 3e-7, 1e-7])
+    for number in range(num_before + 8):
+        features = random_features(rng)
+        took_s = {num_before: stall_s, num_before + 1: 1e-4}.get(number, float(features @ true))
+        cost.observe(partial(np.copy, features), took_s)
+    assert cost.decode_s(16, 16, 4000) == pytest.approx(0.01 + 16 * 0.0007 + 4000 * 3e-7, rel=0.25)
+    assert cost.chunk_s(100, 0, is_first=True) == pytest.approx(100 * 0.0005 + 5000 * 1e-7, rel=0.25)
+
+
+def test_steps_that_become_much_faster_are_learned():
+    """As if another process has ended."""
+    cost, rng = StepCost(), np.random.default_rng(2)
+    true = np.array([0.1, 0.005, 0.002, 3e-6, 1e-6])
+    for number in range(400):
+        features = random_features(rng)
+        cost.observe(partial(np.copy, features), float(features @ true) / (10 if number >= 200 else 1))
+    assert cost.decode_s(16, 16, 4000) == pytest.approx(0.01 + 16 * 0.0007 + 4000 * 3e-7, rel=0.1)
