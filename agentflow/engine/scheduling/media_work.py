@@ -26,9 +26,7 @@ from agentflow.engine.runner import MediaEncoding, MediaRunner
 
 GRACE_STEPS = 64
 MEMORY = 0.9
-"""The part of the learned cost that remains after another encoding step."""
-
-
+"""The weight that the latest slices keep after another encoding step."""
 MOST_OF_PLANNED = 1.2
 """A slice begins if it probably ends within this many times the time that was planned for all."""
 
@@ -67,7 +65,8 @@ class MediaWork:
         self._num_steps = 0
         self._fresh: dict[str, int] = {}  # the step of the last slice, until the features are used
         self._left_over: Counter[str] = Counter()  # slices that were planned and not run
-        self._flops = self._seconds = 0.0  # of the latest slices
+        # Sums over the latest slices, of their operations in a second and its square.
+        self._rates = self._squared_rates = 0.0
         self.planned: dict[str, int] = {}
         self.feature_bytes = 0
         self.pixel_bytes = 0
@@ -167,10 +166,11 @@ class MediaWork:
         return self._begun[identity].num_slices - self.planned.get(identity, 0)
 
     def slice_s(self, identity: str) -> float | None:
-        """The seconds of a slice; None: unknown."""
-        if not self._flops:
+        """The seconds of a slice; None: unknown. Fitted to the latest slices in relative terms, in which one
+        that was stalled, as the first one often is, hardly counts."""
+        if not self._rates:
             return None
-        return self._seconds / self._flops * self._begun[identity].flops_per_slice
+        return self._rates / self._squared_rates * self._begun[identity].flops_per_slice
 
     def plan(self, identity: str, count: int) -> int:
         """The step runs ``count`` more slices of the encoding. Returns how many of them no step has planned
@@ -204,8 +204,10 @@ class MediaWork:
                 failed.append((identity, error))
                 continue
             self._left_over[identity] += count - num_run
-            self._flops = MEMORY * self._flops + num_run * encoding.flops_per_slice
-            self._seconds = MEMORY * self._seconds + took_s
+            if took_s > 0:
+                rate = num_run * encoding.flops_per_slice / took_s
+                self._rates = MEMORY * self._rates + rate
+                self._squared_rates = MEMORY * self._squared_rates + rate * rate
             if not encoding.num_slices:
                 del self._begun[identity], self._left_over[identity]
                 self.num_encoded += 1

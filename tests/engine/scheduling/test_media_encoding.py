@@ -7,6 +7,7 @@ import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.fake_vision import answer_alone, prepared
@@ -246,31 +247,49 @@ def test_pictures_of_one_tenant_do_not_stretch_the_steps_of_others() -> None:
     assert decoding.num_generated > 40
 
 
+class SlowEncoding:
+    """An encoding of ten slices that has begun. ``took_s``: the time of each slice."""
+
+    def __init__(self) -> None:
+        runner = Harness(feature_bytes=1e6).runner
+        runner._on_slices = self._advance
+        self._now, self.took_s = 0.0, 1.0
+        self.media = MediaWork(runner, 1e6, clock=lambda: self._now)
+        medium = prepared(b"slow", num_bytes=9_500)
+        self.media.add(medium)
+        self.identity = medium.identity
+        assert self.media.begin(medium.identity, [])
+        assert self.media.num_left(medium.identity) == 10
+
+    def _advance(self, _: str, count: int) -> None:
+        self._now += self.took_s * count
+
+
+@pytest.mark.parametrize("stalled", [0, 3])
+def test_f37_a_slice_that_was_stalled_changes_the_time_of_slices_little(stalled: int) -> None:
+    """Weights that are read from the disk for the first time, or a machine that was paused."""
+    slow = SlowEncoding()
+    for number in range(5):
+        slow.took_s = 30.0 if number == stalled else 0.01
+        slow.media.start_step()
+        slow.media.plan(slow.identity, 1)
+        slow.media.run_planned()
+    assert slow.media.slice_s(slow.identity) == pytest.approx(0.01, rel=0.01)
+
+
 def test_an_encoding_whose_slices_take_longer_than_planned_goes_on_in_later_steps() -> None:
-    now, took_s = 0.0, 1.0
-
-    def on_slices(_: str, count: int) -> None:
-        nonlocal now
-        now += took_s * count
-
-    runner = Harness(feature_bytes=1e6).runner
-    runner._on_slices = on_slices
-    media = MediaWork(runner, 1e6, clock=lambda: now)
-    medium = prepared(b"slow", num_bytes=9_500)
-    media.add(medium)
-    identity = medium.identity
-    assert media.begin(identity, [])
-    assert media.num_left(identity) == 10
+    slow = SlowEncoding()
+    media, identity = slow.media, slow.identity
     media.start_step()
     assert media.plan(identity, 1) == 1
     media.run_planned()
     assert (media.num_left(identity), media.slice_s(identity)) == (9, 1.0)
-    took_s = 2.0
+    slow.took_s = 2.0
     media.start_step()
     assert media.plan(identity, 3) == 3  # 3 s, and two take 4 s
     media.run_planned()
     assert media.num_left(identity) == 8
-    took_s = 1.0
+    slow.took_s = 1.0
     media.start_step()
     assert media.plan(identity, 3) == 1  # two of them were planned before, and are not charged again
     media.run_planned()
