@@ -68,6 +68,8 @@ MAX_FORCED_TOKENS = 32
 scheduled in chunks, like a prompt."""
 MAX_DISPLACED = 64
 """A request may evict this many tokens that open states need next if the batch has room."""
+MAX_UNENCODED = 64
+"""A step tries no more requests after this many whose images it has no time to encode."""
 NewPolicy = Callable[[PeekCache, int, Clock], Policy]
 """Makes a policy for a scheduler with this token budget and clock."""
 POLICIES: Mapping[str, NewPolicy] = {
@@ -391,6 +393,7 @@ class Scheduler:
         draft.spare_s = self._prompt_seconds(draft)
         chunk = max(MIN_CHUNK, draft.num_free // CHUNKS_PER_STEP)
         self._admission = None
+        num_unencoded = 0
         self.waiting.start_step()
         if self._pace is not None:
             self._pace.start_step(self.running.values() if may_admit else ())
@@ -411,6 +414,8 @@ class Scheduler:
                 if (run := self._missing_run(request, draft)) is not None:
                     if not self._encode(request, run.identity, draft):
                         self._hold_back(request)
+                        num_unencoded += 1
+                        may_admit = num_unencoded < MAX_UNENCODED
                     continue
                 if not self._admit(request):
                     self._hold_back(request)

@@ -3,6 +3,7 @@ shared, chunked, preempted, aborted or dropped for room."""
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.counted_lines import counted_lines
 from support.engine.fake_vision import answer_alone, prepared
 from support.engine.scheduler_harness import Harness
 
@@ -245,6 +247,30 @@ def test_pictures_of_one_tenant_do_not_stretch_the_steps_of_others() -> None:
     assert 1 in answered  # it did not wait for the pictures, which take 1.2 s
     assert len(answered) <= 3
     assert decoding.num_generated > 40
+
+
+def test_f37_a_step_tries_few_of_the_requests_that_wait_for_the_encoding_of_their_image() -> None:
+    """However many of them wait, and other tenants' requests start."""
+    num_lines = {}
+    for num_waiting in (100, 400):
+        harness = Harness(feature_bytes=1e6, token_budget=64, max_running=64)
+        media = MediaWork(harness.runner, 1e6, clock=itertools.count(0.0, 1e-3).__next__)
+        harness.scheduler.media = harness.media = media
+        harness.add(0, [1] * 8, 100, tenant="reader")
+        for _ in range(10):
+            harness.step()
+        for number in range(num_waiting):
+            medium = prepared(b"flood %d" % number, num_bytes=30_000, num_rows=2)
+            media.add(medium)
+            run = medium.pieces[1].at(medium.identity, 1)
+            harness.add(10 + number, [7, *pseudo_tokens(run).tolist(), 7], 1, media=[run], tenant="flood")
+        harness.step()
+        other = harness.add(1, [2] * 30, 1, tenant="reader")
+        with counted_lines() as lines:
+            assert harness.scheduler.schedule() is not None
+        assert other.status is Status.RUNNING
+        num_lines[num_waiting] = lines.num
+    assert num_lines[400] < 1.2 * num_lines[100]
 
 
 class SlowEncoding:
