@@ -45,6 +45,7 @@ ROOMS = {
     "protocol": (
         "constraint",
         "schema_walk",
+        "schema_references",
         "hoisting",
         "bounds",
         "grammars",

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
+
+SchemaPath: TypeAlias = tuple[str, ...]
+"""The keys that lead to a part of a schema."""
 
 HOLD_A_SCHEMA: Final = (
     "additionalProperties",
@@ -136,6 +140,11 @@ FORMATS: Final = frozenset([*PATTERN_OF_FORMAT, "email", "hostname", "ipv4", "ip
 """All formats. For formats without a pattern here, llguidance has grammars."""
 
 _MOST_REFERENCES: Final = 8
+_ALONE: Final = ANNOTATIONS | {"$ref"}
+
+
+_HOLD_SCHEMAS: Final = frozenset([*HOLD_A_SCHEMA, *HOLD_A_LIST, *HOLD_NAMED])
+"""Most schemas have none of these keywords."""
 
 
 def inner_schemas(schema: Mapping[str, Any]) -> list[Any]:
@@ -144,9 +153,24 @@ def inner_schemas(schema: Mapping[str, Any]) -> list[Any]:
     >>> inner_schemas({"type": "array", "items": {"type": "null"}, "anyOf": [True]})
     [{'type': 'null'}, True]
     """
-    inner = [schema[key] for key in HOLD_A_SCHEMA if key in schema]
-    inner += [one for key in HOLD_A_LIST if isinstance(schema.get(key), list) for one in schema[key]]
-    inner += [one for key in HOLD_NAMED if isinstance(schema.get(key), dict) for one in schema[key].values()]
+    return [one for _, one in inner_with_paths(schema)]
+
+
+def inner_with_paths(schema: Mapping[str, Any]) -> list[tuple[SchemaPath, Any]]:
+    """The same, each with the keys that lead to it.
+
+    >>> inner_with_paths({"type": "array", "items": {"type": "null"}, "anyOf": [True]})
+    [(('items',), {'type': 'null'}), (('anyOf', '0'), True)]
+    """
+    if _HOLD_SCHEMAS.isdisjoint(schema):
+        return []
+    inner: list[tuple[SchemaPath, Any]] = [((key,), schema[key]) for key in HOLD_A_SCHEMA if key in schema]
+    for key in HOLD_A_LIST:
+        if isinstance(listed := schema.get(key), list):
+            inner += [((key, str(number)), one) for number, one in enumerate(listed)]
+    for key in HOLD_NAMED:
+        if isinstance(named := schema.get(key), dict):
+            inner += [((key, name), one) for name, one in named.items()]
     return inner
 
 
@@ -160,18 +184,41 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
             pending += inner_schemas(part)
 
 
+def pointer_steps(reference: object) -> SchemaPath | None:
+    """The keys to which a reference leads from the root of its schema. None if it is not a JSON pointer.
+
+    >>> pointer_steps("#/$defs/a~1b"), pointer_steps("#"), pointer_steps("other.json")
+    (('$defs', 'a/b'), (), None)
+    """
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    steps = unquote(reference[1:]).split("/")[1:]
+    return tuple([step.replace("~1", "/").replace("~0", "~") for step in steps])
+
+
+def find_part(path: SchemaPath, root: Any) -> Any:
+    """The part of ``root`` to which the keys lead; None if there is none."""
+    part = root
+    for step in path:
+        if isinstance(part, list) and step.isdecimal() and int(step) < len(part):
+            part = part[int(step)]
+        elif isinstance(part, dict) and step in part:
+            part = part[step]
+        else:
+            return None
+    return part
+
+
 def resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """The schema, or the definition of ``root`` that it refers to. Empty if it is not an object, refers to
-    something else, or is at the end of a long chain of references."""
-    for _ in range(_MOST_REFERENCES):
+    """The schema, or the part of ``root`` that it refers to, if need be by references that say nothing else.
+    Empty if it is not an object, refers to something else, or is at the end of a long chain of references."""
+    for number in range(_MOST_REFERENCES):
         if not isinstance(schema, dict):
             return {}
-        reference = schema.get("$ref")
-        if not isinstance(reference, str) or not isinstance(root, dict):
+        if not isinstance(reference := schema.get("$ref"), str) or (number and schema.keys() - _ALONE):
             return schema
-        holder, _, name = reference.removeprefix("#/").rpartition("/")
-        definitions = root.get(holder) if holder in ("$defs", "definitions") else None
-        schema = definitions.get(name) if isinstance(definitions, dict) else None
+        path = pointer_steps(reference)
+        schema = None if path is None else find_part(path, root)
     return {}
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from agentflow.errors import NotSupported
-from agentflow.protocol.schema_walk import subschemas
+from agentflow.protocol.schema_walk import resolved, subschemas
 
 MEMBER = "value"
 """The member that holds a value which is not an object."""
@@ -87,7 +87,7 @@ def strict_schema(schema: dict[str, Any]) -> StrictSchema:
     ({'value': {'type': 'integer'}}, '12')
     """
     root = copy.deepcopy(schema)
-    if root.keys() <= {"$ref", "$defs", "definitions"} and (target := _resolved(root, root)):
+    if root.keys() <= {"$ref", "$defs", "definitions"} and (target := resolved(root, root)):
         root = {**target, **{key: part for key, part in root.items() if key != "$ref"}}
     if root.get("type") == "object" and "anyOf" not in root and "oneOf" not in root and "$ref" not in root:
         return StrictSchema(_narrowed(root, root), None)
@@ -189,25 +189,13 @@ def _narrowed(schema: Any, root: dict[str, Any]) -> Any:
 
 def _exclude_each_other(options: list[Any], root: dict[str, Any]) -> bool:
     """Whether one member has another constant in each option."""
-    members = [_resolved(option, root).get("properties", {}) for option in options]
+    members = [resolved(option, root).get("properties", {}) for option in options]
     for name in members[0] if members else ():
         parts = [part.get(name) for part in members]
         if all(isinstance(part, dict) and "const" in part for part in parts):
             constants = [repr(part["const"]) for part in parts]
             return len(set(constants)) == len(constants)
     return False
-
-
-def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(schema, dict):
-        return {}
-    reference = schema.get("$ref")
-    if not isinstance(reference, str):
-        return schema
-    found: Any = root
-    for key in reference.removeprefix("#/").split("/"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
 
 
 def _refers_to_root(schema: Any) -> bool:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
-from urllib.parse import unquote
 
 from agentflow.engine.grammar.json_scalars import (
     BOOLEAN,
@@ -26,7 +25,14 @@ from agentflow.engine.grammar.json_scalars import (
 )
 from agentflow.engine.grammar.regex import EMPTY, Alternation, CharSet, Concatenation, Regex, Repeat, literal
 from agentflow.protocol.constraint import Whitespace
-from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS, KEYWORDS_OF_TYPE, has_type
+from agentflow.protocol.schema_walk import (
+    ALL_TYPED,
+    ANNOTATIONS,
+    KEYWORDS_OF_TYPE,
+    find_part,
+    has_type,
+    pointer_steps,
+)
 
 FREE_WHITESPACE_CHARS: Final = 16
 """The limit at one place, so that a model cannot generate whitespace forever."""
@@ -109,7 +115,7 @@ class _NotRegular(Exception):
 
 
 def schema_to_regex(schema: object, whitespace: Whitespace) -> Regex | None:
-    """Returns the texts of values that are valid under ``schema`` (as ``json.loads`` returns it). None if
+    """Returns the texts of values that are valid under ``schema``, whose references are pointers. None if
     they are not a regular language, the expression is too large, or a keyword is not supported here.
 
     >>> schema_to_regex({"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "compact")
@@ -185,21 +191,12 @@ class _SchemaReader:
         return _union([_needed(regex) for regex in found])
 
     def _reference(self, reference: object) -> Regex:
-        if not isinstance(reference, str) or not reference.startswith("#/") or reference in self._open:
+        path = pointer_steps(reference)
+        if not isinstance(reference, str) or not path or reference in self._open:
             raise _NotRegular
         if reference not in self._of_reference:
-            target: Any = self._root
-            for step in unquote(reference[2:]).split("/"):
-                name = step.replace("~1", "/").replace("~0", "~")
-                if (
-                    not isinstance(target, dict)
-                    or name not in target
-                    or (target is not self._root and "$id" in target)
-                ):
-                    raise _NotRegular
-                target = target[name]
             self._open.append(reference)
-            self._of_reference[reference] = self.regex(target)
+            self._of_reference[reference] = self.regex(find_part(path, self._root))
             self._open.pop()
         return self._of_reference[reference]
 

@@ -487,8 +487,6 @@ def _explained(message: str) -> str:
         return f"$ref refers to '#{pointer[1]}', which is not in the schema"
     if resource := re.match(r"Resource '(.*)' is not present", about):
         return f"{resource[1]!r} is not in the schema and is not fetched: write it into $defs"
-    if base := re.search(r"against '(.*)': base URI/IRI with fragment", about):
-        return f"$id {base[1]!r} has a fragment: from draft 2019-09 on, write $anchor"
     if about.startswith("oneOf constraints"):
         return "oneOf is supported only if its options exclude each other by a type or a required constant"
     return about

@@ -18,6 +18,7 @@ from agentflow.engine.grammar.compiler.dead_ends import check_writable, drop_nam
 from agentflow.engine.grammar.json_scalars import MOST_INTEGER, MOST_NUMBER
 from agentflow.engine.grammar.json_schema import IN_PLACE
 from agentflow.errors import BadArgument
+from agentflow.protocol.schema_references import point_references
 from agentflow.protocol.schema_walk import (
     ANNOTATIONS,
     FORMATS,
@@ -26,17 +27,16 @@ from agentflow.protocol.schema_walk import (
     HOLD_NAMED,
     PATTERN_OF_FORMAT,
     TYPES,
+    SchemaPath,
     canonical_text,
+    find_part,
     has_type,
+    inner_with_paths,
+    pointer_steps,
     resolved,
 )
 
 Schema = dict[str, Any]
-SchemaPath = tuple[str, ...]
-"""The keys that lead to a part of a schema."""
-
-_HOLD_SCHEMAS: Final = frozenset([*HOLD_A_SCHEMA, *HOLD_A_LIST, *HOLD_NAMED])
-"""Most schemas have none of these keywords."""
 
 ANY_VALUE: Final = "agentflow:any-value"
 """The definition's name and absolute URI: no ``$id`` around a reference changes its target."""
@@ -63,8 +63,6 @@ def define_any_value(root: Schema, subschemas: Iterable[Schema]) -> None:
 
 
 def _replace_true(schema: Schema) -> None:
-    if _HOLD_SCHEMAS.isdisjoint(schema):
-        return
     for key in HOLD_A_SCHEMA:
         if schema.get(key) is True:
             schema[key] = {"$ref": ANY_VALUE}
@@ -112,13 +110,13 @@ def endless_references(root: Schema) -> set[str]:
 
 
 def _targets(root: Schema) -> dict[str, Any]:
-    """Returns the possible targets of references."""
-    targets: dict[str, Any] = {"#": root}
-    for holder in ("$defs", "definitions"):
-        named = root.get(holder)
-        if isinstance(named, dict):
-            targets |= {f"#/{holder}/{name}": schema for name, schema in named.items()}
-    return targets
+    """Returns the targets of the references in the schema, and the root."""
+    references = {schema["$ref"]: None for _, schema in subschemas_with_paths(root) if "$ref" in schema}
+    return {
+        reference: find_part(path, root)
+        for reference in ("#", *references)
+        if (path := pointer_steps(reference)) is not None
+    }
 
 
 def _is_finite(schema: Any, endless: Set[str]) -> bool:
@@ -150,7 +148,8 @@ MOST_DEPTH: Final = 60
 
 
 def parse_schema(source: str) -> Schema:
-    """Returns the schema of a JSON text. Raises ``BadArgument`` if it is not the text of a schema."""
+    """Returns the schema of a JSON text, its references as pointers. Raises ``BadArgument`` if it is not the
+    text of a schema."""
     try:
         schema = json.loads(source, parse_constant=_no_constant)
         source.encode()
@@ -164,6 +163,7 @@ def parse_schema(source: str) -> Schema:
     if not isinstance(schema, dict):
         raise BadArgument(f"schema: must be an object that some value satisfies, not {source[:40]}")
     schema.pop("x-guidance", None)  # the library's options are not for users to set
+    point_references(schema)
     return schema
 
 
@@ -307,22 +307,7 @@ def subschemas_with_paths(schema: Any, path: SchemaPath = ()) -> Iterator[tuple[
         if depth > MOST_DEPTH:
             raise BadArgument(f"schema: nests deeper than {MOST_DEPTH}")
         yield path, schema
-        if not _HOLD_SCHEMAS.isdisjoint(schema):
-            pending += reversed([(one, (*path, *keys), depth + 1) for keys, one in _inner_schemas(schema)])
-
-
-def _inner_schemas(schema: Schema) -> Iterator[tuple[SchemaPath, Any]]:
-    for key in HOLD_A_SCHEMA:
-        if key in schema:
-            yield (key,), schema[key]
-    for key in HOLD_A_LIST:
-        if isinstance(listed := schema.get(key), list):
-            for number, one in enumerate(listed):
-                yield (key, str(number)), one
-    for key in HOLD_NAMED:
-        if isinstance(named := schema.get(key), dict):
-            for name, one in named.items():
-                yield (key, name), one
+        pending += reversed([(one, (*path, *keys), depth + 1) for keys, one in inner_with_paths(schema)])
 
 
 def _applies_in_place(schema: Schema) -> bool:
@@ -416,6 +401,8 @@ def _find_values(schema: Any, root: Schema) -> list[Any] | None:
     """Returns the different values of a schema; None if there are many."""
     found = resolved(schema, root)
     keywords = set(found) - ANNOTATIONS
+    if found is not schema and isinstance(schema, dict) and set(schema) - ANNOTATIONS != {"$ref"}:
+        return None
     if keywords <= {"const", "type"} and "const" in keywords:
         values = [found["const"]]
     elif keywords <= {"enum", "type"} and "enum" in keywords:

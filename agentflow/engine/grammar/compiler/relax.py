@@ -19,7 +19,6 @@ import msgspec
 from agentflow.engine.grammar.compiler.explicit_schema import (
     MOST_UNIQUE_LISTS,
     Schema,
-    SchemaPath,
     check_schema,
     exclude_each_other,
     least_members,
@@ -36,6 +35,7 @@ from agentflow.engine.grammar.compiler.messages import (
 from agentflow.errors import AgentflowError, BadArgument, RequestRefused
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.hoisting import definition_name, definition_place
+from agentflow.protocol.schema_walk import SchemaPath, find_part, pointer_steps
 
 Compiles: TypeAlias = Callable[[Schema], bool]
 """Whether a schema compiles."""
@@ -75,17 +75,16 @@ def relax(root: Schema, start: Schema | None = None, base: SchemaPath = ()) -> l
     ([('uniqueItems',)], {'type': 'array', 'items': {'type': 'string'}})
     """
     found: list[SchemaPath] = []
-    has_ids = any("$id" in one or "id" in one for _, one in subschemas_with_paths(root))
     for path, schema in list(subschemas_with_paths(root if start is None else start, base)):
         for key in [key for key in _NEVER_KEPT if key in schema]:
             del schema[key]
             found.append((*path, key))
-        for key in _unkept(schema, root, has_ids=has_ids):
+        for key in _unkept(schema, root):
             found.append((*path, key))
     return found
 
 
-def _unkept(schema: Schema, root: Schema, *, has_ids: bool) -> Iterator[str]:
+def _unkept(schema: Schema, root: Schema) -> Iterator[str]:
     """Relaxes the keywords that can be enforced in some schemas only. Yields the relaxed ones."""
     if schema.get("uniqueItems") is True and unique_lists(schema, root) is None:
         del schema["uniqueItems"]
@@ -101,28 +100,11 @@ def _unkept(schema: Schema, root: Schema, *, has_ids: bool) -> Iterator[str]:
     if isinstance(pattern, str) and (looser := without_look_arounds(pattern)) != pattern:
         schema["pattern"] = looser
         yield "pattern"
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and not has_ids and not _is_inside(reference, root):
-        del schema["$ref"]
-        yield "$ref"
-
-
-def _is_inside(reference: str, root: Schema) -> bool:
-    """Whether the schema has the target of the reference. True for the name of an anchor, which may exist."""
-    if not reference.startswith("#"):
-        return reference == ""
-    if not reference.startswith("#/"):
-        return True
-    target: Any = root
-    for step in reference[2:].split("/"):
-        name = step.replace("%25", "%").replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and name.isdigit() and int(name) < len(target):
-            target = target[int(name)]
-        elif isinstance(target, dict) and name in target:
-            target = target[name]
-        else:
-            return "%" in reference  # the library decodes it
-    return isinstance(target, dict | bool)
+    if isinstance(schema.get("$ref"), str):
+        path = pointer_steps(schema["$ref"])
+        if path is None or not isinstance(find_part(path, root), dict | bool):
+            del schema["$ref"]
+            yield "$ref"
 
 
 def without_look_arounds(pattern: str) -> str:
