@@ -44,9 +44,10 @@ ANNOTATIONS: Final = frozenset(
         "contentEncoding",
         "contentMediaType",
         "contentSchema",
+        "nullable",
     ]
 )
-"""Keywords that constrain nothing."""
+"""Keywords that constrain nothing, with OpenAPI's."""
 
 _OF_NUMBERS: Final = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
 
@@ -96,9 +97,9 @@ KEYWORDS: Final = (
     ANNOTATIONS
     | ALL_TYPED
     | {"type", "enum", "const", "$ref", "$anchor", "$dynamicRef", "$dynamicAnchor", "$vocabulary", "id"}
-    | {*HOLD_A_SCHEMA, *HOLD_A_LIST, *HOLD_NAMED, "nullable"}
+    | {*HOLD_A_SCHEMA, *HOLD_A_LIST, *HOLD_NAMED, "$recursiveRef"}
 )
-"""All keywords, from draft 4 to 2020-12, and OpenAPI's."""
+"""All keywords that readers may not ignore, from draft 4 to 2020-12, and ``ANNOTATIONS``."""
 
 _LEAP_YEAR: Final = (
     "(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])"  # every fourth year except centuries

@@ -199,7 +199,7 @@ def _id(call_id: str, dialect: ToolDialect, mark: MarkText) -> str:
 _SCHEMA_WORDS = frozenset(
     {"", "type", *TYPES, *ALL_TYPED, *ANNOTATIONS}
     | {"properties", "required", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs"}
-    | {"additionalProperties", "description", "title", "default", "format", "nullable"}
+    | {"additionalProperties", "description", "title", "default", "format"}
 )
 
 

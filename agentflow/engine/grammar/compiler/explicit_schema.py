@@ -25,6 +25,7 @@ from agentflow.protocol.schema_walk import (
     HOLD_A_LIST,
     HOLD_A_SCHEMA,
     HOLD_NAMED,
+    KEYWORDS,
     PATTERN_OF_FORMAT,
     TYPES,
     SchemaPath,
@@ -37,6 +38,8 @@ from agentflow.protocol.schema_walk import (
 )
 
 Schema = dict[str, Any]
+
+_ANNOTATIONS_OF_VALUES: Final = ANNOTATIONS - {"$schema", "$defs", "definitions"}
 
 ANY_VALUE: Final = "agentflow:any-value"
 """The definition's name and absolute URI: no ``$id`` around a reference changes its target."""
@@ -197,6 +200,9 @@ def explicit(schema: Schema) -> Schema:
             kept = {key: value for key, value in sub.items() if key in ANNOTATIONS}
             sub.clear()
             sub |= {**kept, "enum": lists}
+    for sub in subschemas:
+        if "$ref" in sub and "type" in sub and sub["type"] == resolved(sub, schema).get("type"):
+            del sub["type"]  # the library refuses it if the reference is recursive
     is_flat = not any(_applies_in_place(sub) for sub in subschemas)
     for sub in subschemas:
         _bound_numbers(sub)
@@ -318,9 +324,10 @@ def _applies_in_place(schema: Schema) -> bool:
 
 
 def _drop_what_says_nothing(schema: Schema) -> None:
-    for key, value in (("uniqueItems", False), ("unevaluatedProperties", True), ("unevaluatedItems", True)):
-        if schema.get(key) is value:
-            del schema[key]
+    # The library knows few annotations, and takes the others for keywords that restrict a reference.
+    says_nothing = _ANNOTATIONS_OF_VALUES if "$ref" in schema else frozenset()
+    for key in [key for key in schema if key not in KEYWORDS or key in says_nothing]:
+        del schema[key]
     if schema.get("propertyNames") in ({}, {"type": "string"}, True):
         del schema["propertyNames"]
     if isinstance(name := schema.get("format"), str) and name not in FORMATS:
@@ -338,6 +345,9 @@ def _drop_what_says_nothing(schema: Schema) -> None:
         for key, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if key in schema and plain not in schema and "contains" not in schema:
                 schema[plain] = schema.pop(key)
+    for key, value in (("uniqueItems", False), ("unevaluatedProperties", True), ("unevaluatedItems", True)):
+        if schema.get(key) is value:
+            del schema[key]
     for key, value in list(schema.items()):
         if key.startswith(("min", "max")) and isinstance(value, float) and value == int(value):
             schema[key] = int(value)

@@ -55,6 +55,7 @@ _NEVER_KEPT: Final[tuple[str, ...]] = (
     "unevaluatedItems",
     "unevaluatedProperties",
     "$dynamicRef",
+    "$recursiveRef",
 )
 _WHY: Final = {
     "uniqueItems": f"is supported for items of few values only (at most {MOST_UNIQUE_LISTS} lists)",

@@ -150,6 +150,25 @@ def test_members_that_are_declared_are_all_there_are_in_either_form():
     assert takes(compiled("schema", json.dumps(asked_for)), '{"a": 1, "c": 1}')
 
 
+@pytest.mark.parametrize(
+    "extra", [{"nullable": True}, {"deprecated": True}, {"x-order": {"a": 1}}, {"type": "object"}]
+)
+def test_f37_words_that_say_nothing_change_nothing(extra):
+    """Next to a recursive reference, where the library refuses them, and in a schema for a DFA."""
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/N", **extra}}}
+    schema = {"$ref": "#/$defs/N", "$defs": {"N": node}, **extra}
+    assert takes(compiled("schema", json.dumps(schema)), '{"next": {"next": {}}}')
+    options = [{"type": "object", "properties": {"a": {"type": "null"}}, **extra}, {"const": 1}]
+    constraint = compiled("schema", json.dumps({"anyOf": options, **(extra if "type" not in extra else {})}))
+    assert constraint.form == "dfa"
+    assert not takes(constraint, '{"b": 1}')
+
+
+def test_f37_unevaluated_members_may_be_allowed():
+    schema = {"properties": {"a": {"type": "null"}}, "unevaluatedProperties": True, "type": "object"}
+    assert takes(compiled("schema", json.dumps(schema)), '{"a": null, "b": 1}')
+
+
 def test_numbers_are_bounded_in_either_form():
     for schema in ({"type": "integer"}, {"type": "array", "items": {"type": "integer", "minimum": 7}}):
         constraint = compiled("schema", json.dumps(schema))
@@ -240,6 +259,7 @@ def test_no_declared_name_is_written_twice():
         ('{"contains": {"const": 1}}', "schema: contains is not supported"),
         ('{"if": {"type": "null"}, "then": {}}', "schema: if is not supported"),
         ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf is supported only if"),
+        ('{"$recursiveRef": "#"}', "schema: $recursiveRef is not supported"),
         ('{"$ref": "other.json"}', "$ref refers to 'other.json', which is not in the schema"),
         ('{"type": "string", "pattern": "a(?=b)"}', "pattern is supported without look-arounds only"),
         ('{"minProperties": 2}', "minProperties above 1 needs"),
