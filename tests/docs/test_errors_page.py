@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 from support.docs import health_refusals, http_refusals, op_refusals, session_refusals
+from support.docs.page_blocks import ROOT
 from support.server.apis import CHAT, MESSAGES
 from support.server.module_servers import module_server
 
@@ -51,6 +53,30 @@ def test_each_row_is_tested_and_says_what_to_do(rows, causes, num_cells):
     for cells in rows.values():
         assert len(cells) == num_cells
         assert cells[-1].endswith(".")
+
+
+def test_f37_each_code_that_the_server_sends_is_listed() -> None:
+    folder = ROOT / "agentflow" / "server"
+    sent: set[tuple[int, str]] = set()
+    of_gateway: set[tuple[int, str]] = set()
+    for file in folder.rglob("*.py"):
+        found = of_gateway if folder / "gateway" in file.parents else sent
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(
+                    func=ast.Name("ApiError"),
+                    args=[ast.Constant(int(status)), ast.Constant(str(code)), *_],
+                ):
+                    found.add((status, code))
+    listed = {
+        (int(status), code)
+        for cell, *_ in HTTP.values()
+        for status, code in re.findall(r"^(\d+) `\w+` `(\w+)`$", cell)
+    }
+    gateway = {(int(cells[0][:3]), code) for code, cells in table("A gateway").items()}
+    assert len(sent) > 20
+    assert sent - listed == set()
+    assert gateway <= of_gateway <= gateway | listed
 
 
 @pytest.mark.parametrize("cause", HTTP)

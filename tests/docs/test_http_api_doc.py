@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from agentflow.engine.request import MAX_PRIORITY
+from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS
+from agentflow.protocol.constraint import MAX_SOURCE_CHARS
 from agentflow.server.compatible.fields import MAX_MESSAGES
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
 from agentflow.server.openai.completions import TextRequest
@@ -90,3 +92,17 @@ def test_priority_has_its_range() -> None:
 def test_tokenize(kind: type[msgspec.Struct]) -> None:
     named = set(re.findall(r"`(\w+)`", SECTIONS["POST /tokenize"]))
     assert fields(kind) <= named
+
+
+@pytest.mark.parametrize("page", ["http-api.md", "errors.md"])
+def test_f37_the_sizes_are_the_bounds(page: str) -> None:
+    text = " ".join((PAGES / page).read_text(encoding="utf-8").split())
+    inner = f"{OBJECT_BOUNDS.parts:,} objects, lists and strings and {(OBJECT_BOUNDS.bytes or 0) // 10**6} MB"
+    assert inner in text
+    assert f"{BODY_BOUNDS.parts:,} objects, lists and strings (including member names)" in text
+    assert f" {BODY_BOUNDS.values:,} values" in text
+    assert f" {BODY_BOUNDS.escapes:,} backslash escapes" in text
+    assert f" {BODY_BOUNDS.wide_bytes:,} bytes of characters beyond ASCII" in text
+    if page == "http-api.md":
+        assert f"nest {OBJECT_BOUNDS.depth} deep" in text
+        assert f"a schema has at most {MAX_SOURCE_CHARS:,} characters" in text

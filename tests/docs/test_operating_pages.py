@@ -130,3 +130,21 @@ def test_f37_the_flags_of_commands_on_all_pages_exist() -> None:
     ]
     assert len(shown) > 30
     assert [(name, flag) for name, flag in shown if flag not in known[name]] == []
+
+
+UNITS = {"": 1, " kB": 1e3, " MB": 1e6, " GB": 1e9}
+
+
+def test_f37_the_defaults_in_parentheses_are_the_settings() -> None:
+    known = {setting.name: setting.default for setting in SETTINGS}
+    shown = [
+        (page.name, name, float(number.replace(",", "")) * UNITS[unit])
+        for page in PAGES
+        for name, number, unit in re.findall(
+            r"`(\w+)` \((\d[\d,.]*)( [kMG]B)?(?: s)?[);]", page.read_text(encoding="utf-8")
+        )
+        if name in known
+    ]
+    statuses = {(page, name, number) for page, name, number in shown if number in (408, 413)}
+    assert len(shown) > 15
+    assert [one for one in shown if one not in statuses and known[one[1]] != one[2]] == []

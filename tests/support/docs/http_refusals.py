@@ -272,6 +272,14 @@ def an_unknown_conversation(server: ApiServer, api: Api) -> Response:
     return unknown
 
 
+def an_unknown_item(server: ApiServer, api: Api) -> Response:
+    made = httpx2.post(f"{server.url}/v1/conversations", json={}).json()
+    unknown = response_to(server, api, method="GET", path=f"/v1/conversations/{made['id']}/items/msg_1")
+    body = {"model": MODEL, "input": [{"type": "item_reference", "id": "msg_1"}]}
+    assert response_to(server, api, body, path="/v1/responses") == unknown
+    return unknown
+
+
 def of_program(refused: Callable[[ApiServer, Api, str], Response], **limits: Any) -> Refused:
     """An error of a new program, whose path ``refused`` is given."""
 
@@ -348,6 +356,7 @@ REFUSED: dict[str, Refused] = {
     "unknown_model": a_model_that_is_not_mine,
     "unknown_response": getting("/v1/responses/resp_1"),
     "unknown_conversation": only(CHAT, an_unknown_conversation),
+    "unknown_item": only(CHAT, an_unknown_item),
     "unknown_program": getting("/v1/programs/prog_1/variables/x"),
     "unknown_variable": of_program(an_unknown_variable),
     "failed_variable": of_program(a_failed_variable),
@@ -402,6 +411,15 @@ REFUSED: dict[str, Refused] = {
     "internal_error": sending(on=another(tenants=BrokenTenants())),
     "forbidden_origin": sending(headers={"Origin": "http://elsewhere.example"}),
     "unknown_host": sending(on=another(hosts=("127.0.0.1",)), headers={"Host": "elsewhere.example"}),
+    "adapters_forbidden": only(
+        CHAT, sending(lambda _: {"lora_name": "a", "lora_path": "a"}, path="/v1/load_lora_adapter")
+    ),
+    "replicas_forbidden": only(
+        CHAT, sending(lambda _: None, on=keyed(), method="GET", path="/v1/replicas", headers=BEARER)
+    ),
+    "drain_forbidden": only(
+        CHAT, sending(lambda _: None, on=keyed(), path="/v1/replicas/0/drain", headers=BEARER)
+    ),
     "too_many_connections": too_many_connections,
     "too_many_connections_per_address": too_many_of_one_address,
     "no_request": no_request,
