@@ -11,6 +11,7 @@ import pytest
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS
+from agentflow.server.app import ENDPOINTS
 from agentflow.server.compatible.fields import MAX_MESSAGES
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
 from agentflow.server.openai.completions import TextRequest
@@ -39,6 +40,13 @@ def in_tables(section: str) -> set[str]:
 def in_list(section: str) -> list[str]:
     """Its points."""
     return re.findall(r"^- (.*(?:\n  .*)*)", section, re.MULTILINE)
+
+
+def test_f37_every_endpoint_is_on_a_page() -> None:
+    pages = [page.read_text(encoding="utf-8") for page in PAGES.glob("*.md")]
+    spans = {span for page in pages for span in re.findall(r"`([^`\n]+)`", page)}
+    named = {word.partition("?")[0] for span in spans for word in re.split(r"[ ,]+", span)}
+    assert {path for one in ENDPOINTS if (path := one.partition(" ")[2]) not in named} == set()
 
 
 def test_chat_completions() -> None:
