@@ -17,6 +17,7 @@ from agentflow.engine.store.gguf.architectures import ARCHITECTURES
 from agentflow.runtime.declared import allowed_values
 from agentflow.server.config.config import read_config_file
 from agentflow.server.config.schema import Setting, all_settings, model_settings
+from agentflow.server.http.call import _ENGINE_FIELDS
 from agentflow.server.tenants.keys import read_keys_file
 
 SETTINGS = list(all_settings().values())
@@ -71,6 +72,12 @@ def test_the_keys_file_can_be_read(tmp_path: Path) -> None:
     file.write_text(block_of("tenants.md").replace("5e88…", "5e" * 32), encoding="utf-8")
     [tenant] = read_keys_file(file).values()
     assert (tenant.name, tenant.weight) == ("alice", 2.0)
+
+
+def test_f37_the_fields_that_models_behind_apis_reject_are_named() -> None:
+    page = (DOCS / "operating" / "serving-apis.md").read_text(encoding="utf-8")
+    item = page.partition("\n- Parameters that need an engine")[2].partition("\n- ")[0]
+    assert set(_ENGINE_FIELDS) - set(re.findall(r"`(\w+)", item)) == set()
 
 
 def test_the_metrics_are_those_of_the_reference() -> None:
