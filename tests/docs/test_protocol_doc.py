@@ -26,6 +26,7 @@ from agentflow.protocol.chat import (
 )
 from agentflow.protocol.events import ErrorInfo, Event
 from agentflow.protocol.images import Image, PlacedImage
+from agentflow.protocol.op_table import OPS as TABLE
 from agentflow.protocol.text import transform
 from agentflow.protocol.wire import ClientFrame, ServerFrame
 from agentflow.runtime import generator
@@ -124,6 +125,19 @@ def test_every_example_is_what_it_shows(struct: type[msgspec.Struct]) -> None:
         assert isinstance(decoded, struct)
 
 
+def test_f37_the_parts_that_are_sent_complete_are_named() -> None:
+    complete = re.search(
+        r"omit fields that have their default value, except in (.*?), which", PAGE, re.DOTALL
+    )
+    assert complete is not None
+    assert re.findall(r"\[(\w+)\]", complete[1]) == [
+        struct.__name__
+        for struct in (*FRAMES, *OPS, *EVENTS, *PARTS)
+        if not (struct.__struct_config__.omit_defaults or struct.__struct_config__.array_like)
+        and any(not field.required for field in msgspec.structs.fields(struct))
+    ]
+
+
 def test_nothing_is_documented_that_does_not_exist() -> None:
     chapters = _chapters()
     for chapter, structs in (("Frames", FRAMES), ("Ops", OPS), ("Events", EVENTS), ("Parts", PARTS)):
@@ -136,6 +150,15 @@ def test_the_example_of_a_reply_is_one() -> None:
     assert (said.text, [call.name for call in said.tool_calls]) == ("I look it up.", ["weather"])
     writer = ReplyWriter()
     assert writer.push(ReplyReader().push(example)) + writer.finish() == example
+
+
+def test_f37_the_lists_of_ops_are_those_of_the_table() -> None:
+    listed = _section(ops.SubmitGraph).partition("The graph may contain ")[2].partition("at most")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == {_tag(op) for op, spec in TABLE.items() if spec.in_graph}
+    [uncounted] = re.findall(r"not counting (.*?) \|$", _section(ErrorInfo), flags=re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", uncounted)) == {
+        _tag(op) for op, spec in TABLE.items() if "state" in op.__struct_fields__ and not spec.is_numbered
+    }
 
 
 def test_the_version_and_the_address_are_those_of_the_code() -> None:

@@ -634,8 +634,8 @@ export interface ExpectOp {
 
 /**
  * Provides the text of an expected variable, whole or in parts, or an error instead. Takes effect
- * immediately; ignored if the variable or its state has ended. `protocol_error` for a variable that no
- * `expect` declared.
+ * immediately; ignored if the variable has ended, or if there is none with this number, such as after a
+ * `close`. `protocol_error` for a variable that another op than `expect` declared.
  */
 export interface ProvideOp {
   op: "provide";
@@ -658,7 +658,7 @@ export interface ErrorInfo {
   /** The state whose op failed. */
   state?: number | null;
   /**
-   * The number of the op in that state, from 1, not counting `open`, `done`, `expect`, `limit`,
+   * The number of the op in that state, from 1, not counting `open`, `submit`, `done`, `expect`, `limit`,
    * `taskgroup`, `seal`, `await`, `cancel` and `close`.
    */
   op?: number | null;
@@ -894,7 +894,7 @@ export interface ValueEvent {
   text: string;
   /**
    * `eos`, `stop` or `length`; for a select `choice`, for a decide `decided`, for other variables `set`,
-   * `read` or `provided`.
+   * `read`, `embedded`, `done` or `provided`.
    */
   finish_reason: string;
   usage: Usage;

@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from anyio.from_thread import start_blocking_portal
 from support.api_errors import gated
 from support.api_server import VENDOR, ApiServer, api_server
+from support.apis import openai_answers
+from support.apis.fake_server import fake_server
 from support.chat_template_shapes import INST
 from support.docs.http_refusals import LOUD, Opened, another
 from support.fake_engine import FakeEngine
@@ -18,6 +21,7 @@ from support.server.apis import CHAT
 from support.session_errors import ASK, OPEN, Session, gen, text
 from support.session_errors import session as session_on
 
+from agentflow.backends.apis.openai import OpenAI
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -111,9 +115,20 @@ def used_up(setting: str) -> Fails:
 
 def used_up_costs(_: ApiServer) -> str:
     with spent() as server, session_on(server, key=KEY) as session:
-        session.ops(
-            {**OPEN, "model": VENDOR}, *turn("user"), {"op": "begin", "state": 1, "role": "assistant"}, gen()
-        )
+        session.ops({**OPEN, "model": VENDOR}, *ASKED, gen())
+        return session.failure()
+
+
+def an_invalid_answer(_: ApiServer) -> str:
+    with (
+        start_blocking_portal("asyncio") as portal,
+        portal.wrap_async_context_manager(
+            fake_server(lambda request: openai_answers.text_stream("no number"))
+        ) as api,
+        api_server(vendor=OpenAI("gpt-4.1-mini", base_url=f"{api.url}/v1", api_key="k")) as server,
+        session_on(server) as session,
+    ):
+        session.ops({**OPEN, "model": VENDOR}, *ASKED, constrained("schema", '{"type": "integer"}'))
         return session.failure()
 
 
@@ -169,6 +184,7 @@ def constrained(kind: str, source: str) -> dict[str, Any]:
     return gen(constraint={"kind": kind, "source": source})
 
 
+ASKED = (*turn("user"), {"op": "begin", "state": 1, "role": "assistant"})
 SET = {"op": "set", "state": 1, "var": 3, "name": "text", "parts": ["no JSON"]}
 IN_JSON = {"op": "ref", "var": 3, "transforms": [["json", "score"]]}
 IMAGE = {"op": "image", "state": 1, "source": "https://example.com/a.png"}
@@ -213,6 +229,7 @@ FAILURES: dict[str, Fails] = {
         on=another(constraints=True, compile_limits=CompileLimits(compiled_bytes=1)),
     ),
     "constraints_unsupported": ops(*ASK, constrained("regex", "a"), on=another()),
+    "unknown_model": ops({**OPEN, "model": "nowhere"}, state=1),
     "sealed_state": ops(*ASK, SEAL, gen()),
     "deadline_exceeded": ops(*ASK, {"op": "limit", "state": 1, "deadline_s": 0.01}, gen(), on=busy()),
     "budget_exceeded": ops(*ASK, TWO_TOKENS, gen()),
@@ -220,6 +237,7 @@ FAILURES: dict[str, Fails] = {
     "transform_failed": ops(*ASK, SET, text(IN_JSON), state=1),
     "dependency_failed": ops(*ASK, {**OPEN, "state": 11}, NO_TOKENS, text({"op": "ref", "var": 2}), state=1),
     "branch_failed": ops(*ASK, FORK, TASK_GROUP, NO_TOKENS, state=1),
+    "invalid_answer": an_invalid_answer,
     "requests_per_minute": used_up("requests_per_minute = 1"),
     "tokens_per_minute": used_up("tokens_per_minute = 1"),
     "max_cost_per_day": used_up_costs,
