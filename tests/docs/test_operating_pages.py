@@ -55,6 +55,17 @@ def test_the_page_has_nothing_else(page: str) -> None:
     assert all(f"`{name}`" in page for name in model_settings())
 
 
+def test_f37_the_messages_in_the_symptoms_exist() -> None:
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "agentflow").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # one literal on two lines
+    text = (DOCS / "operating" / "troubleshooting.md").read_text(encoding="utf-8")
+    symptoms = re.findall(r"^\| (.*?) \|", text, flags=re.MULTILINE)
+    quoted = [quote for symptom in symptoms for quote in re.findall(r"`([^`]+ [^`]+)`", symptom)]
+    assert len(quoted) > 5
+    pieces = [piece.strip() for quote in quoted for piece in quote.split("…")]
+    assert [piece for piece in pieces if piece not in code] == []
+
+
 def block_of(page: str) -> str:
     text = (DOCS / "operating" / page).read_text(encoding="utf-8")
     [block] = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
