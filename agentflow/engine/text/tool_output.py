@@ -153,8 +153,11 @@ class ToolOutput(PieceReader):
         """Reads the beginning of an answer. If calls have no mark, or must come first, it alone shows whether
         the answer has any."""
         if self._begins and not self._held.startswith(self._begins):
-            if not is_over and any(begin.startswith(self._held) for begin in self._begins):
-                return False
+            if any(begin.startswith(self._held) for begin in self._begins):
+                if not is_over:
+                    return False
+                if self._is_truncated and self._form.mark:
+                    return self._drop_call()
             self._marks = ()
             self._state = _State.PROSE
             return True

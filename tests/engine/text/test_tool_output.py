@@ -243,6 +243,15 @@ def test_f42i_the_first_character_of_a_truncated_mark_is_no_content(before, cons
     assert summary_of(read(HERMES, [before, "<"], constrained=constrained)) == [("prose", before + "<")]
 
 
+@pytest.mark.parametrize("end", range(1, len(HERMES.mark)))
+def test_f37_a_truncated_mark_before_which_no_text_may_be_is_no_content(end):
+    """Of an answer that has another form if it consists of no calls."""
+    cut_off, begins = HERMES.mark[:end], (HERMES.mark,)
+    assert read(HERMES, [cut_off], constrained=True, begins=begins, truncated=True) == []
+    whole = read(HERMES, [cut_off], constrained=True, begins=begins)
+    assert summary_of(whole) == [("prose", cut_off)]
+
+
 GOOD = written(HERMES, [("weather", "{}")])
 CALL = ("call", "weather", "{}")
 CUT_OFF = '<tool_call>\n{"name": "weather", "arguments": {"city": "Os'
