@@ -140,10 +140,12 @@ def test_texts_are_the_same_whatever_happens_to_replicas(data: st.DataObject) ->
                     job.check()
                 else:
                     assert "died" in str(job.error)
-            await replicas.ticks.until(lambda: all(one.state == "serving" for one in client.engine.replicas))
+            # A replica that hangs may have only aborted requests, which end with its process.
+            await replicas.ticks.until(
+                lambda: all((one.state, one.requests) == ("serving", 0) for one in client.engine.replicas)
+            )
             for child in replicas.children.values():
                 child.engine.scheduler.check_idle()
-            assert all(one.requests == 0 for one in client.engine.replicas)
             await replicas.settle()
             check_nobody_is_owed(client)
 
