@@ -131,7 +131,7 @@ def _file_bytes(path: Path) -> int:
 
 def _described(path: Path, room: _Room) -> tuple[str, ...]:
     from agentflow.engine.models.memory_need import memory_need, read_shape
-    from agentflow.engine.models.text_config import text_config
+    from agentflow.engine.store.config_parts import text_config
     from agentflow.engine.store.native_architectures import IMAGE_ARCHITECTURES
     from agentflow.engine.text.tokenizer_files import chat_template_source
 

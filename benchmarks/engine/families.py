@@ -26,10 +26,10 @@ from agentflow.engine.models.families.registry import FAMILIES
 from agentflow.engine.models.forward.decoder import Decoder
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.sampler import choice_rows
-from agentflow.engine.models.text_config import text_config
 from agentflow.engine.models.torch_runner import make_forward_input
 from agentflow.engine.models.weights.checkpoint import TensorSource
 from agentflow.engine.models.weights.loader import WeightFormat, make_decoder
+from agentflow.engine.store.config_parts import text_config
 from agentflow.kernels.decoder_weights import Experts
 from agentflow.kernels.inputs import BlockMatrix
 from agentflow.kernels.platforms import kernels_for

@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agentflow.engine.models.text_config import text_config
 from agentflow.engine.store.adapter_folder import adapter_bytes
+from agentflow.engine.store.config_parts import text_config
 from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.model_folder import json_object, weight_files
 from agentflow.engine.store.weight_scheme import Scheme, read_scheme

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from support.examples import examples
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor as TheirGemma3
@@ -43,7 +43,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm import processing_smolvlm
 
-from agentflow.engine.media.processors.pixels import Clip, Prepared, Processor
+from agentflow.engine.media.processors.pixels import Clip, Prepared, Processor, vision_config
 from agentflow.engine.media.processors.registry import PROCESSORS
 from agentflow.engine.media.settings import MediaSettings
 from agentflow.engine.media_run import MediaPiece, MediaRun, rope_positions
@@ -395,7 +395,7 @@ def test_positions_of_qwen_are_those_of_transformers(
         ("llava_onevision", {}, [1, 32, 32]),
         ("smolvlm", {}, [1, 10, 64]),
         ("smolvlm", {"video_sampling": {"fps": 2, "max_frames": 24}}, [1, 20, 24]),
-        ("qwen2_vl", {}, [1, 20, 600]),
+        ("qwen2_5_vl", {}, [1, 20, 600]),
         ("qwen2_5_vl", {"fps": 0.55}, [1, 4, 164]),
         ("qwen3_vl", {"max_frames": 99}, [1, 20, 99]),
     ],
@@ -403,7 +403,7 @@ def test_positions_of_qwen_are_those_of_transformers(
 def test_a_family_chooses_the_number_of_frames(
     name: str, settings_of_video: dict[str, Any], counts: list[int]
 ) -> None:
-    like = {"smolvlm": "idefics3", "qwen2_vl": "qwen2_5_vl"}
+    like = {"smolvlm": "idefics3"}
     given = FAMILIES[like.get(name, name)]().settings
     sampling = PROCESSORS[name](
         MediaSettings(
@@ -414,6 +414,13 @@ def test_a_family_chooses_the_number_of_frames(
         )
     ).sampling
     assert [sampling.count(total, total / 10) for total in (1, 100, 3000)] == counts
+
+
+@pytest.mark.parametrize("kind", PROCESSORS)
+def test_f37_a_config_without_the_size_of_patches_has_the_towers_default(kind: str) -> None:
+    tower = AutoConfig.for_model(kind, vision_config={}).vision_config
+    settings = MediaSettings({"model_type": kind, "vision_config": {}}, {}, {}, {})
+    assert vision_config(settings).integer("patch_size") == tower.patch_size
 
 
 def _clip(count: int, size: tuple[int, int] = (40, 60)) -> Clip:

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 from agentflow.engine.models.config import DecoderConfig
 from agentflow.engine.models.families.registry import FAMILIES, read_config
 from agentflow.engine.models.memory_need import kv_bytes_per_token
-from agentflow.engine.models.text_config import vision_config
+from agentflow.engine.store.config_parts import vision_config
 from agentflow.errors import BadModelFolder
 
 ARCHITECTURES = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -9,7 +9,8 @@ Liu et al., "LLaVA-NeXT: Improved reasoning, OCR, and world knowledge", 2024.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -24,9 +25,13 @@ from agentflow.engine.media.processors.pixels import (
 from agentflow.errors import BadModelFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from PIL.Image import Image
+
+
+NEXT_RESOLUTIONS: Final[Sequence[Size]] = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+_SIDES: Final = range(384, 2_305, 384)
+ONEVISION_RESOLUTIONS: Final[Sequence[Size]] = tuple((height, width) for height in _SIDES for width in _SIDES)
+"""The defaults of ``image_grid_pinpoints``, also in the config of the model."""
 
 
 def read_resolutions(options: ProcessorOptions, default: Sequence[Size], side: int) -> list[Size]:

@@ -60,7 +60,7 @@ class Idefics3Processor:
         self.sampling = sampling.sampling(_FRAMES)
         frame_size = sampling.part("video_size", {})
         self._longest_of_frames = frame_size.integer("longest_edge", self._longest)
-        patch = vision_config(settings).integer("patch_size", 32)
+        patch = vision_config(settings).integer("patch_size")
         scale = ProcessorOptions(settings.model, "config.json").integer("scale_factor", 2)
         self._num_tokens = (self._side // patch) ** 2 // scale**2
         told = ProcessorOptions(settings.prompt, "processor_config.json").integer(

@@ -94,12 +94,12 @@ class LlavaProcessor:
 
 def patches_a_side(settings: MediaSettings, side: int) -> int:
     """Returns the number of patches on a side of the vision tower's square."""
-    return side // vision_config(settings).integer("patch_size", 14)
+    return side // vision_config(settings).integer("patch_size")
 
 
 def num_features(settings: MediaSettings, side: int) -> int:
     """Returns the number of features of a square. CLIP has a class token before the patches; the strategy
     ``default`` drops the first feature."""
-    has_first = vision_config(settings).settings.get("model_type", "clip_vision_model") == "clip_vision_model"
+    has_first = vision_config(settings).settings["model_type"] == "clip_vision_model"
     leaves_out = settings.model.get("vision_feature_select_strategy", "default") == "default"
     return patches_a_side(settings, side) ** 2 + int(has_first) - int(leaves_out)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from agentflow.engine.media.processors.anyres import (
+    NEXT_RESOLUTIONS,
     best_resolution,
     cut_tiles,
     features_without_border,
@@ -31,8 +32,6 @@ from agentflow.errors import NotSupported
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_RESOLUTIONS: Final = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
-
 _FRAMES: Final = FrameSampling(8, 8)
 
 
@@ -44,7 +43,7 @@ class LlavaNextProcessor:
         options = ProcessorOptions(settings.image)
         self._side = Squares(settings, options).side
         self._resample = options.integer("resample", BICUBIC)
-        self._resolutions = read_resolutions(options, _RESOLUTIONS, self._side)
+        self._resolutions = read_resolutions(options, NEXT_RESOLUTIONS, self._side)
         self._patches = patches_a_side(settings, self._side)
         self._num_whole = num_features(settings, self._side)
         self.image_token = str(settings.prompt.get("image_token", "<image>"))

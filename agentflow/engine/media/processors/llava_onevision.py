@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from agentflow.engine.media.processors.anyres import (
+    ONEVISION_RESOLUTIONS,
     best_resolution,
     cut_tiles,
     features_without_border,
@@ -33,7 +34,6 @@ from agentflow.errors import BadModelFolder, NotSupported
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_SIDES: Final = range(384, 2_305, 384)
 _ANY_RESOLUTION: Final = "anyres_max_"
 _FRAMES: Final = FrameSampling(32, 32)
 """The sampling of frames in training (section 3.2)."""
@@ -53,8 +53,7 @@ class LlavaOnevisionProcessor:
         if width != self._side:
             raise BadModelFolder(f"{options.file}: size must be a square")
         self._resample = options.integer("resample", BICUBIC)
-        default = [(height, width) for height in _SIDES for width in _SIDES]
-        self._resolutions = read_resolutions(options, default, self._side)
+        self._resolutions = read_resolutions(options, ONEVISION_RESOLUTIONS, self._side)
         self._patches = patches_a_side(settings, self._side)
         if settings.model.get("vision_feature_select_strategy", "full") != "full":
             raise NotSupported("config.json: vision_feature_select_strategy must be full")

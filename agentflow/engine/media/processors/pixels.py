@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from agentflow.engine.media.settings import MediaSettings
 from agentflow.engine.media_run import MediaPiece, Positions
+from agentflow.engine.store import config_parts
 from agentflow.errors import BadArgument, BadModelFolder, NotSupported
 
 if TYPE_CHECKING:
@@ -214,9 +215,10 @@ class ProcessorOptions:
 
 
 def vision_config(settings: MediaSettings) -> ProcessorOptions:
-    """Returns the settings of the vision tower in ``config.json``."""
+    """Returns the settings of the vision tower in ``config.json``, with the defaults of its type."""
     part = settings.model.get("vision_config")
-    return ProcessorOptions(part if isinstance(part, dict) else {}, "config.json: vision_config")
+    model = settings.model | {"vision_config": part if isinstance(part, dict) else {}}
+    return ProcessorOptions(config_parts.vision_config(model), "config.json: vision_config")
 
 
 def positions_in_grid(frames: Positions, rows: int, columns: int) -> Positions:

@@ -43,12 +43,12 @@ class QwenVLProcessor:
     def __init__(self, settings: MediaSettings) -> None:
         options = ProcessorOptions(settings.image)
         options.require("do_resize")
-        self._family = settings.family
+        self._is_third = settings.family == "qwen3_vl"
         vision = vision_config(settings)
-        self._patch = options.integer("patch_size", vision.integer("patch_size", 14))
-        self._merge = options.integer("merge_size", vision.integer("spatial_merge_size", 2))
-        self._time_patch = options.integer("temporal_patch_size", vision.integer("temporal_patch_size", 2))
-        self._per_second = vision.integer("tokens_per_second", 4)
+        self._patch = options.integer("patch_size", vision.integer("patch_size"))
+        self._merge = options.integer("merge_size", vision.integer("spatial_merge_size"))
+        self._time_patch = options.integer("temporal_patch_size", vision.integer("temporal_patch_size"))
+        self._per_second = 0 if self._is_third else vision.integer("tokens_per_second")
         self._resample = options.integer("resample", BICUBIC)
         self._least, self._most = _pixel_limits(options, 56 * 56, 28 * 28 * 1_280)
         unit = 32 * 32 if self._is_third else 28 * 28
@@ -56,10 +56,6 @@ class QwenVLProcessor:
         multiple = 1 if self._is_third else self._time_patch
         self.sampling = video.sampling(FrameSampling(4, 768, per_second=2.0, multiple=multiple))
         self._least_video, self._most_video = _pixel_limits(video, 128 * unit, 768 * unit)
-
-    @property
-    def _is_third(self) -> bool:
-        return self._family == "qwen3_vl"
 
     def prepare_image(self, image: Image) -> Prepared:
         size = self._fitting((image.height, image.width), self._least, self._most)
@@ -87,11 +83,9 @@ class QwenVLProcessor:
         self, clip: Clip, num_times: int, rows: int, columns: int
     ) -> tuple[str | MediaPiece, ...]:
         if not self._is_third:
-            times: Positions = np.arange(num_times)
-            if self._family == "qwen2_5_vl":
-                sampled_fps = len(clip) / clip.duration_s
-                interval = np.float32(self._per_second * self._time_patch / sampled_fps)
-                times = (np.arange(num_times, dtype=np.float32) * interval).astype(np.int64)
+            sampled_fps = len(clip) / clip.duration_s
+            interval = np.float32(self._per_second * self._time_patch / sampled_fps)
+            times = (np.arange(num_times, dtype=np.float32) * interval).astype(np.int64)
             return (MediaPiece(self._positions(times, rows, columns)),)
         pieces: list[str | MediaPiece] = []
         seconds = [*clip.times_s] + [clip.times_s[-1]] * (-len(clip.times_s) % self._time_patch)

@@ -22,7 +22,6 @@ PROCESSORS: Final[dict[str, Callable[[MediaSettings], Processor]]] = {
     "llava_next_video": LlavaNextProcessor,
     "llava_onevision": LlavaOnevisionProcessor,
     "qwen2_5_vl": QwenVLProcessor,
-    "qwen2_vl": QwenVLProcessor,
     "qwen3_vl": QwenVLProcessor,
     "smolvlm": Idefics3Processor,
 }

@@ -30,7 +30,7 @@ from agentflow.engine.models.families import (
 )
 from agentflow.engine.models.families.family import Family
 from agentflow.engine.models.rope import inverse_frequencies
-from agentflow.engine.models.text_config import given_fields, text_config
+from agentflow.engine.store.config_parts import given_fields, text_config
 from agentflow.engine.store.embedding_folder import DECODERS
 from agentflow.engine.store.native_architectures import OTHER_NAMES
 from agentflow.engine.store.weight_scheme import read_scheme

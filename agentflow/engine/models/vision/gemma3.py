@@ -14,12 +14,12 @@ from torch import Tensor
 from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig
 from agentflow.engine.models.forward.decoder import apply_norm
-from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.encoder import Rows
 from agentflow.engine.models.vision.pieces import Pieces, by_rows
 from agentflow.engine.models.vision.siglip import TileEncoder, TileTower, load_tiles, read_tiles
 from agentflow.engine.models.vision.tower import Arrays, TileRange, product_flops
 from agentflow.engine.models.vision.weights import TowerWeights
+from agentflow.engine.store.config_parts import text_config, vision_config
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import LinearWeight

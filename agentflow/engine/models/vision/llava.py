@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from agentflow.engine.media.processors.anyres import NEXT_RESOLUTIONS, ONEVISION_RESOLUTIONS
 from agentflow.engine.media.processors.pixels import Size
 from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig, read_architectures
-from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.any_resolution import choose_grid, pack, reduced
 from agentflow.engine.models.vision.encoder import Rows
 from agentflow.engine.models.vision.pieces import Pieces, by_rows
@@ -29,6 +29,7 @@ from agentflow.engine.models.vision.siglip import (
 )
 from agentflow.engine.models.vision.tower import Arrays, Features, TileRange, product_flops
 from agentflow.engine.models.vision.weights import TowerWeights
+from agentflow.engine.store.config_parts import text_config, vision_config
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.activations import PlainActivation
 from agentflow.kernels.inputs import LinearWeight
@@ -194,10 +195,8 @@ def _any_resolution(weights: TowerWeights, raw: RawConfig, hidden: int) -> AnyRe
     [architecture] = read_architectures(raw)
     if architecture == "LlavaForConditionalGeneration":
         return None
-    default = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-    if is_onevision := architecture == "LlavaOnevisionForConditionalGeneration":
-        sides = range(384, 2305, 384)
-        default = [[height, width] for height in sides for width in sides]
+    is_onevision = architecture == "LlavaOnevisionForConditionalGeneration"
+    default = ONEVISION_RESOLUTIONS if is_onevision else NEXT_RESOLUTIONS
     given = raw.get("image_grid_pinpoints") or default
     ratio = str(raw.get("vision_aspect_ratio") or "anyres_max_9")
     any_resolution = AnyResolution(

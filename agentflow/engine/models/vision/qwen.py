@@ -22,11 +22,11 @@ from agentflow.engine.models.config import RawConfig
 from agentflow.engine.models.families.family import read_activation
 from agentflow.engine.models.forward.decoder import apply_norm
 from agentflow.engine.models.rope import rope_angles
-from agentflow.engine.models.text_config import text_config, vision_config
 from agentflow.engine.models.vision.encoder import Encoder, EncoderShape, Rows
 from agentflow.engine.models.vision.pieces import Pieces, even_parts
 from agentflow.engine.models.vision.tower import EMBED_FACTOR, Arrays, TileRange, Tower, product_flops
 from agentflow.engine.models.vision.weights import LayerNames, TowerWeights
+from agentflow.engine.store.config_parts import text_config, vision_config
 from agentflow.errors import BadArgument, BadModelFolder
 from agentflow.kernels.decoder_weights import Norm
 from agentflow.kernels.inputs import LinearWeight
@@ -286,8 +286,7 @@ def _read_encoder(vision: RawConfig, *, is_gated: bool) -> EncoderShape:
     assert activation != "clamped_swiglu"
     windowed: frozenset[int] = frozenset()
     if is_gated:
-        full = vision.get("fullatt_block_indexes", [7, 15, 23, 31])
-        windowed = frozenset(range(depth)) - {int(layer) for layer in full}
+        windowed = frozenset(range(depth)) - {int(layer) for layer in vision["fullatt_block_indexes"]}
     return EncoderShape(
         hidden_size=hidden,
         intermediate_size=int(vision["intermediate_size"]),
@@ -299,9 +298,9 @@ def _read_encoder(vision: RawConfig, *, is_gated: bool) -> EncoderShape:
     )
 
 
-def _read_patches(vision: RawConfig, patch: int, window: int) -> PatchShape:
-    patch, merge = int(vision.get("patch_size", patch)), int(vision.get("spatial_merge_size", 2))
-    frames = int(vision.get("temporal_patch_size", 2))
+def _read_patches(vision: RawConfig, window: int) -> PatchShape:
+    patch, merge = int(vision["patch_size"]), int(vision["spatial_merge_size"])
+    frames = int(vision["temporal_patch_size"])
     if min(patch, merge, frames) < 1:
         raise ValueError(f"patches of {patch} pixels and {frames} frames, {merge} on the side of a token")
     return PatchShape(patch, frames, merge, window // merge // patch)
@@ -311,7 +310,7 @@ def load_qwen2_5(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -
     """Loads the tower of Qwen2.5-VL."""
     vision, weights = vision_config(raw), weights.below("visual.", "model.visual.")
     shape = _read_encoder(vision, is_gated=True)
-    patches = _read_patches(vision, 14, int(vision.get("window_size", 112)))
+    patches = _read_patches(vision, int(vision["window_size"]))
     if not patches.window:
         raise ValueError("window_size is smaller than a token")
     gate_up = "mlp.gate_proj", "mlp.up_proj"
@@ -343,11 +342,11 @@ def load_qwen3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> 
     """Loads the tower of Qwen3-VL."""
     vision, weights = vision_config(raw), weights.below("model.visual.", "visual.")
     text = text_config(raw)
-    shape, patches = _read_encoder(vision, is_gated=False), _read_patches(vision, 16, 0)
-    num_positions = int(vision.get("num_position_embeddings", 2304))
+    shape, patches = _read_encoder(vision, is_gated=False), _read_patches(vision, 0)
+    num_positions = int(vision["num_position_embeddings"])
     if num_positions < 1 or math.isqrt(num_positions) ** 2 != num_positions:
         raise ValueError(f"num_position_embeddings is {num_positions}, which is not a square number")
-    deep = [int(layer) for layer in vision.get("deepstack_visual_indexes", (8, 16, 24))]
+    deep = [int(layer) for layer in vision["deepstack_visual_indexes"]]
     if sorted(set(deep)) != deep or not set(deep).issubset(range(shape.num_layers)):
         raise BadModelFolder(
             f"deepstack_visual_indexes must be layers of the tower in order, not {deep}",

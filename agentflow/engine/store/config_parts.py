@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from agentflow.engine.models.config_defaults import DEFAULTS, Fields
+from agentflow.engine.store.config_defaults import DEFAULTS, Fields
 
 _PARTS: Final[Mapping[str, tuple[str, str]]] = {
     "gemma3": ("gemma3_text", "siglip_vision_model"),
@@ -86,8 +86,9 @@ def _complete(part: Mapping[str, Any], kind: str) -> Fields:
 
 
 def _class_name(raw: Mapping[str, Any]) -> str:
-    """Returns the architecture's name without its head, in lower case and without underscores."""
-    architectures = raw.get("architectures") or [""]
+    """Returns the architecture's name without its head, or else the type of the model, in lower case and
+    without underscores."""
+    architectures = raw.get("architectures") or raw.get("model_type") or ""
     name = str(architectures[0] if isinstance(architectures, list) else architectures)
     for end in ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model"):
         name = name.removesuffix(end)

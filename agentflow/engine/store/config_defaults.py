@@ -66,6 +66,7 @@ _SIGLIP: Final = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
+_QWEN_PATCHES: Final = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 _IDEFICS3: Final = {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
 DEFAULTS: Final[Mapping[str, Fields]] = {
     "cohere": {**_COHERE, "rope_theta": 500_000.0},
@@ -214,7 +215,9 @@ DEFAULTS: Final[Mapping[str, Fields]] = {
         "hidden_size": 3584,
         "intermediate_size": 3420,
         "num_heads": 16,
+        **_QWEN_PATCHES,
         "patch_size": 14,
+        "tokens_per_second": 4,
         "window_size": 112,
         "fullatt_block_indexes": [7, 15, 23, 31],
     },
@@ -223,6 +226,7 @@ DEFAULTS: Final[Mapping[str, Fields]] = {
         "hidden_size": 1152,
         "intermediate_size": 4304,
         "num_heads": 16,
+        **_QWEN_PATCHES,
         "patch_size": 16,
         "hidden_act": "gelu_pytorch_tanh",
         "num_position_embeddings": 2304,
