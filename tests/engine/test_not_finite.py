@@ -26,9 +26,9 @@ BAD = 200
 GOOD = [5, 6, 7, 8]
 
 
-def damage(folder: Path, embedding: str, value: float) -> Path:
+def damage(folder: Path, name: str, value: float, row: int = BAD) -> Path:
     weights = load_file(folder / "model.safetensors")
-    weights[embedding][BAD, 3] = value
+    weights[name][row, 3] = value
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -81,3 +81,14 @@ async def test_f38b_no_embedding_has_values_that_are_not_finite(
         with pytest.raises(EngineFailed, match="not finite"):
             await client.embed([*GOOD, BAD])
         assert (await client.embed(GOOD)).embedding
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
+async def test_f37_short_texts_meet_keys_that_are_not_finite(tmp_path: Path, kind: str) -> None:
+    folder = write_embedding_model(tmp_path, kind, pooling="mean_tokens")
+    damage(folder, "encoder.layer.0.attention.self.key.weight", math.nan, row=0)
+    options = EngineOptions(str(folder), device=DEVICE, kv_tokens=1000, threads=1, task="embed")
+    async with open_engine(options) as client:
+        for num_tokens in (1, 15, 16):
+            with pytest.raises(EngineFailed, match="not finite"):
+                await client.embed([*range(5, 5 + num_tokens)])

@@ -43,12 +43,15 @@ from agentflow.engine.models.transformers_model import (
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadModelFolder
+from agentflow.kernels.attention.group_attention import mask_of_few
 
 logger = logging.getLogger(__name__)
 
 MAX_PADDING: Final = 1.25
 """The most rows of a forward pass, padding included, per token of its texts."""
 DEFAULT_CONTEXT: Final = 512
+_NAME: Final = "agentflow_encoder"
+"""The name under which transformers finds the attention function."""
 
 
 class EncoderRunner:
@@ -158,6 +161,28 @@ def groups_of_similar_length(lens: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The attention of transformers on torch, with a mask also for few tokens (``mask_of_few``)."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if attention_mask is None and (few := mask_of_few(query, key.shape[2])) is not None:
+        attention_mask = few.expand(-1, -1, query.shape[2], -1)
+        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+            attention_mask = attention_mask + torch.full_like(attention_mask, -torch.inf).triu(1)
+    found: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, is_causal=is_causal, **options
+    )
+    return found
+
+
 def _num_positions(model: Any, config: Any) -> int:
     """Returns the length of the longest text, in tokens. RoBERTa and its relatives number positions from
     ``padding_idx + 1``."""
@@ -180,8 +205,11 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
             f"{where}, which needs transformers: pip install 'agentflow-lm[transformers]'",
             param="architectures",
         )
-    from transformers import AutoModel
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModel
+    from transformers.masking_utils import sdpa_mask
 
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
     try:
         with without_reports():
             config = pretrained_config(folder, "it has an encoder and a decoder")
@@ -189,6 +217,8 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
             has_pooler = "add_pooling_layer" in inspect.signature(kind.__init__).parameters
             options = {"add_pooling_layer": False} if has_pooler else {}
             model, report = pretrained(AutoModel, folder, config, dtype, **options)
+            if model.config._attn_implementation == "sdpa":
+                model.set_attn_implementation(_NAME)  # without effect on models with their own attention
     except Exception as error:  # transformers has no common error type
         raise BadModelFolder(
             f"{where}, which cannot make embeddings: {one_line(error)}", param="architectures"
