@@ -167,6 +167,12 @@ class Embedded:
             self._embedding_options = {name: self._options[name] for name in shared}
             self._embedding_options |= {"model": str(embed_model), "task": "embed"}
 
+    @property
+    def source(self) -> str:
+        """The model and the options that change its answers."""
+        names = ("model", "dtype", "quantize", "kv_dtype", "chat_template", "loras", "adapter", "device")
+        return repr({name: self._options[name] for name in names})
+
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Loads the model and starts the engine. For the session."""

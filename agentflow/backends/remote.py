@@ -118,6 +118,11 @@ class Remote:
     def __repr__(self) -> str:
         return f"Remote({self.url!r})"
 
+    @property
+    def source(self) -> str:
+        """The server and the model."""
+        return repr((self.url, self.model))
+
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens a session on the server. ``ServerUnreachable`` if no server answers, or the error with which

@@ -45,7 +45,10 @@ class Connection(Protocol):
 
 
 class Backend(Protocol):
-    """Runs ops: in this process, on a server, or from a script or a recording."""
+    """Runs ops: in this process, on a server, or from a script or a recording.
+
+    Backends whose answers a model and its address determine also have ``source``, which describes both, and
+    which is equal in all processes. Keys of caches contain it."""
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
         """Runs the backend for the duration of the scope. It calls ``deliver`` with events, in the event

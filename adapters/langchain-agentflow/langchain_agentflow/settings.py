@@ -62,6 +62,7 @@ _WITHOUT_EFFECT: Final = frozenset(
 # Constraints on the text; at most one per call.
 CONSTRAINTS: Final = ("regex", "schema", "grammar")
 _BACKEND_KEYS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
+"""The keys of backends that only this process has, such as scripts."""
 _ELSEWHERE: Final = ("n", "model", "model_name", "cache_salt", "max_retries", "stream")
 
 
@@ -81,9 +82,9 @@ class ModelSettings(BaseModel):
     """The server's API key."""
 
     backend: Any = Field(default=None, exclude=True, repr=False)
-    """An agentflow backend, instead of ``base_url`` and ``model``; for tests, ``af.Scripted``. LangChain's
-    global cache is then off, unless ``cache=True``: its keys distinguish backends, so nothing in it is found
-    after this process."""
+    """An agentflow backend, instead of ``base_url`` and ``model``; for tests, ``af.Scripted``. With a script,
+    LangChain's global cache is off, unless ``cache=True``: its keys then distinguish the scripts of a
+    process, so nothing in it is found after this process."""
 
     cache: BaseCache | bool | None = Field(default=None, exclude=True)
     """As in LangChain's models: None uses the global cache if there is one."""
@@ -137,9 +138,11 @@ class ModelSettings(BaseModel):
             raise ValueError(f"n must be at least 1, not {self.n}")
         if self.backend is not None:
             self._own_connection = connection_through(self.backend)
-            self._backend_key = _BACKEND_KEYS.setdefault(self.backend, secrets.token_hex(8))
-            if self.cache is None:
-                self.cache = False
+            self._backend_key = getattr(self.backend, "source", None)
+            if self._backend_key is None:
+                self._backend_key = _BACKEND_KEYS.setdefault(self.backend, secrets.token_hex(8))
+                if self.cache is None:
+                    self.cache = False
         return self
 
     def connection(self, model: str | None = None) -> ModelConnection:

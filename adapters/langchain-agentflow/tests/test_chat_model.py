@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -405,6 +407,26 @@ def test_f37_a_given_cache_does_not_mix_backends(kind: Any) -> None:
             answer = kind(backend=backend, cache=cache).invoke("hi")
             assert getattr(answer, "content", answer) == f"from {name}"
     assert len(cache._cache) == 2
+
+
+_KEY_OF_CACHE = """
+import agentflow as af, langchain_agentflow as lc
+for model in ("a", "b"):
+    for backend in (af.Embedded(model), af.Remote("ws://there", model=model, api_key="secret")):
+        print(lc.ChatAgentflow(backend=backend)._get_llm_string())
+        print(lc.Agentflow(backend=backend).dict())
+print(lc.ChatAgentflow(backend=af.OpenAICompatible("http://ann:secret@there/v1", "a"))._get_llm_string())
+"""
+
+
+def test_f37_a_persistent_cache_finds_the_answers_of_a_backend_again() -> None:
+    commands = [[sys.executable, "-c", _KEY_OF_CACHE]] * 2
+    first, second = [
+        subprocess.run(one, capture_output=True, check=True, text=True).stdout for one in commands
+    ]
+    assert first == second
+    assert len({*first.splitlines()}) == 9
+    assert "secret" not in first
 
 
 @pytest.mark.parametrize("kind", [ChatAgentflow, Agentflow])

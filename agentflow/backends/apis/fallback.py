@@ -55,6 +55,10 @@ ResultT = TypeVar("ResultT", Generated, Scored, Decided)
 
 
 class _PaidBackend(Backend, Protocol):
+    @property
+    def source(self) -> str:
+        """The address and the model."""
+
     def with_costs(self, costs: Costs) -> _PaidBackend:
         """The backend with the prices and the cap of the session."""
 
@@ -87,6 +91,11 @@ class Fallback:
 
     def __repr__(self) -> str:
         return f"Fallback({', '.join(map(repr, self._backends))})"
+
+    @property
+    def source(self) -> str:
+        """The sources of all models."""
+        return repr([backend.source for backend in self._backends])
 
     def with_costs(self, costs: Costs) -> Fallback:
         """All models with the prices and the cap of the session. For the session."""

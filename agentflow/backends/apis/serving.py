@@ -152,6 +152,12 @@ class ApiBackend:
 
     _settings: ApiSettings
 
+    @property
+    def source(self) -> str:
+        """The address, the model and the options that change its answers."""
+        options = {name: value for name, value in vars(self).items() if name not in ("_settings", "_facts")}
+        return repr((type(self).__name__, for_display(self._settings.url), self._settings.model, options))
+
     def with_costs(self, costs: Costs) -> Self:
         """The backend with the prices and the cap of one session. For the session."""
         backend = copy.copy(self)

@@ -48,6 +48,11 @@ class AskedServer:
     def __repr__(self) -> str:
         return repr(self._api if self._is_certain else self._remote)
 
+    @property
+    def source(self) -> str:
+        """The address and the model."""
+        return self._api.source
+
     def with_costs(self, costs: Costs) -> AskedServer:
         """Like ``OpenAI.with_costs``."""
         server = copy.copy(self)
