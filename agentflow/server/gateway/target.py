@@ -97,25 +97,28 @@ class Target:
         except (httpx2.HTTPError, TimeoutError) as error:
             self.why_down = _why(error)
             self.is_gone = isinstance(error, httpx2.ConnectError)
-            attempt.failed(0.0 if isinstance(error, httpx2.ConnectError) else None)
+            attempt.failed(0.0 if self.is_gone else None)
             return
-        finally:
+        except BaseException:
             attempt.left()
+            raise
         self.is_gone = False
+        models = _names(body) if status == 200 else None
         if status >= 500 and status != 501:
             self.why_down = f"answers with the status {status}"  # it loads a model, or drains
-            attempt.failed(0.0)
+        elif status not in (200, 401, 403, 429):
+            self.why_down = f"its /v1/models answers with the status {status}"
+        elif status == 200 and models is None:
+            self.why_down = "its /v1/models is not a list of models"
+        else:
+            attempt.succeeded()
+            self.why_down = ""
+            if status != 429:  # a busy server still has its models
+                self.models = models
             return
-        attempt.succeeded()
-        self.why_down = ""
-        if status == 200:
-            self.models = _names(body)
-            if self.models is None:
-                raise NotCompatible("its /v1/models is not a list of models")
-        elif status in (401, 403):
-            self.models = None
-        elif status != 429:  # a busy server still has its models
-            raise NotCompatible(f"its /v1/models answers with the status {status}")
+        attempt.failed(0.0)
+        if status < 500 or status == 501:
+            raise NotCompatible(self.why_down)
 
     async def _fetch(
         self, transport: httpx2.AsyncBaseTransport, path: bytes, api_key: str | None

@@ -36,7 +36,7 @@ from support.server.gateways import (
 from support.server.http_clients import only_asyncio
 
 from agentflow.cluster.routing.text_router import TextRouter
-from agentflow.runtime.circuit import MAX_FAILURES, MAX_PAUSE_S
+from agentflow.runtime.circuit import MAX_FAILURES, MAX_PAUSE_S, Circuit
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.gateway import target as target_module
 from agentflow.server.gateway.defaults import GatewayLimits
@@ -557,6 +557,32 @@ async def test_a_target_that_hangs_is_found_by_the_checks(monkeypatch: pytest.Mo
         assert [target.is_up for target in route.gateway.targets] == [False, True]
         for number in range(4):
             assert (await route.chat(f"{number} " * 300)).headers["x-agentflow-target"] == "1"
+
+
+async def test_f37_a_server_that_becomes_another_one_gets_no_requests() -> None:
+    page = Answer(b"<html>It works!</html>", 200, {}, "text/html")
+    async with routed_fakes(ok, ok) as route:
+        for wrong in (page, Answer(b"", 404)):
+            route.fakes[0]._script = always(wrong)
+            await route.gateway.check_all()
+            assert [target.is_up for target in route.gateway.targets] == [False, True]
+            assert "/v1/models" in route.gateway.targets[0].why_down
+            route.fakes[0]._script = always(models("m"))
+            await route.gateway.check_all()
+            assert [target.is_up for target in route.gateway.targets] == [True, True]
+
+
+async def test_f37_a_server_that_still_loads_gets_no_requests_when_its_pause_is_over() -> None:
+    now_s = [0.0]
+    async with routed_fakes(ok) as route:
+        [target] = route.gateway.targets
+        target.circuit = Circuit(lambda: now_s[0], lambda: 1.0)
+        route.fakes[0]._script = always(refused(503))
+        for _ in range(2):
+            await route.gateway.check_all()
+            assert target.circuit.status == "open"
+            now_s[0] += target.circuit.left_s
+            assert target.circuit.status == "half_open"
 
 
 async def test_a_check_that_is_refused_as_too_frequent_forgets_no_models() -> None:
