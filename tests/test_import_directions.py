@@ -43,6 +43,7 @@ MAY_IMPORT = {
 # The rooms (modules and folders) of each wing from the ground up: a room imports only rooms before it.
 ROOMS = {
     "protocol": (
+        "unreadable",
         "constraint",
         "schema_walk",
         "schema_references",

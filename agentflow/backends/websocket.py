@@ -31,6 +31,7 @@ from agentflow.errors import (
     ServerUnreachable,
     untrusted_certificate,
 )
+from agentflow.protocol.unreadable import UNREADABLE
 
 MAX_REASON_CHARS = 500
 # The fields that servers and proxies use, in a JSON body.
@@ -85,7 +86,7 @@ def _reason(response: Response) -> str:
 def _reason_in_json(body: bytes | bytearray) -> str:
     try:
         text: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except UNREADABLE:
         return ""
     for _ in range(2):  # an error may be an object with a message
         if isinstance(text, dict):

@@ -6,6 +6,7 @@ interface between them. ``op_table`` lists the properties of each op. ``sampling
 questions of a decide. ``grammars`` has grammars as trees, and ``images`` has the images of a conversation.
 ``wire`` has the frames of the websocket protocol, ``batches`` is the interface between maps and the batches
 of vendors, and ``record`` is the base of records that programs show as JSON. ``bounds`` limits the input of
-clients, ``schema_walk`` traverses JSON schemas, ``schema_references`` resolves their references, ``hoisting``
-moves them into larger ones, and ``decimals`` writes ranges of numbers as patterns.
+clients, ``unreadable`` has the errors of data that cannot be decoded, ``schema_walk`` traverses JSON schemas,
+``schema_references`` resolves their references, ``hoisting`` moves them into larger ones, and ``decimals``
+writes ranges of numbers as patterns.
 """

@@ -29,6 +29,7 @@ from agentflow.protocol.images import (
     check_source,
     split_at_media,
 )
+from agentflow.protocol.unreadable import UNREADABLE
 
 ROLES: Final = ("system", "user", "assistant", "tool")
 IMAGE_ROLES: Final = ("user", "tool")
@@ -58,7 +59,7 @@ class CalledTool(msgspec.Struct, frozen=True):
         """Whether the arguments are a JSON object. A truncated call must not run."""
         try:
             msgspec.json.decode(self.arguments, type=dict[str, msgspec.Raw])
-        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        except UNREADABLE:
             return False
         return True
 

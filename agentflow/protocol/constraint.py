@@ -12,6 +12,7 @@ from typing import Final, Literal, get_args
 import msgspec
 
 from agentflow.errors import BadArgument, short_repr
+from agentflow.protocol.unreadable import UNREADABLE
 
 ConstraintKind = Literal["regex", "schema", "choices", "grammar", "tags"]
 CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
@@ -160,7 +161,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         """The tags of a ``tags`` constraint. ``BadArgument`` if the source is not a list of tags."""
         try:
             return msgspec.json.decode(self.source, type=tuple[TagRule, ...])
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise BadArgument(f"tags: the source is not a list of tags: {error}") from None
 
     def _check_sequence(self) -> None:

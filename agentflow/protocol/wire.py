@@ -14,16 +14,16 @@ malformed frame ends the session.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
 from agentflow.errors import BadArgument, ProtocolError
 from agentflow.protocol.events import Capabilities, ErrorInfo, Event
 from agentflow.protocol.ops import Op, Rejected
+from agentflow.protocol.unreadable import HALF_PAIR, UNREADABLE, json_fault
 
 VERSION = 2
 MAX_FRAME_BYTES = 8 * 1024 * 1024
@@ -37,9 +37,6 @@ SESSION_PARAM = "session"
 SUBPROTOCOL = "agentflow.v2"
 # A private close code (RFC 6455, section 7.4.2): another connection has taken the session over.
 TAKEN_OVER = 4001
-HALF_PAIR: Final = "a text in it has half a surrogate pair"
-_HALF_PAIR: Final = re.compile(rb"\\ud[89ab]..(?!\\ud[c-f])", re.IGNORECASE | re.DOTALL)
-_HALF_PAIR_BYTES: Final = 16
 
 
 class _Frame(msgspec.Struct, frozen=True, tag_field="frame", tag=str.lower, omit_defaults=True):
@@ -149,9 +146,6 @@ class _Declared(msgspec.Struct):
     children: tuple[int, ...] = ()
 
 
-_UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
-
-
 @functools.cache
 def op_reader(*, binary: bool) -> Callable[[msgspec.Raw], Op | Rejected]:
     """A function that decodes one op of a frame. For a malformed op it returns a ``Rejected`` with
@@ -164,14 +158,14 @@ def op_reader(*, binary: bool) -> Callable[[msgspec.Raw], Op | Rejected]:
     def read(data: msgspec.Raw) -> Op | Rejected:
         try:
             return read_op(data)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             wrong = str(error) if binary else json_fault(bytes(data), error)
         try:
             head = read_head(data)
-        except _UNREADABLE:
+        except UNREADABLE:
             raise ProtocolError(f"an op cannot be read: {wrong}") from None
         declared = _Declared()
-        with suppress(*_UNREADABLE):
+        with suppress(*UNREADABLE):
             declared = read_declared(data)
         names = {} if head.var is None else {head.var: declared.name}
         children = declared.children if head.op == "fork" else ()
@@ -192,7 +186,7 @@ class FrameDecoder(Generic[ReceivedT]):
         ``ProtocolError`` if it is invalid, with the field."""
         try:
             return self._json.decode(data) if isinstance(data, str) else self._msgpack.decode(data)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             why = str(error)
             if isinstance(data, str):
                 # The text itself may have the half, rather than its escape.
@@ -210,15 +204,3 @@ def client_frames() -> FrameDecoder[ReceivedFrame]:
 def server_frames() -> FrameDecoder[ServerFrame]:
     """The decoder of a server's frames."""
     return FrameDecoder(ServerFrame)  # type: ignore[arg-type]
-
-
-def json_fault(data: bytes | bytearray, error: Exception) -> str:
-    """Explains why msgspec cannot decode this text. If the escape of a first half of a surrogate pair is near
-    the end, msgspec reports truncated data instead.
-
-    >>> json_fault(b'{"a": "\\\\ud800"}', msgspec.DecodeError("Input data was truncated"))
-    'a text in it has half a surrogate pair'
-    """
-    text = str(error)
-    is_half = "surrogate" in text or ("truncated" in text and _HALF_PAIR.search(data[-_HALF_PAIR_BYTES:]))
-    return HALF_PAIR if is_half else text

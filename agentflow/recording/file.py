@@ -29,6 +29,7 @@ from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.batches import BatchNotes, batched
 from agentflow.protocol.events import Capabilities, ErrorInfo, Event, GraphReply, StatsReply, Watched
 from agentflow.protocol.ops import GetGraph, GetStats, Op, Unwatch, Upload, Want, Watch
+from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.recording.images import RecordedImages
 from agentflow.runtime.locked_file import append, is_locked, open_locked, unlock
 from agentflow.version import __version__
@@ -399,7 +400,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
     for number, line in enumerate(lines[1:], start=2):
         try:
             entries.append(decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise BadRecording(f"{path}, line {number}: not a line of a recording ({error})") from None
     return Recording(path, header, entries)
 
@@ -423,5 +424,5 @@ def _read_header(path: Path, line: bytes) -> Header:
         if header.model not in header.models:
             raise BadRecording(f"{path} does not describe its model {header.model[:200]!r}")
         return header
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRecording(f"{path} is not a recording: its first line is not a header ({error})") from None

@@ -29,6 +29,7 @@ from agentflow.protocol.chat import (
     ReplyPiece,
     TextPiece,
 )
+from agentflow.protocol.unreadable import UNREADABLE
 
 _NEXT = NEXT_MESSAGE.encode()
 _BETWEEN = "\n\n"
@@ -304,7 +305,7 @@ class ChannelTokens:
 def _is_object(text: str) -> bool:
     try:
         msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+    except UNREADABLE:
         return False
     return True
 

@@ -22,6 +22,7 @@ import regex
 
 from agentflow.engine.text.tool_format import ToolFormat
 from agentflow.protocol.chat import Arguments, CallBegun, ReplyPiece, TextPiece
+from agentflow.protocol.unreadable import UNREADABLE
 
 
 class CallMarks(msgspec.Struct, frozen=True, array_like=True):
@@ -368,7 +369,7 @@ def _read_calls(form: ToolFormat, names: Collection[str], text: str) -> list[tup
             if name not in names:
                 return []
             calls.append((name, arguments))
-    except (msgspec.MsgspecError, KeyError, UnicodeError, RecursionError):
+    except (*UNREADABLE, KeyError):
         return []
     return calls
 

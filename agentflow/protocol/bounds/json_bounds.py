@@ -20,6 +20,7 @@ import numpy as np
 
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
+from agentflow.protocol.unreadable import UNREADABLE
 
 MOST_NESTING: Final = 200
 
@@ -161,7 +162,7 @@ def _on_one_line(data: bytes, param: str, scan: JsonScan) -> str:
         return msgspec.json.format(data, indent=-1).decode()
     except TooMuchJson as error:
         raise BadArgument(f"{param}: with it there are {error}, which is the limit", param=param) from None
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadArgument(f"{param}: invalid JSON: {error}", param=param) from None
 
 

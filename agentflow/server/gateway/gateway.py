@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.errors import ApiError
 from agentflow.server.gateway.defaults import GatewayLimits
@@ -214,7 +215,7 @@ class Gateway:
         if request.method == "POST" and action in ("drain", "resume"):
             try:
                 named = msgspec.json.decode(await _small_body(request), type=_Named).target
-            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 text = 'send {"target": "http://…"}, the address of a target'
                 raise ApiError(400, "invalid_request", text) from error
             for target in self.targets:

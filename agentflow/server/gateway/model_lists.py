@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.errors import ApiError
 from agentflow.server.gateway.http_proxy import raw_path, request_headers
@@ -74,7 +75,7 @@ def _merged(bodies: list[bytes], items: str, name: str) -> bytes | None:
             decoded = msgspec.json.decode(body, type=dict[str, Any])
             for item in decoded[items]:
                 found.setdefault(str(item[name]), item)
-        except (msgspec.DecodeError, KeyError, TypeError, UnicodeError, RecursionError):
+        except (*UNREADABLE, KeyError, TypeError):
             continue
         first = first or decoded
     if first is None:

@@ -21,6 +21,7 @@ from agentflow.cluster.routing.text_router import MAX_RUN_BYTES, text_run
 from agentflow.engine.cache.token_run import TokenRun
 from agentflow.engine.request import Objective
 from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, PIECE_BYTES, JsonScan, TooMuchJson
+from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.protocol.wire import SESSION_PARAM
 from agentflow.server.errors import ApiError
 from agentflow.server.http.caller import ANYONE, Caller, caller_with
@@ -121,7 +122,7 @@ def _decoded(body: bytes) -> Any:
         for start in range(0, len(body), PIECE_BYTES):
             scan.push(body[start : start + PIECE_BYTES])
         return msgspec.json.decode(body)
-    except (TooMuchJson, msgspec.DecodeError, UnicodeError, RecursionError):
+    except (*UNREADABLE, TooMuchJson):
         return None
 
 

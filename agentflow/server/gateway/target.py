@@ -13,6 +13,7 @@ import httpx2
 import msgspec
 
 from agentflow.errors import BadArgument
+from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.runtime.circuit import Circuit
 from agentflow.server.gateway.cache_size import shown_cache_tokens
 from agentflow.server.gateway.defaults import CACHE_TOKENS
@@ -152,7 +153,7 @@ def _names(body: bytes) -> frozenset[str] | None:
     try:
         items = msgspec.json.decode(body, type=dict[str, Any])["data"]
         return frozenset([str(item["id"]) for item in items])
-    except (msgspec.DecodeError, KeyError, TypeError, UnicodeError, RecursionError):
+    except (*UNREADABLE, KeyError, TypeError):
         return None
 
 

@@ -14,7 +14,7 @@ import msgspec
 import msgspec.inspect
 
 from agentflow.protocol.bounds.json_bounds import JsonScan, TooMuchJson
-from agentflow.protocol.wire import HALF_PAIR, json_fault
+from agentflow.protocol.unreadable import HALF_PAIR, UNREADABLE, json_fault
 from agentflow.server.errors import MAX_PARAM_CHARS, ApiError, truncated
 from agentflow.server.http.whole_numbers import (
     MAX_REWRITTEN_BYTES,
@@ -61,7 +61,7 @@ def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], param: str = "
     except msgspec.ValidationError as error:
         message, field = shown_fault(error, kind, param)
         raise ApiError(400, "invalid_request", message, param=field) from None
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except UNREADABLE as error:
         fault = json_fault(bytes(data), error)
         raise not_json(fault, _half_pair_param(data, param) if fault == HALF_PAIR else None) from None
 

@@ -26,6 +26,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from agentflow.errors import EngineDown, Overloaded
+from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.runtime.limits import tenant_part
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.stores.shared import SharedStore
@@ -215,7 +216,7 @@ class Fronts:
                 continue
             try:
                 message = self._messages.decode(found[1])
-            except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError) as error:
+            except UNREADABLE as error:
                 self._store.ignore(key, error)
                 continue
             self._take(message)

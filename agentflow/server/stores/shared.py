@@ -23,6 +23,7 @@ import anyio
 import msgspec
 
 from agentflow.errors import BadArgument, Overloaded, ServerError
+from agentflow.protocol.unreadable import UNREADABLE
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class SharedStore:
         """Decodes a value from msgpack. If it does not have this type, returns None and logs a warning."""
         try:
             return msgspec.msgpack.decode(data, type=kind)
-        except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError) as error:
+        except UNREADABLE as error:
             self.ignore(key, error)
             return None
 

@@ -12,6 +12,7 @@ import msgspec
 
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import is_number
+from agentflow.protocol.unreadable import UNREADABLE
 
 MAX_COUNT: Final = 1 << 53
 """Higher numbers make no sense, and do not fit into all messages."""
@@ -64,7 +65,7 @@ def counts_in(raw: msgspec.Raw) -> object:
     """The content of the field with the numbers; None if it cannot be read."""
     try:
         return msgspec.json.decode(raw) if is_given(raw) else None
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 

@@ -24,6 +24,7 @@ from agentflow.backends.apis.http.transport import ApiTransport
 from agentflow.backends.apis.messages.anthropic_stream import message_events
 from agentflow.errors import ProtocolError
 from agentflow.protocol.batches import BatchRecord
+from agentflow.protocol.unreadable import UNREADABLE
 
 FIND_AFTER_S: Final = 1800.0
 """How long after its record a batch may have been created."""
@@ -138,7 +139,7 @@ class AnthropicBatches:
         def read(line: bytes) -> None:
             try:
                 found = msgspec.json.decode(line, type=_Line)
-            except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 raise ProtocolError(f"batch {batch} has a line that is not of its API: {error}") from error
             receive(found.custom_id, self._outcome(batch, found.result))
 

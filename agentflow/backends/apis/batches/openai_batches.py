@@ -25,6 +25,7 @@ from agentflow.backends.apis.responses.openai_responses import RESPONSES_PATH
 from agentflow.backends.apis.responses.responses_stream import response_events
 from agentflow.errors import AgentflowError, NotSupported, Overloaded, ProtocolError, RequestRefused
 from agentflow.protocol.batches import BatchRecord
+from agentflow.protocol.unreadable import UNREADABLE
 
 TAG: Final = "agentflow"
 """The key of a record's tag in the metadata of its batch."""
@@ -145,7 +146,7 @@ class OpenAIBatches:
         def read(line: bytes) -> None:
             try:
                 found = msgspec.json.decode(line, type=_Line)
-            except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 raise ProtocolError(f"batch {batch} has a line that is not of its API: {error}") from error
             receive(found.custom_id, self._outcome(batch, found))
 

@@ -35,6 +35,7 @@ from agentflow.errors import EngineFailed, NotSupported, ProtocolError
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import TokenLogprob, Usage
 from agentflow.protocol.images import Medium, medium_kind
+from agentflow.protocol.unreadable import UNREADABLE
 
 DONE = b"[DONE]"
 PartT = TypeVar("PartT")
@@ -376,7 +377,7 @@ class StreamReader(ABC):
         """An event, or a part of one. ``ProtocolError`` if it has another form."""
         try:
             return decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        except UNREADABLE as error:
             shown = bytes(data)[:100].decode("utf-8", "replace")
             raise ProtocolError(
                 f"{self.errors.server} sent an event that is not of its API ({error}): {shown!r}"

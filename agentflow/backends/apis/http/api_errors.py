@@ -32,6 +32,7 @@ from agentflow.errors import (
     ServerUnreachable,
     UnknownModel,
 )
+from agentflow.protocol.unreadable import UNREADABLE
 
 MAX_QUOTED_CHARS = 300
 """The length of a server's own message in an error."""
@@ -230,7 +231,7 @@ class _Detail:
 def _detail(body: bytes) -> _Detail:
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except UNREADABLE:
         return _Detail(body.decode("utf-8", "replace"))
     return _read_detail(found)
 

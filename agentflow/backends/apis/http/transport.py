@@ -36,6 +36,7 @@ from agentflow.errors import (
     ServerUnreachable,
     untrusted_certificate,
 )
+from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.runtime.backoff import doubled_s, spread
 from agentflow.runtime.circuit import Attempt, Circuit, HasAlternative, no_alternative
 from agentflow.runtime.loop_turns import Starts
@@ -414,7 +415,7 @@ class ApiTransport:
             raise self.errors.of_response(exchange.status, exchange.headers, exchange.body)
         try:
             return msgspec.json.decode(exchange.body)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"{self.errors.server} answered {path} without JSON") from error
 
     async def _exchange(
@@ -601,7 +602,7 @@ async def _pause(pause_s: float) -> None:
 def _error_in(body: bytes) -> Any:
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except UNREADABLE:
         return None
     return found.get("error") if isinstance(found, dict) else None
 

@@ -28,6 +28,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol.chat import CalledTool
 from agentflow.protocol.events import Usage
+from agentflow.protocol.unreadable import UNREADABLE
 
 _INVALID: Final = "INVALID_JSON"
 """The member under which the API expects arguments of a call that are no JSON object."""
@@ -128,7 +129,7 @@ def message_events(message: bytes) -> Iterator[ServerEvent]:
     API."""
     try:
         whole = msgspec.json.decode(message, type=_WholeMessage)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"an answer is not of Anthropic's API: {error}") from error
     yield _event("message_start", message={"usage": whole.usage})
     for index, block in enumerate(whole.content):
@@ -229,7 +230,7 @@ class MessagesReader:
         """Reads one event."""
         try:
             fields = _events.decode(event.data)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        except UNREADABLE as error:
             shown = event.data[:100].decode("utf-8", "replace")
             raise self._wrong(f"an event that is not of its API ({error}): {shown!r}") from error
         match fields.type:

@@ -20,6 +20,7 @@ from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.errors import EngineFailed, ProtocolError
 from agentflow.protocol.chat import CalledTool
 from agentflow.protocol.events import TokenLogprob, Usage
+from agentflow.protocol.unreadable import UNREADABLE
 
 _encode = msgspec.json.Encoder().encode
 
@@ -181,7 +182,7 @@ class ResponsesReader:
         try:
             fields = _events.decode(event.data)
             item = _decoded(fields.item)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        except UNREADABLE as error:
             shown = event.data[:100].decode("utf-8", "replace")
             raise self._wrong(f"an event that is not of its API ({error}): {shown!r}") from error
         match fields.type or event.name:
@@ -246,7 +247,7 @@ class ResponsesReader:
     def _tokens(self, logprobs: msgspec.Raw) -> list[_Token]:
         try:
             return _tokens.decode(logprobs)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise self._wrong(f"log-probabilities that are not of its API ({error})") from error
 
     def _add(self, kind: str, item: _Open, part: str) -> None:
@@ -340,7 +341,7 @@ def response_events(response: bytes) -> Iterator[ServerEvent]:
             kind = (_heads.decode(item) or _Head()).type
             yield from _part_events(index, kind, item)
             yield _item_event("response.output_item.done", index, item=item)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except UNREADABLE as error:
         shown = response[:100].decode("utf-8", "replace")
         raise ProtocolError(f"a response is not of its API ({error}): {shown!r}") from error
     yield _item_event(f"response.{whole.status}", 0, response=msgspec.Raw(response))

@@ -18,6 +18,7 @@ from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS, JsonScan
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Medium, PlacedImage, placed_in
+from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.functions import function_tool
 from agentflow.server.compatible.images import check_media, image_from_url, video_from_url
@@ -113,7 +114,7 @@ def references_in(given: Unread) -> list[str]:
         return []
     try:
         heads = msgspec.json.decode(data, type=list[_ReferenceHead])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except UNREADABLE:
         return []
     return [head.id for head in heads if head.type == "item_reference" and isinstance(head.id, str)]
 
