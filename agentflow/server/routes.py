@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import wraps
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentflow.server.anthropic.models import (
     AnthropicModel,
@@ -20,7 +19,7 @@ from agentflow.server.anthropic.routes import ANTHROPIC
 from agentflow.server.anthropic.routes import ROUTES as ANTHROPIC_ROUTES
 from agentflow.server.compatible.error_format import OPENAI
 from agentflow.server.errors import ApiError
-from agentflow.server.http.call import ApiCall, ApiEndpoint, ErrorFormat, Handler, read_request_id
+from agentflow.server.http.call import ApiCall, ApiEndpoint, ErrorFormat, read_request_id
 from agentflow.server.http.route import ApiRoute
 from agentflow.server.ollama.routes import OLLAMA
 from agentflow.server.ollama.routes import ROUTES as OLLAMA_ROUTES
@@ -33,7 +32,6 @@ from agentflow.server.tenants.keys import hashed_key, key_of_headers
 from agentflow.server.tenants.tickets import SessionTicket
 
 _OLLAMA_PATHS = "/api/"
-_MODELS_PATH = "/v1/models"
 
 
 async def create_session_ticket(call: ApiCall) -> None:
@@ -47,26 +45,14 @@ def _has_anthropic_version(headers: Headers) -> bool:
     return "anthropic-version" in headers
 
 
-def _of_client(openai: Handler, anthropic: Handler) -> Handler:
-    """Chooses the handler of a route that both APIs have."""
-
-    @wraps(openai)
-    async def handle(call: ApiCall) -> None:
-        await (anthropic if _has_anthropic_version(call.headers) else openai)(call)
-
-    return handle
-
-
 class _ClientEndpoint:
-    """The endpoint of a route that both APIs have, with errors in the format of the client's API."""
+    """The endpoint of a route that two APIs have."""
 
-    def __init__(self, handler: Handler, route: str) -> None:
-        self._openai, self._anthropic = [
-            ApiEndpoint(handler, error_format, route=route) for error_format in (OPENAI, ANTHROPIC)
-        ]
+    def __init__(self, usual: ApiEndpoint, anthropic: ApiEndpoint) -> None:
+        self._usual, self._anthropic = usual, anthropic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._anthropic if _has_anthropic_version(Headers(scope=scope)) else self._openai
+        endpoint = self._anthropic if _has_anthropic_version(Headers(scope=scope)) else self._usual
         await endpoint(scope, receive, send)
 
 
@@ -74,17 +60,19 @@ ROUTES = (
     ApiRoute("POST", "/v1/session-ticket", create_session_ticket, OPENAI, response=SessionTicket),
     ApiRoute(
         "GET",
-        _MODELS_PATH,
-        _of_client(list_models, list_anthropic_models),
+        "/v1/models",
+        list_models,
         OPENAI,
         response=(ModelList, AnthropicModelList),
+        anthropic=list_anthropic_models,
     ),
     ApiRoute(
         "GET",
-        f"{_MODELS_PATH}/{{name:path}}",
-        _of_client(get_model, get_anthropic_model),
+        "/v1/models/{name:path}",
+        get_model,
         OPENAI,
         response=(ModelCard, AnthropicModel),
+        anthropic=get_anthropic_model,
     ),
     *OPENAI_ROUTES,
     *ANTHROPIC_ROUTES,
@@ -100,11 +88,12 @@ def api_routes() -> Sequence[BaseRoute]:
     return [Route(route.path, _endpoint(route), methods=[route.method]) for route in ROUTES]
 
 
-def _endpoint(route: ApiRoute) -> ApiEndpoint | _ClientEndpoint:
+def _endpoint(route: ApiRoute) -> ASGIApp:
     path = route.path.partition("{")[0]
-    if path.startswith(_MODELS_PATH):
-        return _ClientEndpoint(route.handler, path)
-    return ApiEndpoint(route.handler, route.error_format, route=path)
+    usual = ApiEndpoint(route.handler, route.error_format, route=path)
+    if route.anthropic is None:
+        return usual
+    return _ClientEndpoint(usual, ApiEndpoint(route.anthropic, ANTHROPIC, route=path))
 
 
 def find_error_format(path: str, request_headers: Headers) -> ErrorFormat:
@@ -113,9 +102,9 @@ def find_error_format(path: str, request_headers: Headers) -> ErrorFormat:
         return OLLAMA
     for route in ROUTES:
         if path == route.path or path.startswith(f"{route.path}/"):
-            if route.path.startswith(_MODELS_PATH):
-                break
-            return route.error_format
+            if route.anthropic is None:
+                return route.error_format
+            break
     return ANTHROPIC if _has_anthropic_version(request_headers) else OPENAI
 
 

@@ -22,4 +22,5 @@ class ApiRoute:
     request: type[msgspec.Struct] | None = None  # the type of the body
     query: type[msgspec.Struct] | None = None  # the type of the query parameters
     statuses: tuple[int, ...] = ()  # error statuses that not every route has
+    anthropic: Handler | None = None  # the handler for clients of Anthropic's API, which has this path, too
     streams: bool = False  # the answer can be a stream, in the format's ``stream_type``
