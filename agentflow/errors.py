@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     import ssl
 
 MAX_MESSAGE_CHARS = 4_000
+MAX_CAUSES = 16
+"""The limit of causes of one error, on the wire too: a hostile peer could nest more."""
 
 
 class AgentflowError(Exception):
@@ -560,10 +562,29 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
-def drop_traceback(error: BaseException) -> None:
-    """Drops the traceback, whose frames keep their locals alive, unless the exception cannot be changed."""
-    with suppress(Exception):
-        error.__traceback__ = None
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields the error, its cause or the error that was being handled when it was raised, the cause of that
+    one, and so on: at most ``MAX_CAUSES`` errors.
+
+    >>> error = OSError("no space")
+    >>> error.__context__ = KeyError("a")
+    >>> list(causes(error))
+    [OSError('no space'), KeyError('a')]
+    """
+    link: BaseException | None = error
+    for _ in range(MAX_CAUSES):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def drop_tracebacks(error: BaseException) -> None:
+    """Drops the tracebacks of an error and its causes, whose frames keep their locals alive. An exception of
+    the user that cannot be changed keeps its own."""
+    for link in causes(error):
+        with suppress(Exception):
+            link.__traceback__ = None
 
 
 MAX_REPR = 120

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from agentflow.errors import (
+    MAX_CAUSES,
     AgentflowError,
     BudgetExceeded,
     InvalidValue,
@@ -301,7 +302,6 @@ changed because the end of the text was encoded again."""
 
 MAX_ERROR_TEXT = 20_000
 """The maximum length of the answer's text in an error, in characters."""
-MAX_CAUSES = 16
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from agentflow.errors import AgentflowError, from_code
+from agentflow.errors import MAX_CAUSES, AgentflowError, from_code
 from agentflow.protocol import constraint, decisions, events, ops, sampling
 from agentflow.protocol import events as token_logprob
 from agentflow.protocol import wire as protocol
@@ -214,7 +214,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert f"apply | {state_tree.MAX_LIMITS:,} |" in PAGE
     assert f"| {interpreter.MAX_PENDING_OPS:,} |" in PAGE
     assert ops.MAX_NUMBER == 2**53 - 1
-    assert f"nested causes of an error | {events.MAX_CAUSES};" in PAGE
+    assert f"nested causes of an error | {MAX_CAUSES};" in PAGE
     assert f"{ws_session.ACK_OPS} ops or {ws_session.ACK_BYTES // 1024} KiB" in PAGE
 
 

@@ -35,6 +35,7 @@ from agentflow.errors import (
     PromptTooLong,
     ProtocolError,
     UnknownModel,
+    drop_tracebacks,
     incident,
 )
 from agentflow.protocol import ops
@@ -65,7 +66,6 @@ from agentflow.runtime.interpreter.state_tree import (
     StateRecord,
     StateTree,
     derived_error,
-    drop_tracebacks,
     with_place,
 )
 from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord

@@ -25,11 +25,9 @@ from agentflow.errors import (
     PromptTooLong,
     ProtocolError,
     RunFailed,
-    drop_traceback,
 )
 from agentflow.protocol import ops
 from agentflow.protocol.events import (
-    MAX_CAUSES,
     ErrorInfo,
     Event,
     Reached,
@@ -548,13 +546,3 @@ def with_place(error: AgentflowError, state: StateRecord[ContextT], number: int 
             error = ErrorInfo.of(error).to_exception()
         error.place = state.id, number
     return error
-
-
-def drop_tracebacks(error: BaseException) -> None:
-    """Drops the tracebacks of an error that is stored, which keep the locals of all their frames alive."""
-    link: BaseException | None = error
-    for _ in range(MAX_CAUSES):
-        if link is None:
-            return
-        drop_traceback(link)
-        link = link.__cause__ or link.__context__

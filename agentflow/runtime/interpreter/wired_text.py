@@ -10,10 +10,10 @@ from typing import Any
 
 import anyio
 
-from agentflow.errors import AgentflowError, PromptTooLong, RunFailed
+from agentflow.errors import AgentflowError, PromptTooLong, RunFailed, drop_tracebacks
 from agentflow.protocol import ops
 from agentflow.protocol.text.transform import apply_in_turn
-from agentflow.runtime.interpreter.state_tree import StateRecord, drop_tracebacks, root_cause
+from agentflow.runtime.interpreter.state_tree import StateRecord, root_cause
 from agentflow.runtime.interpreter.variables import VariableRecord
 from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 from agentflow.runtime.loop_turns import LoopTurn

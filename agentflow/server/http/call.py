@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.tenant import ANONYMOUS, Tenant
-from agentflow.errors import AgentflowError, drop_traceback
+from agentflow.errors import AgentflowError, drop_tracebacks
 from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, JsonScan
 from agentflow.protocol.ops import MAX_TRACE_CHARS
 from agentflow.runtime.limits import MemoryBudget
@@ -448,7 +448,9 @@ class ApiEndpoint:
                 call.record.error = "client_gone"
             except Exception as error:
                 await self._fail(call, error)
-                _drop_frames(error)
+                # The frames refer to the body and its decoded values. An error from a thread forms a
+                # reference cycle with them, which would keep both until a garbage collection.
+                drop_tracebacks(error)
         finally:
             call.release_body()
             call.record.took_s = time.perf_counter() - began_s
@@ -494,11 +496,3 @@ async def _cancel_when_gone(call: ApiCall, scope: anyio.CancelScope) -> None:
     await call.until_gone()
     if not call.is_over:
         scope.cancel()
-
-
-def _drop_frames(error: BaseException | None) -> None:
-    """Drops the traceback of a handled error. Its frames refer to the body and its decoded values; an
-    error from a thread forms a reference cycle with them, which keeps both until a garbage collection."""
-    while error is not None:
-        drop_traceback(error)
-        error = error.__cause__ or error.__context__

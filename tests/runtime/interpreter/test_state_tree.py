@@ -20,6 +20,7 @@ from agentflow.errors import (
     PromptTooLong,
     ProtocolError,
     RunFailed,
+    drop_tracebacks,
 )
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo, Reached, StateFailed
@@ -31,7 +32,6 @@ from agentflow.runtime.interpreter.state_tree import (
     StateRecord,
     StateTree,
     derived_error,
-    drop_tracebacks,
     with_place,
 )
 from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord

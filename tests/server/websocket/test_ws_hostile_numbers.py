@@ -15,9 +15,9 @@ from support.process_engine import process_engine
 from support.session_peer import gen
 
 from agentflow.engine.generator.generator import EngineGenerator
-from agentflow.errors import RunFailed
+from agentflow.errors import MAX_CAUSES, RunFailed
 from agentflow.protocol import ops
-from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, Reached, StateFailed, VarFailed
+from agentflow.protocol.events import ErrorInfo, Event, Reached, StateFailed, VarFailed
 from agentflow.protocol.ops import MAX_NUMBER, Op
 from agentflow.runtime.interpreter.checking import CheckingInterpreter
 

@@ -34,6 +34,7 @@ from agentflow.errors import (
     RateLimited,
     ServerLost,
     ServerUnreachable,
+    causes,
     untrusted_certificate,
 )
 from agentflow.protocol.unreadable import UNREADABLE
@@ -613,11 +614,9 @@ def _http_errors(errors: ErrorMapping) -> Iterator[None]:
     try:
         yield
     except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError) as error:
-        cause: BaseException | None = error
-        while cause is not None:
+        for cause in causes(error):
             if isinstance(cause, ssl.SSLCertVerificationError):
                 raise ServerUnreachable(untrusted_certificate(errors.server, cause)) from error
-            cause = cause.__cause__ or cause.__context__
         why = str(error) or "no answer in time"
         raise ServerUnreachable(
             f"no server answers for {errors.model} at {errors.server} ({why}): check the address and the "
