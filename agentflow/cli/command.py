@@ -39,6 +39,18 @@ class Command:
         return parser
 
 
+def take_positional(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, unknown: list[str]
+) -> list[str]:
+    """Adds arguments without a flag to the positional argument of a command that accepts several. Argparse
+    ends it at the first flag: ``serve A --port 9000 B``. Returns the arguments that are still unknown."""
+    several = [action.dest for action in parser._actions if action.nargs == "*"]
+    if not several or any(text.startswith("-") for text in unknown):
+        return unknown
+    getattr(options, several[0]).extend(unknown)
+    return []
+
+
 def unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
     """The error about arguments that a command does not have, with its options that are spelled alike."""
     options = [option for action in parser._actions for option in action.option_strings]
@@ -69,6 +81,13 @@ def seconds_between(least_s: float, most_s: float) -> Callable[[str], float]:
         return value
 
     return seconds
+
+
+def port_number(text: str) -> int:
+    """The type of an option that is a port. 0: any free port."""
+    if not text.isdecimal() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, not {text!r}")
+    return int(text)
 
 
 def positive_int(text: str) -> int:

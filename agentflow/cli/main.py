@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from agentflow.cli.command import Command, unknown_arguments
-from agentflow.errors import AgentflowError
+from agentflow.cli.command import Command, take_positional, unknown_arguments
+from agentflow.errors import AgentflowError, BadArgument
 from agentflow.version import __version__
 
 EXAMPLES = """\
@@ -24,7 +24,8 @@ a first session:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code. Errors of agentflow are printed as one line."""
+    """Runs the command and returns its exit code. Errors of agentflow are printed as one line. An invalid
+    argument or setting exits with 2, as in argparse."""
     _prepare_streams()
     try:
         status = _run(arguments)
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except AgentflowError as error:
         print(f"agentflow: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, BadArgument) else 1
     except KeyboardInterrupt:
         print("agentflow: interrupted", file=sys.stderr)
         return 130
@@ -49,6 +50,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     commands = {command.name: command for command in _commands()}
     parser, subparsers = _parsers(commands.values())
     options, unknown = parser.parse_known_args(arguments)
+    if unknown and options.command is not None:
+        unknown = take_positional(subparsers[options.command], options, unknown)
     if unknown:
         failed = subparsers.get(options.command, parser)
         failed.error(unknown_arguments(failed, unknown))
@@ -67,8 +70,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Files and pipes are UTF-8 in any locale. A character that a terminal lacks is shown as a question mark.
-    Closed streams are replaced by the null device."""
+    """Files and pipes are UTF-8 in any locale, unless PYTHONIOENCODING has another encoding. A character that
+    a terminal lacks is shown as a question mark. Closed streams are replaced by the null device."""
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -77,8 +81,8 @@ def _prepare_streams() -> None:
         elif isinstance(stream, io.TextIOWrapper):
             is_input_file = name == "stdin" and not stream.isatty()
             stream.reconfigure(
-                encoding=None if stream.isatty() else "utf-8",
-                errors="strict" if is_input_file else "replace",
+                encoding=None if encoding or stream.isatty() else "utf-8",
+                errors=errors or ("strict" if is_input_file else "replace"),
             )
 
 

@@ -349,8 +349,8 @@ A file (-o FILE) gets only the results, one per line; FILE.resume next to it has
 the errors and the data for --resume. Ctrl-C or a crash loses no result, and
 --resume runs the rest.
 
-Exit status: 0 if all inputs have a result, 3 if some failed, 1 for any other
-error, 130 after Ctrl-C.""",
+Exit status: 0 if all inputs have a result, 3 if some failed, 2 for an invalid
+argument or input, 1 for any other error, 130 after Ctrl-C.""",
     examples="""\
 agentflow run judge.py:judge essays.jsonl -o grades.jsonl
 agentflow run judge.py:judge essays.jsonl -o grades.jsonl --resume

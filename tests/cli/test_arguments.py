@@ -14,6 +14,7 @@ from agentflow.cli.main import main
         ["./a.gguf", "b=openai:gpt-4.1-mini", "--port", "9000"],
         ["--port", "9000", "./a.gguf", "b=openai:gpt-4.1-mini"],
         ["./a.gguf", "--model", "b=openai:gpt-4.1-mini", "--port=9000"],
+        ["./a.gguf", "--port", "9000", "b=openai:gpt-4.1-mini"],
         ["--model", "./a.gguf", "--model", "b=openai:gpt-4.1-mini", "--port=9000"],
     ],
 )

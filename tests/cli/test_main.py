@@ -21,6 +21,14 @@ def test_f37_output_to_a_file_is_utf8_in_any_locale(monkeypatch):
     assert 'path = "größe"' in written.getvalue().decode()
 
 
+def test_f37_another_encoding_of_files_can_be_chosen(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    assert main(["config", "--model", "größe"]) == 0
+    assert 'path = "größe"'.encode("latin-1") in written.getvalue()
+
+
 def test_f37_characters_that_a_terminal_lacks_are_question_marks(monkeypatch):
     class Terminal(io.BytesIO):
         def isatty(self) -> bool:

@@ -27,9 +27,9 @@ def listening() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """The one line that the command prints."""
-    assert main(["route", "--log-level", "error", *options]) == 1
+def refused(capsys: pytest.CaptureFixture[str], *options: str, status: int = 2) -> str:
+    """The one line that the command prints before it ends with ``status``."""
+    assert main(["route", "--log-level", "error", *options]) == status
     shown = capsys.readouterr()
     assert (shown.out, shown.err.count("\n")) == ("", 1)
     return shown.err
@@ -44,17 +44,24 @@ def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
         (["--to", "http://user:secret@a"], "--to"),
         (["--to", "http://a:99999"], "99999"),
         (["--to", CLOSED, "--to", f"{CLOSED}/v1"], "twice"),
-        (["--to", CLOSED, "--port", "0"], CLOSED),
-        (["--to", CLOSED, "--port", "70000"], "70000"),
     ],
 )
 def test_wrong_options(capsys: pytest.CaptureFixture[str], options: list[str], named: str) -> None:
     assert named in refused(capsys, *options)
 
 
-def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("port", ["70000", "-1", "http"])
+def test_f37_a_port_that_is_none_is_a_wrong_option(capsys: pytest.CaptureFixture[str], port: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["route", "--to", CLOSED, f"--port={port}"])
+    assert ended.value.code == 2
+    assert port in capsys.readouterr().err
+
+
+def test_no_server_and_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert CLOSED in refused(capsys, "--to", CLOSED, "--port", "0", status=1)
     with listening() as port:
-        assert str(port) in refused(capsys, "--to", CLOSED, "--port", str(port))
+        assert str(port) in refused(capsys, "--to", CLOSED, "--port", str(port), status=1)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,8 @@ def test_a_server_without_the_api(capsys: pytest.CaptureFixture[str], answer: by
         thread.start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
-            assert url in refused(capsys, "--to", url, "--port", "0")
+            status = 1 if answer.startswith(b"SSH") else 2  # no answer, or an address of another server
+            assert url in refused(capsys, "--to", url, "--port", "0", status=status)
         finally:
             server.shutdown()
             thread.join()

@@ -89,13 +89,13 @@ def test_f37_a_cell_of_a_table_may_be_long(capsys):
 
 def test_f37_a_file_that_exits_runs_nothing(capsys):
     Path("exits.py").write_text(f"{PROGRAM}\nimport sys\nsys.exit(0)\n")
-    assert main(["run", "exits.py:judge", "in.jsonl"]) == 1
+    assert main(["run", "exits.py:judge", "in.jsonl"]) == 2
     assert "exits.py" in capsys.readouterr().err
 
 
 def test_f37_an_output_that_cannot_be_a_file_is_refused_before_anything_runs(capsys):
     for output, why in ((".", ". is a folder"), ("none/out.jsonl", "there is no folder none")):
-        assert main(["run", "judge.py:judge", "in.jsonl", "-o", output]) == 1
+        assert main(["run", "judge.py:judge", "in.jsonl", "-o", output]) == 2
         assert capsys.readouterr().err.startswith(f"agentflow: {why}")
 
 
@@ -103,7 +103,7 @@ def test_an_output_is_resumed(capsys):
     command = ["run", "judge.py:judge", "in.jsonl", "-o", "out.jsonl"]
     assert main(command) == 0
     assert results() == ["<a>", "<b>", "<c><c>"]
-    assert main(command) == 1
+    assert main(command) == 2
     assert "out.jsonl exists" in capsys.readouterr().err
     with open("in.jsonl", "a") as file:
         file.write('"d"\n')
@@ -111,7 +111,7 @@ def test_an_output_is_resumed(capsys):
     assert "4/4" in (err := capsys.readouterr().err)
     assert "3 resumed" in err
     assert results() == ["<a>", "<b>", "<c><c>", "<d>"]
-    assert main(["run", "judge.py:plain", "in.jsonl", "-o", "out.jsonl", "--resume"]) == 1
+    assert main(["run", "judge.py:plain", "in.jsonl", "-o", "out.jsonl", "--resume"]) == 2
     assert "'judge'" in capsys.readouterr().err
 
 
@@ -181,7 +181,7 @@ def test_a_mistake_is_one_line(arguments, message, capsys):
     for name, text in files.items():
         Path(name).write_text(text)
     Path("bytes.jsonl").write_bytes(b'"\xff"\n')
-    assert main(["run", *arguments, "-q"]) == 1
+    assert main(["run", *arguments, "-q"]) == (1 if "--url" in arguments else 2)
     out, err = capsys.readouterr()
     [line] = err.splitlines()
     assert line.startswith("agentflow: ")

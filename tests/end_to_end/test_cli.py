@@ -43,11 +43,11 @@ def kept_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (("serve", "--model", "EMPTY"), 1, ["config.json"]),
         (
             ("serve", "--port", "0", "--record-workload", "EMPTY/nowhere/served.jsonl"),
-            1,
+            2,
             ["nowhere/served.jsonl"],
         ),
         (("serve", "--host", "0.0.0.0"), 2, ["--allow-anonymous"]),
-        (("key", "a\nb"), 1, ["printable"]),
+        (("key", "a\nb"), 2, ["printable"]),
     ],
 )
 def test_an_error_is_one_line(arguments, status, parts, tmp_path, model_folder):

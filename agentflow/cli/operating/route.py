@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from agentflow.cli.command import Command, positive_int
+from agentflow.cli.command import Command, port_number, positive_int
 from agentflow.server.addresses import is_loopback
 from agentflow.server.gateway.defaults import CACHE_TOKENS, DEFAULT_PORT, DRAIN_S, GatewayLimits
 
@@ -24,7 +24,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="address of a server; give one for each",
     )
     add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
-    add("--port", type=int, default=DEFAULT_PORT, metavar="N", help="port to listen at (%(default)s)")
+    add("--port", type=port_number, default=DEFAULT_PORT, metavar="N", help="port to listen at (%(default)s)")
     add(
         "--cache-tokens",
         type=positive_int,

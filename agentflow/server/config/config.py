@@ -13,7 +13,6 @@ import difflib
 import json
 import os
 import re
-import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -383,14 +382,9 @@ def _default(setting: Setting) -> str:
 
 
 def read_flags(options: argparse.Namespace) -> Effective:
-    """Returns the effective configuration of this process. If it is invalid, prints one line and exits with
-    status 2, as argparse does."""
+    """Returns the effective configuration of this process. ``BadArgument`` if it is invalid."""
     values = {name: value for name, value in vars(options).items() if name in all_settings()}
-    try:
-        return load_config(Flags(values, (*options.models, *options.model), options.config), os.environ)
-    except BadArgument as error:
-        print(f"agentflow: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    return load_config(Flags(values, (*options.models, *options.model), options.config), os.environ)
 
 
 # The column where comments begin, after shorter lines.

@@ -126,7 +126,7 @@ def test_an_invalid_workload_is_a_one_line_error(tmp_path, capsys, content, mess
     path = tmp_path / "w.json"
     if content is not None:
         path.write_text(content)
-    assert cli.main(["simulate", str(path)]) == 1
+    assert cli.main(["simulate", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
