@@ -4,7 +4,7 @@
 
     client ──▶ body kept ──▶ placed ──▶ sent ──▶ first part of the answer ──▶ … ──▶ end
                                ▲                   │
-                               └─ another target ──┘  no connection, a lost one, 429, 502, 503, 504
+                               └─ another target ──┘  no connection, a lost one, 429, 502, 503, 504, 529
 
 Until the first part of an answer has arrived, the request can be sent to another target. After that nothing
 is retried: a stream that breaks ends with an error, in the format of its API. An answer is read as fast as
@@ -17,7 +17,6 @@ for a variable of a program, takes as long at a healthy server. The health check
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from dataclasses import dataclass
@@ -48,7 +47,8 @@ MAX_LOST = 2
 MAX_PAUSE_S = 30.0
 """The longest pause that a target can ask for."""
 MAX_REFUSAL_BYTES = 65_536
-REFUSALS = (429, 502, 503, 504)
+_BUSY = (503, 529)  # the second in Anthropic's API
+REFUSALS = (429, 502, 504, *_BUSY)
 NOT_FOUND = 404
 """After an answer with this status, another target may have the requested object."""
 TARGET_HEADER = b"x-agentflow-target"
@@ -229,8 +229,8 @@ class HttpProxy:
                 self._placement.failed(target, attempt, f"it answers with the status {status}")
             elif status != 504:  # a proxy's error if the server behind it is slow
                 attempt.succeeded()
-            if status == 503:
-                target.busy_until_s = time.monotonic() + received.pause_s
+            if status in _BUSY:
+                target.pause(asked.model, received.pause_s)
             if status in may_refuse and (status != NOT_FOUND or asked.names or asked.model):
                 refusal = await received.refusal()
                 refusal.headers.append((TARGET_HEADER, b"%d" % target.number))

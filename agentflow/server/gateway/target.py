@@ -44,7 +44,9 @@ class Target:
     # Nothing listens at its address, so its sessions have ended. Otherwise, a server that does not answer may
     # still have its sessions.
     is_gone: bool = False
-    busy_until_s: float = 0.0  # it asked for a pause until this time (``time.monotonic``)
+    # The times (``time.monotonic``) until which it asked for a pause, by model: another model has another
+    # engine. Empty: the pause after a request for a model that it does not list, which is for all models.
+    busy_until_s: dict[str, float] = field(default_factory=dict)
     num_running: int = 0
     num_websockets: int = 0
     why_down: str = ""
@@ -59,10 +61,14 @@ class Target:
         """Whether the target can get new requests."""
         return self.circuit.is_ready and not self.is_draining
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether the target asked for a pause that is not over."""
-        return time.monotonic() < self.busy_until_s
+    def pause(self, model: str, pause_s: float) -> None:
+        """Records that the target asked for a pause when it got a request for the model."""
+        name = model if model in (self.models or ()) else ""
+        self.busy_until_s[name] = time.monotonic() + pause_s
+
+    def is_busy(self, model: str) -> bool:
+        """Whether the target asked for a pause of requests for the model that is not over."""
+        return time.monotonic() < max(self.busy_until_s.get(name, 0.0) for name in ("", model))
 
     def has_model(self, name: str) -> bool:
         """Whether the target has the model, or its models are unknown."""

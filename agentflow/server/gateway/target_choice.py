@@ -155,7 +155,7 @@ class TargetChoice:
             having = [target for target in up if target.has_model(asked.model)]
             is_known = any(target.has_model(asked.model) for target in self.targets)
             up = having if is_known else up  # a target answers with its error for an unknown model
-        return [target for target in up if not target.is_busy] or up
+        return [target for target in up if not target.is_busy(asked.model)] or up
 
     async def place(self, asked: RequestFacts, barred: Collection[Target] = ()) -> Assignment:
         """Assigns a request to a target. ``ApiError`` if no target can get it.

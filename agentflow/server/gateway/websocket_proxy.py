@@ -30,7 +30,7 @@ from websockets.typing import Subprotocol
 from agentflow.protocol.wire import SESSION_PATH
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.errors import ApiError
-from agentflow.server.gateway.http_proxy import answer_headers, raw_path, request_headers
+from agentflow.server.gateway.http_proxy import REFUSALS, answer_headers, raw_path, request_headers
 from agentflow.server.gateway.request_facts import RequestFacts
 from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, HeaderList, Target
 from agentflow.server.gateway.target_choice import TargetChoice
@@ -104,7 +104,7 @@ class WebSocketProxy:
                 denial = Response(bytes(shown.body or b""), shown.status_code)
                 denial.raw_headers = answer_headers(headers)
                 refusal = denial
-                if shown.status_code not in (429, 502, 503, 504):
+                if shown.status_code not in REFUSALS:
                     break
                 continue
             except (OSError, TimeoutError, InvalidHandshake, EOFError) as error:

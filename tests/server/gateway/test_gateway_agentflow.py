@@ -264,10 +264,10 @@ async def test_a_server_that_stops_loses_its_sessions_and_no_others() -> None:
                 lambda events: None, lambda error: None
             ):
                 gone.call(gone.engine.gate.allow, 2)
-                route.gateway.targets[1].busy_until_s = 1e12
+                route.gateway.targets[1].busy_until_s[""] = 1e12
                 stream = await ask(client, "hello", stream=True, seed=3)  # its first token is visible
                 assert await anext(stream.__aiter__())
-                route.gateway.targets[1].busy_until_s = 0
+                route.gateway.targets[1].busy_until_s.clear()
                 await anyio.to_thread.run_sync(stops.close)
                 with pytest.raises(openai.APIError):
                     async for _ in stream:

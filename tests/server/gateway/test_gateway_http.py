@@ -200,7 +200,7 @@ LOST: dict[str, AnyAnswer] = {
 @pytest.mark.parametrize("name", LOST)
 async def test_another_target_has_a_request_whose_answer_did_not_begin(name: str) -> None:
     async with routed_fakes(always(LOST[name]), always(LOST[name])) as route:
-        route.gateway.targets[0].busy_until_s = 1e12  # so that the other one is first
+        route.gateway.targets[0].busy_until_s[""] = 1e12  # so that the other one is first
         route.fakes[0]._script = ok
         got = await route.chat()
         assert (got.status_code, got.headers["x-agentflow-target"]) == (200, "0")
@@ -209,7 +209,7 @@ async def test_another_target_has_a_request_whose_answer_did_not_begin(name: str
         assert route.gateway.proxy.retries == {"lost": 1}
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("status", [429, 502, 503, 504, 529])
 async def test_another_target_has_a_request_that_was_refused(status: int) -> None:
     def play(request: Received) -> AnyAnswer:
         return refused(status, retry_after="7") if len(everything) == 0 else completion()
@@ -220,7 +220,7 @@ async def test_another_target_has_a_request_that_was_refused(status: int) -> Non
         assert (got.status_code, got.headers["retry-after"]) == (status, "7")
         assert [len(route.asked(number)) for number in (0, 1)] == [1, 1]
         for target in route.gateway.targets:
-            target.busy_until_s = 0.0
+            target.busy_until_s.clear()
         everything.append(1)
         assert (await route.chat()).status_code == 200
 
@@ -228,16 +228,30 @@ async def test_another_target_has_a_request_that_was_refused(status: int) -> Non
 async def test_a_refusal_without_an_end() -> None:
     endless = Answer([b"x", Forever(b"y" * 10_000)], 503)
     async with routed_fakes(always(endless), ok) as route:
-        route.gateway.targets[1].busy_until_s = 1e12
+        route.gateway.targets[1].busy_until_s[""] = 1e12
         assert (await route.chat()).status_code == 200
         await route.fakes[0].wait_until_gone()
 
 
-async def test_a_busy_target_is_left_alone() -> None:
-    async with routed_fakes(always(refused(503, retry_after="20")), ok) as route:
+@pytest.mark.parametrize("status", [503, 529])
+async def test_a_busy_target_is_left_alone(status: int) -> None:
+    async with routed_fakes(always(refused(status, retry_after="20")), ok) as route:
         for number in range(6):
             assert (await route.chat(f"{number} " * 400)).status_code == 200
         assert len(route.asked(0)) <= 1
+
+
+async def test_f37_a_target_without_one_model_is_asked_for_the_others() -> None:
+    def play(request: Received) -> AnyAnswer:
+        is_lost = json.loads(request.body)["model"] == "m:lost"
+        return refused(503, retry_after="20") if is_lost else completion()
+
+    async with routed_fakes(play, ok, limits=GatewayLimits(check_s=1e6)) as route:
+        route.gateway.targets[0].models = frozenset(["m", "m:lost"])
+        for model in ("m:lost", "m", "m"):
+            got = await route.http.post(CHAT, json={"model": model, "messages": []})
+            assert got.status_code == (503 if model == "m:lost" else 200)
+        assert route.asked(1) == []
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422, 500, 501])
@@ -442,9 +456,9 @@ async def test_stored_things_are_found_where_they_are() -> None:
     async with routed_fakes(storing("left"), storing("right")) as route:
         for number, name in enumerate(("left", "right")):
             other = route.gateway.targets[1 - number]
-            other.busy_until_s = 1e12
+            other.busy_until_s[""] = 1e12
             await route.http.post("/v1/responses", json={"model": "m", "input": "x", "stream": True})
-            other.busy_until_s = 0
+            other.busy_until_s.clear()
             got = await route.http.get(f"/v1/responses/resp_{name}1/input_items")
             assert got.json() == {"from": name}
             body = {"model": "m", "input": "y", "previous_response_id": f"resp_{name}1"}
@@ -476,7 +490,7 @@ async def test_an_answer_that_repeats_a_clients_text_moves_nothing() -> None:
     async with routed_fakes(always(echo), unexpected) as route:
         here, other = route.gateway.targets
         route.gateway.placement.own("resp_theirs1", other)
-        other.busy_until_s = 1e12
+        other.busy_until_s[""] = 1e12
         await route.http.post("/v1/responses", json={"model": "m", "input": "x"})
         placement = route.gateway.placement
         assert [placement.owner([f"resp_{name}1"]) for name in ("new", "theirs")] == [here, other]
