@@ -7,17 +7,25 @@ ids of tool calls, null in place of lists, a stream without ``[DONE]``), and str
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, Generic, TypeVar
+from abc import abstractmethod
+from typing import Any, Generic
 
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, AnswerCollector, TokenInfo
 from agentflow.backends.apis.answers.reported_usage import NULL, is_given, read_usage
+from agentflow.backends.apis.answers.stream_reader import PartT, StreamReader
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import Flavour, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingWriter
-from agentflow.backends.apis.generation.api_format import ApiFormat, ApiRequest, Call
+from agentflow.backends.apis.generation.api_format import (
+    ApiFormat,
+    ApiRequest,
+    Call,
+    cannot_continue,
+    choice_fields,
+    turns_only,
+)
 from agentflow.backends.apis.generation.conversation import (
     ApiContext,
     MessageNode,
@@ -31,14 +39,12 @@ from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.backends.apis.http.file_slots import slot_part, without_nonce
 from agentflow.backends.apis.http.transport import EventSink
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
-from agentflow.errors import EngineFailed, NotSupported, ProtocolError
+from agentflow.errors import NotSupported, ProtocolError
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.events import TokenLogprob, Usage
 from agentflow.protocol.images import Medium, medium_kind
-from agentflow.protocol.unreadable import UNREADABLE
 
 DONE = b"[DONE]"
-PartT = TypeVar("PartT")
 
 _encode = msgspec.json.Encoder().encode
 
@@ -79,17 +85,11 @@ class ChatCompletions:
         if context.is_plain and self._plain is not None:
             return self._plain.request(context, call)
         if context.is_plain:
-            raise NotSupported(
-                f"{self._model} answers turns only, and this state has plain text: put the text into "
-                "af.user(…), and the gen into af.assistant(…)"
-            )
+            raise turns_only(self._model)
         nodes = context.messages()
         continues = context.role == "assistant" and bool(context.open_text)
         if continues and not self._facts.continuation:
-            raise NotSupported(
-                f"{self._model} cannot continue a turn that it has begun: put each gen into its own "
-                "af.assistant(…), and fixed text into af.user(…)"
-            )
+            raise cannot_continue(self._model)
         fields: dict[str, Any] = {"stream": True, "stream_options": stream_options(self._flavour)}
         if continues:
             fields |= self._flavour.continuing
@@ -139,14 +139,8 @@ class ChatCompletions:
         return shared_gate(nodes, self._facts.min_cached_tokens)
 
     def _tools(self, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> dict[str, Any]:
-        fields: dict[str, Any] = {"tools": [self._tool(tool) for tool in tools]}
-        if choice.name is not None:
-            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        elif choice.mode != "auto":
-            fields["tool_choice"] = choice.mode
-        if not choice.parallel and choice.mode != "none":
-            fields["parallel_tool_calls"] = False
-        return fields
+        named = {"function": {"name": choice.name}}
+        return {"tools": [self._tool(tool) for tool in tools], **choice_fields(choice, named)}
 
     def _tool(self, tool: ToolSpec) -> dict[str, Any]:
         function: dict[str, Any] = {"name": tool.name, "description": tool.description}
@@ -324,86 +318,40 @@ _FINISHED = {
 }
 
 
-class StreamReader(ABC):
-    """The parts that the streams of chat completions and completions share: the ends of a stream, its errors
-    and its usage.
-
-    Args:
-        answer: Receives the answer.
-        errors: Makes the errors.
-        num_sent: The bytes of the request, to estimate the prompt's tokens if the usage never comes.
-    """
+class ChunkReader(StreamReader):
+    """The parts that the streams of chat completions and completions share."""
 
     chunks: msgspec.json.Decoder[Any]
 
     def __init__(self, answer: AnswerCollector, errors: ErrorMapping, num_sent: int) -> None:
-        self.answer = answer
-        self.errors = errors
-        self._num_sent = num_sent
+        super().__init__(answer, errors, num_sent)
         self._usage = NULL  # the latest one
-        self._has_ended = False  # the server ended the answer
-        self.is_over = False
-        self.is_left = False  # a stop has ended the text before the server did
 
-    @property
-    def is_visible(self) -> bool:
-        """Whether the answer has become visible."""
-        return self.answer.is_visible
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the model has written something."""
-        return self.answer.num_deltas > 0
-
-    def event(self, event: ServerEvent) -> None:
-        """Reads one event."""
+    def _read_event(self, event: ServerEvent) -> None:
         if event.data.startswith(DONE):
             self.is_over = True
             self.close()
             return
-        chunk = self.decoded(self.chunks, event.data)
+        chunk = self._decoded(self.chunks.decode, event.data)
         if chunk.error or chunk.object == "error" or event.name == "error":
             raise self.errors.of_event(event_error(event.data))
         if is_given(chunk.usage):
             self._usage = chunk.usage
         for choice in chunk.choices or ():
             self.read(choice)
-        if self.answer.is_stopped and not self._has_ended:
-            self.is_left = True
-            self.answer.finish("stop")
-            self._set_usage()
-
-    def decoded(self, decoder: msgspec.json.Decoder[PartT], data: bytes | msgspec.Raw) -> PartT:
-        """An event, or a part of one. ``ProtocolError`` if it has another form."""
-        try:
-            return decoder.decode(data)
-        except UNREADABLE as error:
-            shown = bytes(data)[:100].decode("utf-8", "replace")
-            raise ProtocolError(
-                f"{self.errors.server} sent an event that is not of its API ({error}): {shown!r}"
-            ) from error
 
     @abstractmethod
     def read(self, choice: Any) -> None:
         """Reads a part of the answer."""
-
-    def close(self) -> None:
-        """The stream ended. ``ServerLost`` if the answer is not complete."""
-        if not self._has_ended:
-            raise self.errors.lost("the stream ended before the answer did")
-        self._set_usage()
 
     def end(self, reason: str, stop: object) -> None:
         """The server ends the answer. ``stop``: the stop that ended it; unset if the server does not say."""
         if reason == "content_filter":
             raise self.errors.filtered()
         if reason not in _FINISHED:
-            raise EngineFailed(
-                f"{self.errors.server} ended the answer of {self.errors.model} with {reason!r}"
-            )
-        is_stop = self.answer.is_stopped or (reason == "stop" and self.answer.was_stopped_by(stop))
-        self._has_ended = True
-        self.answer.finish("stop" if is_stop else _FINISHED[reason])
+            raise self._unknown_end(reason)
+        is_stop = reason == "stop" and self.answer.was_stopped_by(stop)
+        self._end("stop" if is_stop else _FINISHED[reason])
 
     def _set_usage(self) -> None:
         guess = Usage(self._num_sent // CHARS_PER_TOKEN, 0, self.answer.num_deltas)
@@ -413,7 +361,7 @@ class StreamReader(ABC):
 _logprobs = msgspec.json.Decoder(TokenLogprobs)
 
 
-class ChatReader(StreamReader):
+class ChatReader(ChunkReader):
     """Reads the stream of a chat completion."""
 
     chunks = msgspec.json.Decoder(Chunk[_Choice])
@@ -429,7 +377,7 @@ class ChatReader(StreamReader):
         if choice.index:
             return
         if self.answer.wants_logprobs and is_given(choice.logprobs):
-            for token in self.decoded(_logprobs, choice.logprobs).content or ():
+            for token in self._decoded(_logprobs.decode, choice.logprobs).content or ():
                 self.answer.add_token(token.info())
         delta = choice.message if choice.delta is None else choice.delta
         if delta is not None:
@@ -473,7 +421,7 @@ class ChatReader(StreamReader):
             index = latest + 1
         if index not in self._calls:
             if not function.name:
-                raise ProtocolError(f"{self.errors.server} sent a tool call without a name")
+                raise self._wrong("a tool call without a name")
             self._calls[index] = call.id or ""
             self.answer.begin_call(call.id or "", function.name)
         elif index != latest:

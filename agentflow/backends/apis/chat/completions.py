@@ -12,7 +12,7 @@ from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.chat_completions import (
     ChoicePart,
     Chunk,
-    StreamReader,
+    ChunkReader,
     TokenLogprobs,
     stream_options,
 )
@@ -90,7 +90,7 @@ class _Choice(ChoicePart):
     text: str | None = None
 
 
-class CompletionReader(StreamReader):
+class CompletionReader(ChunkReader):
     """Reads the stream of a completion."""
 
     chunks = msgspec.json.Decoder(Chunk[_Choice])
@@ -100,7 +100,7 @@ class CompletionReader(StreamReader):
         if choice.index:
             return
         if self.answer.wants_logprobs and is_given(choice.logprobs):
-            self._read_logprobs(self.decoded(_logprobs, choice.logprobs))
+            self._read_logprobs(self._decoded(_logprobs.decode, choice.logprobs))
         if choice.text:
             self.answer.add_text(choice.text)
         if choice.finish_reason:

@@ -16,6 +16,8 @@ from agentflow.backends.apis.generation.conversation import (
 from agentflow.backends.apis.generation.prefix_gate import PrefixGate
 from agentflow.backends.apis.http.transport import EventSink
 from agentflow.backends.apis.strict_schema import Unwrap
+from agentflow.errors import NotSupported
+from agentflow.protocol.chat import ToolChoice
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.images import Image
 from agentflow.protocol.sampling import GenParams
@@ -94,3 +96,31 @@ class ApiFormat(Protocol):
 
     def sink(self, request: ApiRequest, answer: AnswerCollector) -> EventSink:
         """The reader of a stream, which writes into ``answer``."""
+
+
+def turns_only(model: str) -> NotSupported:
+    """The error of an API without plain texts."""
+    return NotSupported(
+        f"{model} answers turns only, and this state has plain text: put the text into af.user(…), and the "
+        "gen into af.assistant(…)"
+    )
+
+
+def cannot_continue(model: str, when: str = "") -> NotSupported:
+    """The error of an API that begins each turn of the assistant."""
+    return NotSupported(
+        f"{model} cannot continue a turn that it has begun{when}: put each gen into its own "
+        "af.assistant(…), and fixed text into af.user(…)"
+    )
+
+
+def choice_fields(choice: ToolChoice, named: dict[str, Any]) -> dict[str, Any]:
+    """The fields of OpenAI's APIs for a choice of tools. ``named``: the members for one tool."""
+    fields: dict[str, Any] = {}
+    if choice.name is not None:
+        fields["tool_choice"] = {"type": "function", **named}
+    elif choice.mode != "auto":
+        fields["tool_choice"] = choice.mode
+    if not choice.parallel and choice.mode != "none":
+        fields["parallel_tool_calls"] = False
+    return fields

@@ -14,7 +14,7 @@ import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, AnswerCollector
 from agentflow.backends.apis.capability_table import ModelFacts
-from agentflow.backends.apis.generation.api_format import ApiRequest, Call
+from agentflow.backends.apis.generation.api_format import ApiRequest, Call, cannot_continue, turns_only
 from agentflow.backends.apis.generation.conversation import (
     IMAGE_TOKENS,
     ApiContext,
@@ -85,10 +85,7 @@ class AnthropicMessages:
     def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """The request for a call. ``NotSupported`` if the API cannot express it."""
         if context.is_plain:
-            raise NotSupported(
-                f"{self._model} answers turns only, and this state has plain text: put the text into "
-                "af.user(…), and the gen into af.assistant(…)"
-            )
+            raise turns_only(self._model)
         thinking, reasons = self._thinking(call)
         prompt = self._prompt(context, reasons)
         max_unions = MAX_UNIONS - MAX_TOOL_UNIONS if context.tools else MAX_UNIONS
@@ -116,7 +113,7 @@ class AnthropicMessages:
 
     def sink(self, request: ApiRequest, answer: AnswerCollector) -> MessagesReader:
         """The reader of a stream."""
-        return MessagesReader(answer, self._errors, lead=request.lead, num_sent=request.num_chars)
+        return MessagesReader(answer, self._errors, request.num_chars, lead=request.lead)
 
     def _prompt(self, context: ApiContext, reasons: bool) -> _Prompt:
         """The messages. ``NotSupported`` if the open turn has text that the model cannot continue."""
@@ -124,10 +121,7 @@ class AnthropicMessages:
             return _Prompt(context.messages())
         if not self._facts.continuation or reasons:
             why = " while it reasons" if self._facts.continuation else ""
-            raise NotSupported(
-                f"{self._model} cannot continue a turn that it has begun{why}: put each gen into its own "
-                "af.assistant(…), and fixed text into af.user(…)"
-            )
+            raise cannot_continue(self._model, why)
         # The API refuses white space at the end of a text that is continued.
         message = context.open_message()
         text = message.content.rstrip()

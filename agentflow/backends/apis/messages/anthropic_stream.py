@@ -15,11 +15,11 @@ import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, AnswerCollector
 from agentflow.backends.apis.answers.reported_usage import NULL, counts_in, read_count
+from agentflow.backends.apis.answers.stream_reader import StreamReader
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
 from agentflow.errors import (
     AgentflowError,
-    EngineFailed,
     NotAuthorized,
     NotSupported,
     ProtocolError,
@@ -189,50 +189,32 @@ class _Block:
                 return None
 
 
-class MessagesReader:
-    """Reads the stream of a message.
+class MessagesReader(StreamReader):
+    """Reads the stream of a message. The arguments are as in ``StreamReader``, except:
 
     Args:
-        answer: Receives the answer.
-        errors: Makes the errors.
         lead: White space with which the answer may begin, and which the context has already.
-        num_sent: The characters of the request, to estimate the prompt's tokens if they are not reported.
     """
 
     def __init__(
-        self, answer: AnswerCollector, errors: ErrorMapping, *, lead: str = "", num_sent: int = 0
+        self, answer: AnswerCollector, errors: ErrorMapping, num_sent: int = 0, *, lead: str = ""
     ) -> None:
-        self.answer = answer
-        self.errors = errors
+        super().__init__(answer, errors, num_sent)
         self._lead = lead
-        self._num_sent = num_sent
         self._counts: dict[str, int] = {}
         self._blocks: dict[int, _Block] = {}
         self._open: int | None = None  # the block that has begun and not ended
         self._has_begun = False
-        self._has_ended = False  # the stop reason has come
-        self.is_over = False
-        self.is_left = False  # a stop has ended the text before the server did
-
-    @property
-    def is_visible(self) -> bool:
-        """Whether the answer has become visible."""
-        return self.answer.is_visible
 
     @property
     def has_begun(self) -> bool:
         """Whether the model has written something, or begins a block that is no reasoning."""
-        return self.answer.num_deltas > 0 or any(
+        return super().has_begun or any(
             block.kind not in ("thinking", "redacted_thinking") for block in self._blocks.values()
         )
 
-    def event(self, event: ServerEvent) -> None:
-        """Reads one event."""
-        try:
-            fields = _events.decode(event.data)
-        except UNREADABLE as error:
-            shown = event.data[:100].decode("utf-8", "replace")
-            raise self._wrong(f"an event that is not of its API ({error}): {shown!r}") from error
+    def _read_event(self, event: ServerEvent) -> None:
+        fields = self._decoded(_events.decode, event.data)
         match fields.type:
             case "error":
                 raise self.errors.of_event(fields.error)
@@ -247,22 +229,16 @@ class MessagesReader:
             case "message_delta":
                 self._count(fields.usage)
                 if fields.delta is not None and fields.delta.stop_reason is not None:
-                    self._end(fields.delta.stop_reason, fields.delta.stop_details or _StopDetails())
+                    self._finish(fields.delta.stop_reason, fields.delta.stop_details or _StopDetails())
             case "message_stop":
                 self.is_over = True
                 self.close()
             case _:
                 pass  # a ping, or an event of a later version
-        if self.answer.is_stopped and not self._has_ended:
-            self.is_left = True
-            self.answer.finish("stop")
-            self._set_usage()
 
     def close(self) -> None:
         """The stream ended. ``ServerLost`` if the answer is not complete."""
-        if not self._has_ended:
-            raise self.errors.lost("the stream ended before the answer did")
-        self._set_usage()
+        super().close()
         if any(block.kind in ("thinking", "redacted_thinking") for block in self._blocks.values()):
             # The API demands its reasoning back as it was, at its place between the other blocks.
             blocks = [found for block in self._blocks.values() if (found := block.encoded()) is not None]
@@ -344,15 +320,12 @@ class MessagesReader:
         self._lead = self._lead[num_equal:] if num_equal == len(text) else ""
         return text[num_equal:]
 
-    def _end(self, reason: str, details: _StopDetails) -> None:
+    def _finish(self, reason: str, details: _StopDetails) -> None:
         if reason == "refusal":
             raise self.errors.refused(details.explanation or details.category or "it gives no reason")
         if reason not in _FINISHED:
-            raise EngineFailed(
-                f"{self.errors.server} ended the answer of {self.errors.model} with {reason!r}"
-            )
-        self._has_ended = True
-        self.answer.finish("stop" if self.answer.is_stopped else _FINISHED[reason])
+            raise self._unknown_end(reason)
+        self._end(_FINISHED[reason])
 
     def _count(self, usage: msgspec.Raw) -> None:
         """Later counts replace earlier ones, which they include."""
@@ -370,6 +343,3 @@ class MessagesReader:
         prompt = counts.get("input", guess) + read + written
         self.answer.usage = Usage(prompt, read, output, reasoning_tokens=counts.get("thinking", 0))
         self.answer.written_tokens = written
-
-    def _wrong(self, what: str) -> ProtocolError:
-        return ProtocolError(f"{self.errors.server} sent {what}")

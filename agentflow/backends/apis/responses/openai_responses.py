@@ -16,7 +16,13 @@ from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.capability_table import ModelFacts
 from agentflow.backends.apis.chat.flavours import OPENAI, constraint_fields
 from agentflow.backends.apis.chat.sampling_fields import SamplingWriter
-from agentflow.backends.apis.generation.api_format import ApiRequest, Call
+from agentflow.backends.apis.generation.api_format import (
+    ApiRequest,
+    Call,
+    cannot_continue,
+    choice_fields,
+    turns_only,
+)
 from agentflow.backends.apis.generation.conversation import (
     ApiContext,
     call_item,
@@ -28,7 +34,6 @@ from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.file_slots import slot_url, without_nonce
 from agentflow.backends.apis.responses.responses_stream import ResponsesReader
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
-from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec
 from agentflow.protocol.images import Image
 
@@ -65,15 +70,9 @@ class OpenAIResponses:
     def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """The request for a call. ``NotSupported`` if the API cannot express it."""
         if context.is_plain:
-            raise NotSupported(
-                f"{self._model} answers turns only, and this state has plain text: put the text into "
-                "af.user(…), and the gen into af.assistant(…)"
-            )
+            raise turns_only(self._model)
         if context.role == "assistant" and context.open_text:
-            raise NotSupported(
-                f"{self._model} cannot continue a turn that it has begun: put each gen into its own "
-                "af.assistant(…), and fixed text into af.user(…)"
-            )
+            raise cannot_continue(self._model)
         nodes = context.messages()
         constrained = constraint_fields(RESPONSES, RESPONSES.enforced(self._facts), call.constraint)
         fields: dict[str, Any] = {"stream": True, "store": False}
@@ -83,7 +82,9 @@ class OpenAIResponses:
             fields["text"] = {"format": {"type": "json_schema", **schema}}
         if context.tools:
             choice = context.choice if call.is_reply else ToolChoice("none")
-            fields |= _choice(choice) | {"tools": [_tool(tool) for tool in context.tools]}
+            fields |= choice_fields(choice, {"name": choice.name}) | {
+                "tools": [_tool(tool) for tool in context.tools]
+            }
         encoded = [node.encoded(_items) for node in nodes]
         # Requests with equal keys go to the same machine, which has the prefix in its cache.
         first = encoded[0] if encoded else b""
@@ -117,17 +118,6 @@ class OpenAIResponses:
             fields["top_logprobs"] = call.params.top_logprobs
         given = {"include": include, "reasoning": reasoning}
         return fields | {name: value for name, value in given.items() if value}
-
-
-def _choice(choice: ToolChoice) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if choice.name is not None:
-        fields["tool_choice"] = {"type": "function", "name": choice.name}
-    elif choice.mode != "auto":
-        fields["tool_choice"] = choice.mode
-    if not choice.parallel and choice.mode != "none":
-        fields["parallel_tool_calls"] = False
-    return fields
 
 
 def _tool(tool: ToolSpec) -> dict[str, Any]:

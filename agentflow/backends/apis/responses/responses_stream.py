@@ -7,17 +7,18 @@ events and items that it does not know, and is strict about the order of the oth
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, NO_TOKEN_ID, AnswerCollector, TokenInfo
 from agentflow.backends.apis.answers.reported_usage import NULL, is_given, read_usage
+from agentflow.backends.apis.answers.stream_reader import StreamReader
 from agentflow.backends.apis.generation.conversation import call_item
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
-from agentflow.errors import EngineFailed, ProtocolError
+from agentflow.errors import ProtocolError
 from agentflow.protocol.chat import CalledTool
 from agentflow.protocol.events import TokenLogprob, Usage
 from agentflow.protocol.unreadable import UNREADABLE
@@ -148,43 +149,23 @@ class _Open:
     done: _Item | None = None
 
 
-@dataclass
-class ResponsesReader:
-    """Reads the stream of a response.
+class ResponsesReader(StreamReader):
+    """Reads the stream of a response."""
 
-    Args:
-        answer: Receives the answer.
-        errors: Makes the errors.
-        num_sent: The bytes of the request, to estimate the prompt's tokens if the usage never comes.
-    """
-
-    answer: AnswerCollector
-    errors: ErrorMapping
-    num_sent: int
-    is_over: bool = False
-    is_left: bool = False  # a stop has ended the text before the server did
-    _items: dict[int, _Open] = field(default_factory=dict)
-    _latest: int = -1  # the latest item
-    _refusal: list[str] = field(default_factory=list)
-
-    @property
-    def is_visible(self) -> bool:
-        """Whether the answer has become visible."""
-        return self.answer.is_visible
+    def __init__(self, answer: AnswerCollector, errors: ErrorMapping, num_sent: int) -> None:
+        super().__init__(answer, errors, num_sent)
+        self._items: dict[int, _Open] = {}
+        self._latest = -1  # the latest item
+        self._refusal: list[str] = []
+        self._usage = NULL
 
     @property
     def has_begun(self) -> bool:
         """Whether the model has written something, or begins an item that is no reasoning."""
-        return self.answer.num_deltas > 0 or any(item.kind != "reasoning" for item in self._items.values())
+        return super().has_begun or any(item.kind != "reasoning" for item in self._items.values())
 
-    def event(self, event: ServerEvent) -> None:
-        """Reads one event."""
-        try:
-            fields = _events.decode(event.data)
-            item = _decoded(fields.item)
-        except UNREADABLE as error:
-            shown = event.data[:100].decode("utf-8", "replace")
-            raise self._wrong(f"an event that is not of its API ({error}): {shown!r}") from error
+    def _read_event(self, event: ServerEvent) -> None:
+        fields, item = self._decoded(_parsed, event.data)
         match fields.type or event.name:
             case kind if kind == "error" or fields.error is not None:
                 raise self.errors.of_event(fields.error or _detail(fields))
@@ -195,23 +176,14 @@ class ResponsesReader:
             case kind if kind in _KINDS:
                 self._read(kind, self._item(fields.output_index, _KINDS[kind]), fields)
             case "response.completed":
-                self._end("eos", fields.response)
+                self._complete("eos", fields.response)
             case "response.incomplete":
-                self._end("length", fields.response)
+                self._complete("length", fields.response)
             case "response.failed":
                 detail = None if fields.response is None else fields.response.error
                 raise self.errors.of_event(_typed(detail))
             case _:
                 pass  # an event that repeats others, or of a later version
-        if self.answer.is_stopped and not self.is_over:
-            self.is_left = True
-            self.answer.finish("stop")
-            self._set_usage()
-
-    def close(self) -> None:
-        """The stream ended. ``ServerLost`` if the answer is not complete."""
-        if not self.is_over:
-            raise self.errors.lost("the stream ended before the answer did")
 
     def _begin(self, index: int, item: _Item) -> None:
         if index in self._items:
@@ -275,21 +247,20 @@ class ResponsesReader:
                 self._add("", item, done.text or done.arguments or "")
         item.done = done
 
-    def _end(self, reason: str, response: _ResponseFields | None) -> None:
+    def _complete(self, reason: str, response: _ResponseFields | None) -> None:
         response = response or _ResponseFields()
         if reason == "length":
-            why = response.incomplete_details and response.incomplete_details.reason
+            why = None if response.incomplete_details is None else response.incomplete_details.reason
             if why == "content_filter":
                 raise self.errors.filtered()
             if why != "max_output_tokens":
-                raise EngineFailed(
-                    f"{self.errors.server} ended the answer of {self.errors.model} with {why!r}"
-                )
+                raise self._unknown_end(why)
         if self._refusal:
             raise self.errors.refused("".join(self._refusal))
         self.is_over = True
-        self.answer.finish("stop" if self.answer.is_stopped else reason)
-        self._set_usage(response.usage)
+        self._end(reason)
+        self._usage = response.usage
+        self._set_usage()
         if reason == "eos":
             self._keep_native()
 
@@ -303,12 +274,9 @@ class ResponsesReader:
             text = "".join([item.text for item in items if item.type == "message"])
             self.answer.keep_native(text, b",".join(map(_encode, written)))
 
-    def _set_usage(self, usage: msgspec.Raw = NULL) -> None:
-        guess = Usage(self.num_sent // CHARS_PER_TOKEN, 0, self.answer.num_deltas)
-        self.answer.usage, self.answer.written_tokens = read_usage(usage, guess)
-
-    def _wrong(self, what: str) -> ProtocolError:
-        return ProtocolError(f"{self.errors.server} sent {what}")
+    def _set_usage(self) -> None:
+        guess = Usage(self._num_sent // CHARS_PER_TOKEN, 0, self.answer.num_deltas)
+        self.answer.usage, self.answer.written_tokens = read_usage(self._usage, guess)
 
 
 class _WholePart(msgspec.Struct):
@@ -365,6 +333,12 @@ def _part_events(index: int, kind: str, item: msgspec.Raw) -> Iterator[ServerEve
 
 def _item_event(kind: str, index: int, **fields: Any) -> ServerEvent:
     return ServerEvent("", _encode({"type": kind, "output_index": index, **fields}))
+
+
+def _parsed(event: bytes | msgspec.Raw) -> tuple[_EventFields, _Item]:
+    """An event, and the item in it."""
+    fields = _events.decode(event)
+    return fields, _decoded(fields.item)
 
 
 def _decoded(item: msgspec.Raw) -> _Item:

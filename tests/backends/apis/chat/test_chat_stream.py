@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.backends.apis.answers.answer import AnswerCollector
-from agentflow.backends.apis.chat.chat_completions import ChatReader, StreamReader
+from agentflow.backends.apis.chat.chat_completions import ChatReader, ChunkReader
 from agentflow.backends.apis.chat.completions import CompletionReader
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
@@ -71,7 +71,7 @@ _CHUNK = st.fixed_dictionaries({"choices": st.lists(_CHOICE, max_size=2)}, optio
     st.booleans(),
 )
 def test_any_events_give_an_answer_or_an_error(
-    kind: type[StreamReader], chunks: list[Any], is_reply: bool, is_held: bool
+    kind: type[ChunkReader], chunks: list[Any], is_reply: bool, is_held: bool
 ) -> None:
     shown: list[str] = []
     answer = AnswerCollector(GenParams(stop=("!",)), shown.append, is_reply=is_reply, is_held=is_held)
