@@ -6,14 +6,12 @@ answered whole or as a stream of events.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 
-from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.bounds.json_bounds import schema_constraint
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities
@@ -21,16 +19,17 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
 from agentflow.server.anthropic.conversation import read_conversation, read_tool_choice, read_tools
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest, Thinking
+from agentflow.server.compatible.field_errors import naming_field
 from agentflow.server.compatible.sampling import read_nucleus
-from agentflow.server.completion.api_run import EFFORT
 from agentflow.server.completion.completion import completing
 from agentflow.server.completion.engine_run import prompt_ids
 from agentflow.server.completion.request import CompletionRequest, names_of_unset
 from agentflow.server.completion.streaming import report, stream_completion
-from agentflow.server.errors import ApiError, invalid_field, param_of_tool
+from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.json_body import ALLOWED
 from agentflow.server.models.api_model import TenantGenerator
+from agentflow.server.models.models import TextGenerator
 
 T = TypeVar("T")
 
@@ -173,27 +172,16 @@ def _make_count_request(body: CountRequest, model: Capabilities) -> CompletionRe
     return request
 
 
-@contextmanager
-def _naming_field() -> Iterator[None]:
-    """Adds the field of the request to errors of the engine."""
-    try:
-        yield
-    except PromptTooLong as error:
-        # Agents that shorten their conversation recognise the error by these words.
-        text = f"prompt is too long: {error}"
-        raise ApiError(400, "context_length_exceeded", text, param="messages") from error
-    except (BadArgument, RequestRefused) as error:
-        if error.param == "constraint":
-            error.param = "output_config.format.schema"
-        elif error.param == "choice":
-            error.param = "tool_choice"
-        elif error.param == EFFORT:
-            error.param = "output_config.effort"
-        elif error.param == "max_reasoning_tokens":
-            error.param = "thinking"
-        elif error.param is not None and error.param.startswith("tools["):
-            error.param = param_of_tool(error.param, "input_schema")
-        raise
+def _naming_fields(generator: TextGenerator) -> AbstractContextManager[None]:
+    return naming_field(
+        generator,
+        "messages",
+        "output_config.format.schema",
+        "input_schema",
+        effort="output_config.effort",
+        budget="thinking",
+        too_long="prompt is too long",
+    )
 
 
 async def create_message(call: ApiCall) -> None:
@@ -206,7 +194,7 @@ async def create_message(call: ApiCall) -> None:
     capabilities = generator.capabilities
     shows_reasoning = body.thinking is None or body.thinking.display != "omitted"
     frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context, shows_reasoning)
-    with _naming_field():
+    with _naming_fields(generator):
         async with completing(generator, request, caller=call.caller, on_cut=call.record.count) as completion:
             if body.stream:
                 await stream_completion(call, completion, AnswerEvents(frame))
@@ -223,7 +211,7 @@ async def count_tokens(call: ApiCall) -> None:
     generator = call.generator(body.model, to_generate=False)
     request = await call.process(_make_count_request, body, generator.capabilities)
     async with generator.metered():
-        with _naming_field():
+        with _naming_fields(generator):
             token_ids = await prompt_ids(generator, request)
     call.record.prompt_tokens = len(token_ids)
     await call.reply(CountAnswer(len(token_ids)))

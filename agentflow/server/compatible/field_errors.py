@@ -32,6 +32,8 @@ def naming_field(
     form: str = "response_format",
     arguments: str = "function.parameters",
     effort: str = "reasoning_effort",
+    budget: str | None = None,
+    too_long: str | None = None,
 ) -> Iterator[None]:
     """Adds the field of the request to errors of the engine.
 
@@ -42,15 +44,18 @@ def naming_field(
         form: The field of the constraint.
         arguments: The field of a tool's arguments.
         effort: The field of the reasoning effort.
+        budget: The field of the limit of reasoning tokens; None: ``effort``.
+        too_long: The beginning of the error about a prompt that is too long. Agents that shorten their
+            conversation recognise it. None: the words of OpenAI's API.
     """
     try:
         yield
     except PromptTooLong as error:
-        # Agents that shorten their conversation recognise the error by these words.
-        most = generator.capabilities.max_context
-        limit = "exceeded" if most is None else f"{most} tokens"
-        text = f"This model's maximum context length is {limit}: {error}"
-        raise ApiError(400, "context_length_exceeded", text, prompt) from error
+        if too_long is None:
+            most = generator.capabilities.max_context
+            limit = "exceeded" if most is None else f"{most} tokens"
+            too_long = f"This model's maximum context length is {limit}"
+        raise ApiError(400, "context_length_exceeded", f"{too_long}: {error}", prompt) from error
     except (BadArgument, RequestRefused) as error:
         if error.param in ("prompt", "image", "video"):
             error.param = prompt
@@ -58,8 +63,10 @@ def naming_field(
             error.param = form
         elif error.param == "choice":
             error.param = "tool_choice"
-        elif error.param in (EFFORT, "max_reasoning_tokens"):
+        elif error.param == EFFORT:
             error.param = effort
+        elif error.param == "max_reasoning_tokens":
+            error.param = budget or effort
         elif error.param is not None and error.param.startswith("tools["):
             error.param = param_of_tool(error.param, arguments)
         raise

@@ -130,17 +130,17 @@ def _encoded(name: str) -> str:
     return base64.b64encode(picture(name).data).decode()
 
 
-async def test_unreadable_images_are_errors_of_the_request() -> None:
-    body = {"model": "fake"} | CHAT
-    body["messages"] = [
-        {
-            "role": "user",
-            "content": [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}],
-        }
-    ]
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_f37_unreadable_images_are_errors_of_a_field_of_the_request(path: str) -> None:
+    url = "https://example.org/a.png"
+    part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+    if path == "/v1/messages":
+        part = {"type": "image", "source": {"type": "url", "url": url}}
+    body = {"model": "fake", "max_tokens": 4, "messages": [{"role": "user", "content": [part]}]}
     async with served() as (client, _):
-        answer = await client.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 400
+        answer = await client.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error.get("details", error)["param"]) == (400, "messages")
 
 
 CLIP = f"data:video/mp4;base64,{base64.b64encode(clip('cat').data).decode()}"
