@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.compatible.fields import is_given
 from agentflow.server.completion.api_run import EFFORT
 from agentflow.server.completion.request import MAX_LOGPROB_TOKENS
-from agentflow.server.errors import ApiError, invalid_field, param_of_tool
+from agentflow.server.errors import ApiError, invalid_field, param_of_tool, unsupported
 from agentflow.server.models.models import TextGenerator
+
+
+def check_unsupported(
+    body: object, reasons: Mapping[str, str], neutral: Mapping[str, object] | None = None, prefix: str = ""
+) -> None:
+    """``ApiError`` for a field of ``reasons`` that has a value, unless it is the field's ``neutral`` value.
+    ``prefix``: the beginning of the fields' names in errors."""
+    for name, why in reasons.items():
+        value = getattr(body, name, None)
+        if is_given(value) and value != (neutral or {}).get(name, ...):
+            raise unsupported(f"{prefix}{name}", why)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from agentflow.server.compatible.cache_marks import (
     seconds_of_breakpoint,
     seconds_of_control,
 )
-from agentflow.server.compatible.field_errors import naming_param
+from agentflow.server.compatible.field_errors import check_unsupported, naming_param
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.forms import ANY_OBJECT, only_form, read_forms
 from agentflow.server.compatible.functions import function_tool
@@ -91,10 +91,8 @@ _UNSUPPORTED_MEMBERS = {"audio": "the models generate no audio", "function_call"
 def check_fields(request: SharedFields, max_n: int, *, takes: Container[str] = ()) -> None:
     """``ApiError`` for a field that is not supported, or is wrong. ``takes``: the fields that only this
     endpoint supports."""
-    for name, why in _WHY_UNSUPPORTED.items():
-        value = getattr(request, name, None)
-        if name not in takes and is_given(value) and value != _NEUTRAL.get(name, ...):
-            raise unsupported(name, why)
+    reasons = {name: why for name, why in _WHY_UNSUPPORTED.items() if name not in takes}
+    check_unsupported(request, reasons, _NEUTRAL)
     n = request.n or 1
     best_of = request.best_of or n
     if best_of != n and "best_of" not in takes:
@@ -227,9 +225,7 @@ def find_kept(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Sequenc
 
 
 def _assistant_turn(message: AssistantMessage, param: str, model: Capabilities) -> Message:
-    for member, why in _UNSUPPORTED_MEMBERS.items():
-        if is_given(getattr(message, member)):
-            raise unsupported(f"{param}.{member}", why)
+    check_unsupported(message, _UNSUPPORTED_MEMBERS, prefix=f"{param}.")
     # Arguments may be any text: clients send a truncated call back unchanged.
     calls = tuple(
         CalledTool(call.id, call.function.name, call.function.arguments.strip() or "{}")

@@ -13,8 +13,12 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.errors import AgentflowError
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
-from agentflow.server.compatible.fields import is_given
+from agentflow.server.compatible.field_errors import (
+    check_num_logprobs,
+    check_unsupported,
+    naming_field,
+    naming_param,
+)
 from agentflow.server.compatible.forms import only_form, read_forms
 from agentflow.server.compatible.prompts import Prompt, read_prompts
 from agentflow.server.compatible.sampling import read_nucleus, read_stops
@@ -27,7 +31,7 @@ from agentflow.server.completion.large_answers import (
 )
 from agentflow.server.completion.request import CompletionRequest, TokenIds
 from agentflow.server.completion.streaming import report, stream_completion
-from agentflow.server.errors import invalid_field, make_api_error, unsupported
+from agentflow.server.errors import invalid_field, make_api_error
 from agentflow.server.http.call import ApiCall
 from agentflow.server.sglang.answer import AnswerEvents, AnswerForm, LogprobForm
 from agentflow.server.sglang.types import SamplingFields, SglangAnswer, SglangRequest
@@ -105,7 +109,8 @@ def _make_requests(
 ) -> tuple[str, list[CompletionRequest]]:
     """Returns the field of the constraint, and a request for each prompt."""
     limits, fields = call.service.http_limits, body.sampling_params or SamplingFields()
-    _check_fields(body, fields)
+    check_unsupported(body, _WHY_UNSUPPORTED, _NEUTRAL)
+    check_unsupported(fields, _WHY_UNSUPPORTED_SAMPLING, _NEUTRAL, f"{_SAMPLING}.")
     prompts, n = _list_prompts(body), fields.n or 1
     if n * len(prompts) > limits.max_n:
         asked = f"{len(prompts)} prompts with {n} answers each"
@@ -130,18 +135,6 @@ def _make_requests(
         )
         for prompt in prompts
     ]
-
-
-def _check_fields(body: SglangRequest, fields: SamplingFields) -> None:
-    """``ApiError`` for a field that is not supported."""
-    for prefix, shape, reasons in (
-        ("", body, _WHY_UNSUPPORTED),
-        (f"{_SAMPLING}.", fields, _WHY_UNSUPPORTED_SAMPLING),
-    ):
-        for name, why in reasons.items():
-            value = getattr(shape, name)
-            if is_given(value) and value is not _NEUTRAL.get(name, ...):
-                raise unsupported(f"{prefix}{name}", why)
 
 
 def _list_prompts(body: SglangRequest) -> list[str | TokenIds]:

@@ -25,7 +25,12 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.limits import MemoryBudget
-from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
+from agentflow.server.compatible.field_errors import (
+    check_num_logprobs,
+    check_unsupported,
+    naming_field,
+    naming_param,
+)
 from agentflow.server.compatible.fields import is_given
 from agentflow.server.compatible.forms import ANY_OBJECT
 from agentflow.server.compatible.images import check_media
@@ -336,9 +341,7 @@ async def _find_history(call: ApiCall, response_id: str) -> History:
 
 
 def _check_fields(body: ResponseRequest) -> None:
-    for name, why in _UNSUPPORTED.items():
-        if is_given(getattr(body, name)):
-            raise unsupported(name, why)
+    check_unsupported(body, _UNSUPPORTED)
     if body.background and body.store is False:
         raise invalid_field("store", "a background response is stored")
     if body.stream_options is not None:
