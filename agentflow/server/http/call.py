@@ -172,17 +172,12 @@ class ApiCall:
         return await anyio.to_thread.run_sync(function, *arguments, limiter=limiter)
 
     def generator(
-        self,
-        model: str | None,
-        *,
-        to_generate: bool = True,
-        embeds: bool = False,
-        priority: int | None = None,
+        self, model: str | None, *, to_generate: bool = True, priority: int | None = None
     ) -> EngineGenerator:
-        """The tenant's generator on the model. ``embeds``: to make embeddings. ``UnknownModel``;
-        ``NotSupported``, or an ``ApiError`` with its code, if the model is for the other task; ``Overloaded``
-        if a request with this ``priority`` would wait too long."""
-        generator = self._find(model, to_generate, embeds, priority)
+        """The tenant's generator on the model. ``UnknownModel``; ``NotSupported``, or an ``ApiError`` with
+        its code, if the model is for the other task; ``Overloaded`` if a request with this ``priority`` would
+        wait too long."""
+        generator = self._find(model, to_generate, False, priority)
         if isinstance(generator, TenantGenerator):
             text = f"{generator.capabilities.model} is behind an API: this route needs a model of this server"
             raise ApiError(400, "unsupported", text, "model")

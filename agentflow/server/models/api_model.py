@@ -55,6 +55,7 @@ from agentflow.runtime.generator import (
     View,
 )
 from agentflow.runtime.payer import PAYER, Settle
+from agentflow.server.models.alias import AliasModel
 from agentflow.server.tenants.rate_limit import COST_PARAM, TenantGate
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class ApiModel:
         self.inner = generator
         self.gate = gate
         self.observers: list[CallObserver] = []
-        self._aliases = tuple(ApiAlias(self, alias) for alias in aliases)
+        self._aliases = tuple(AliasModel(self, alias) for alias in aliases)
         self._generators: dict[tuple[str, str], TenantGenerator] = {}  # by tenant and name
         self._tenants: dict[str, Tenant] = {}
         self._call_ids = itertools.count(1)
@@ -125,10 +126,10 @@ class ApiModel:
         """The number of running calls."""
         return len(self._running)
 
-    def aliases(self) -> Sequence[ApiAlias]:
+    def aliases(self) -> Sequence[AliasModel[TenantGenerator]]:
         return self._aliases
 
-    def adapted(self) -> Sequence[ApiAlias]:
+    def adapted(self) -> tuple[()]:
         return ()
 
     def generator(self, tenant: Tenant, name: str = "") -> TenantGenerator:
@@ -172,37 +173,6 @@ class ApiModel:
             if not self._running:
                 self._is_idle.set()
                 self._is_idle = anyio.Event()
-
-
-class ApiAlias:
-    """A model behind an API under another name."""
-
-    def __init__(self, base: ApiModel, name: str) -> None:
-        self.name = name
-        self.created_s = base.created_s
-        self._base = base
-
-    @property
-    def makes_embeddings(self) -> bool:
-        return self._base.makes_embeddings
-
-    def aliases(self) -> Sequence[ApiAlias]:
-        return ()
-
-    def adapted(self) -> Sequence[ApiAlias]:
-        return ()
-
-    def generator(self, tenant: Tenant) -> TenantGenerator:
-        return self._base.generator(tenant, self.name)
-
-    def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """Does nothing: the base model does this."""
-
-    def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
-        self._base.check_admission(tenant, priority)
-
-    async def until_idle(self) -> None:
-        await self._base.until_idle()
 
 
 class TenantGenerator:

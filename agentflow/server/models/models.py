@@ -20,6 +20,7 @@ from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import UnknownModel, listed
 from agentflow.runtime.generator import Generator, SessionModels
+from agentflow.server.models.alias import AliasModel
 from agentflow.server.models.api_model import TenantGenerator
 from agentflow.server.models.request_spans import request_spans
 from agentflow.server.models.wait_limit import WaitLimit
@@ -108,7 +109,7 @@ class EngineModel:
     def makes_embeddings(self) -> bool:
         return self.client.info.embedding_size > 0
 
-    def aliases(self) -> Sequence[AliasModel]:
+    def aliases(self) -> Sequence[AliasModel[EngineGenerator]]:
         return self._aliases
 
     def adapted(self) -> Sequence[AdaptedModel]:
@@ -161,47 +162,14 @@ class EngineModel:
         await self.client.until_idle()
 
 
-class _SharedModel:
-    """A model that shares the engine, cache and admission of another model."""
-
-    def __init__(self, base: EngineModel, name: str) -> None:
-        self.name = name
-        self.created_s = int(time.time())
-        self._base = base
-
-    def aliases(self) -> Sequence[Model]:
-        return ()
-
-    def adapted(self) -> Sequence[Model]:
-        return ()
-
-    def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """Does nothing: the base model does this."""
-
-    def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
-        self._base.check_admission(tenant, priority)
-
-    async def until_idle(self) -> None:
-        await self._base.until_idle()
-
-
-class AliasModel(_SharedModel):
-    """A model under another name."""
-
-    @property
-    def makes_embeddings(self) -> bool:
-        return self._base.makes_embeddings
-
-    def generator(self, tenant: Tenant) -> EngineGenerator:
-        return self._base.generator(tenant, name=self.name)
-
-
-class AdaptedModel(_SharedModel):
+class AdaptedModel(AliasModel[EngineGenerator]):
     """A model with one of its adapters. ``parent``: the model's name."""
 
     def __init__(self, base: EngineModel, adapter: str) -> None:
         super().__init__(base, f"{base.name}:{adapter}")
+        self.created_s = int(time.time())
         self.parent = base.name
+        self._model = base
         self._adapter = adapter
 
     @property
@@ -209,7 +177,7 @@ class AdaptedModel(_SharedModel):
         return False
 
     def generator(self, tenant: Tenant) -> EngineGenerator:
-        return self._base.generator(tenant, self._adapter)
+        return self._model.generator(tenant, self._adapter)
 
 
 class OneGenerator:
