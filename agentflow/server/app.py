@@ -406,9 +406,11 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 def _list_methods(request: Request) -> list[str]:
-    """The methods that the path supports. Starlette itself considers only the first route of a path."""
+    """The methods that the path supports. Starlette itself considers only the first route of a path. A path
+    without parameters is no id of another route."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    fitting = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    fitting = [route for route in routes if route.path == request.scope["path"]]
+    fitting = fitting or [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in fitting for method in route.methods or ()})
 
 

@@ -120,6 +120,7 @@ def test_an_unknown_path_or_method_is_refused_with_the_known_ones(server: Thread
             ("GET", "/v1/session", 426, ("upgrade", "websocket")),
             ("PUT", "/v1/models", 405, ("allow", "GET, HEAD")),
             ("PUT", "/v1/responses/x", 405, ("allow", "DELETE, GET, HEAD")),
+            ("PUT", "/v1/responses/input_tokens", 405, ("allow", "POST")),
             ("GET", "/metrics/", 404, ("location", None)),
             ("POST", "/v1/messages/", 404, ("request-id", "mine")),
         ):
