@@ -134,16 +134,20 @@ def _parts(op: RecordedOp) -> list[RecordedState | RecordedVariable]:
 def _state_row(row: _Row, time: _TimeFormat) -> list[Text]:
     state = row.state
     name = f"run {state.run}" if state.parent is None else f"state {state.path}"
+    text = Text(_first_text(state), style="dim")
     finish, style = "", ""
-    if state.error is not None:
+    if state.program_failure is not None:
+        finish, style = "failed", "red"
+        text = Text(_line(str(state.program_failure)), style=style)
+    elif state.error is not None:
         is_cancelled = state.error.origin.code == Cancelled.code
         finish, style = ("cancelled", "yellow") if is_cancelled else ("failed", "red")
-    elif state.is_cancelled:  # without an answer of the backend, such as after an exception in the program
+    elif state.is_cancelled:  # and closed before the backend answered
         finish, style = "cancelled", "yellow"
     start = state.ops[0].at_s if state.ops else None
     return [
         Text(row.guides + name, style="bold" if state.parent is None else ""),
-        Text(_first_text(state), style="dim"),
+        text,
         Text(finish, style=style),
         *(Text(cell, style="dim") for cell in ("", "", "", time(start), "", time(state.end_s or None))),
     ]

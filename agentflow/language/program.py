@@ -25,7 +25,7 @@ from agentflow.language.graphs.trace import called, trace
 from agentflow.language.link import Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.states.event_stream import ProgramEvent, RunDone
-from agentflow.language.states.reported import left_by
+from agentflow.language.states.reported import left_by, program_failure
 from agentflow.language.states.run import Run
 from agentflow.language.states.state import State
 from agentflow.language.states.variable import complete_marked_text
@@ -68,7 +68,7 @@ async def execute(
             result = await MARKERS.resolved(result, complete_marked_text)
     except BaseException as error:
         explain(error)
-        run.root.cancel(f"its program ended {left_by(error)}")
+        run.root.cancel(f"its program ended {left_by(error)}", program_failure(error))
         run.record.fail(error)
         raise
     finally:

@@ -260,7 +260,9 @@ OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
     ops.TaskGroup: OpSpec(in_graph=True),
     ops.Seal: OpSpec(in_graph=True),
     ops.Await: OpSpec(),
-    ops.Cancel: OpSpec(),
+    ops.Cancel: OpSpec(
+        check_received=lambda op: None if op.failure is None else op.failure.check(),
+    ),
     ops.Close: OpSpec(),
     ops.GetStats: OpSpec(),
     ops.GetGraph: OpSpec(),

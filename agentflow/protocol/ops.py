@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from agentflow.errors import AgentflowError, BadArgument, ProtocolError, error_param
+from agentflow.errors import AgentflowError, BadArgument, ProtocolError, error_param, shown_error
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question
@@ -362,10 +362,41 @@ class Await(_Op, frozen=True):
     ticket: int
 
 
+MAX_FAILURE_BYTES = 1_000
+"""The maximum size of each text of a ``Failure``, in UTF-8."""
+
+
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The exception that ended a program: the name of its class, and its text without notes and causes."""
+
+    type: str
+    message: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """The name and the text of an exception, each cut to ``MAX_FAILURE_BYTES``."""
+        return cls(_cut(type(error).__name__), _cut(shown_error(error, str)))
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+    def check(self) -> None:
+        """Raises ``BadArgument`` for a text that is too long."""
+        for name, text in (("type", self.type), ("message", self.message)):
+            if len(text.encode()) > MAX_FAILURE_BYTES:
+                raise BadArgument(f"failure: its {name} has more than {MAX_FAILURE_BYTES:,} bytes")
+
+
+def _cut(text: str) -> str:
+    return text[:MAX_FAILURE_BYTES].encode("utf-8", "replace")[:MAX_FAILURE_BYTES].decode("utf-8", "ignore")
+
+
 class Cancel(_Op, frozen=True):
-    """Aborts the running and waiting ops of the state and its forks. Takes effect immediately."""
+    """Aborts the running and waiting ops of the state and its forks. Takes effect immediately. ``failure``:
+    the program of the state failed; without it, the client cancels the state."""
 
     state: int
+    failure: Failure | None = None
 
 
 class Close(_Op, frozen=True):

@@ -98,6 +98,7 @@ class RecordedState(StateInTree):
         self.num_ops_sealed: int | None = None  # ops before its seal; None: it was not sealed
         self.failure: RecordedEvent | None = None
         self.error: ErrorInfo | None = None  # of its failure, or of a failure after its cancellation
+        self.program_failure: ops.Failure | None = None  # of its program, which cancelled it
         self.cause: tuple[int, int | None] = (0, None)  # of its failure: ops sent, and an event, before
         self.end_s = 0.0
         self._fork_position = 0 if parent is None else len(parent.ops) + 1  # the fork itself included
@@ -249,8 +250,9 @@ class RecordedRuns:
                 state.groups.add(self._tree.content(op, state))
             case ops.Await(ticket=ticket):
                 state.ask(ticket)
-            case ops.Cancel():
+            case ops.Cancel(failure=failure):
                 state.cancel()
+                state.program_failure = state.program_failure or failure
             case ops.Seal():
                 state.num_ops_sealed = len(state.ops)
             case _:

@@ -29,6 +29,7 @@ from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.protocol import ops
 from agentflow.recording.file import read_recording
+from agentflow.recording.runs import RecordedRuns
 from agentflow.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +125,8 @@ async def test_several_models_in_one_session(scenarios: Path, tmp_path: Path) ->
     assert [(op.model, op.program) for op in opened[:2]] == [("", "draft"), ("large", "judge")]
     forks = [entry.sent for entry in recording.entries if isinstance(entry.sent, ops.Fork)]
     assert [fork.model for fork in forks] == ["large"]
+    last = RecordedRuns(recording).runs[-1].root
+    assert (last.is_cancelled, str(last.program_failure)) == (True, "RangeError: no more rows")
 
 
 async def test_decisions(scenarios: Path) -> None:

@@ -57,6 +57,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     sampling.GenParams,
     token_logprob.TokenLogprob,
     ErrorInfo,
+    ops.Failure,
     generator.Usage,
     generator.Stats,
     events.EndpointStats,

@@ -79,6 +79,7 @@ INVALID: dict[str, Callable[[int, int], ops.Op]] = {
     "limit: deadline_s must": lambda state, _: ops.Limit(state, deadline_s=-1.0),
     "limit: deadline_s must .* nan": lambda state, _: ops.Limit(state, deadline_s=math.nan),
     "limit: output_tokens must": lambda state, _: ops.Limit(state, output_tokens=-1),
+    "failure: its message": lambda state, _: ops.Cancel(state, ops.Failure("OSError", "é" * 501)),
     "choices": lambda state, var: gen(state, var, constraint=Constraint("choices", choices=("a", "a"))),
 }
 """By what their errors say: ops that the frontend does not send."""

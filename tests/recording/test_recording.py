@@ -1,24 +1,30 @@
 """Recordings: the file has every op and event, however the session ends, and the command shows it."""
 
+import contextlib
 import io
 import os
+import re
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Annotated
 
 import anyio
 import anyio.lowlevel
 import pytest
+from pydantic import AfterValidator
 from rich.console import Console
 from support.fake_engine import FakeEngine
 from support.observed_backends import Observed, Stepped, settle
+from support.session_peer import HANG
 
 import agentflow as af
 from agentflow.cli.main import main
 from agentflow.cli.replay import run_replay
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend
-from agentflow.protocol.events import Event, GraphReply, Peeked, StateFailed, Usage, Value, Watched
+from agentflow.protocol.events import Event, GraphReply, Peeked, Usage, Value, Watched
 from agentflow.recording.file import VERSION, read_recording
+from agentflow.recording.runs import RecordedRuns
 
 pytestmark = pytest.mark.anyio
 
@@ -331,27 +337,82 @@ async def test_f43f_a_state_that_a_cancellation_failed_is_cancelled(path):
     assert "cancelled" in root
 
 
-async def dividing(s: af.State) -> None:
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@af.program
+async def measure(s: af.State) -> str:
+    s += "x" + af.gen("said", schema=Annotated[str, AfterValidator(int)])
+    return await s["said"]
+
+
+async def raising(s: af.State, error: BaseException, in_task: bool) -> None:
     s += "x" + af.gen("said")
+    s.fork(1)[0].add(af.gen("waiting"))
     await s["said"]
-    raise ZeroDivisionError
+
+    async def fail() -> None:
+        raise error
+
+    if not in_task:
+        await fail()
+    async with anyio.create_task_group() as group:
+        group.start_soon(fail)
 
 
-async def test_f37_a_run_that_an_exception_of_the_program_ended_is_cancelled(path):
-    class Closing:
-        """A session that ends before the backend answers the cancellation."""
+async def in_a_block(flow: af.Session) -> None:
+    async with flow.state() as s:
+        s += "x"
+        raise OSError(28, "No space left on device")
 
-        @asynccontextmanager
-        async def connect(self, deliver, lost):
-            def pass_on(events):
-                deliver([event for event in events if not isinstance(event, StateFailed)])
 
-            async with af.Scripted(answer).connect(pass_on, lost) as connection:
-                yield connection
+FAILED = {
+    "a class": (lambda flow: flow.run(raising, ZeroDivisionError(), False), "ZeroDivisionError"),
+    "a task": (lambda flow: flow.run(raising, KeyError("key"), True), "KeyError: 'key'"),
+    "a long text": (
+        lambda flow: flow.run(raising, ValueError("é" * 2_000 + "\ud800"), False),
+        f"ValueError: {'é' * 500}",
+    ),
+    "half a character": (lambda flow: flow.run(raising, ValueError("a\ud800"), False), "ValueError: a?"),
+    "no text": (lambda flow: flow.run(raising, Silent(), False), "Silent: Silent"),
+    "a block": (in_a_block, "OSError: [Errno 28] No space left on device"),
+    "a graph": (lambda flow: flow.submit(measure.trace()), "InvalidValue: 'said' ended (eos)"),
+}
 
-    async with af.session(backend=Closing(), record=path) as flow:
-        with pytest.raises(ZeroDivisionError):
-            await flow.run(dividing)
+
+@pytest.mark.parametrize("name", FAILED)
+async def test_f37_a_run_that_an_exception_of_the_program_ended_has_failed(path, name):
+    use, text = FAILED[name]
+    async with af.session(backend=af.Scripted(lambda prompt: '"a"'), record=path) as flow:
+        with pytest.raises(Exception):  # noqa: B017, PT011  # each way has another one
+            await use(flow)
+        assert flow.runs[-1].error
+    [run] = RecordedRuns(read_recording(path)).runs
+    assert str(run.root.program_failure).startswith(text)
+    assert len(run.root.program_failure.message.encode()) <= ops.MAX_FAILURE_BYTES
+    [root] = [line for line in shown(path, width=120) if line.startswith("run 0")]
+    assert "failed" in root
+    assert text[:40] in root
+    # A recording of before: it has only the cancellation.
+    path.write_bytes(re.sub(rb',"failure":\{[^{}]*\}', b"", path.read_bytes()))
+    [root] = [line for line in shown(path, width=120) if line.startswith("run 0")]
+    assert "cancelled" in root
+
+
+@pytest.mark.parametrize("way", ["scope", "state"])
+async def test_f37_a_run_that_the_client_cancelled_has_not_failed(path, way):
+    async def wait(s: af.State) -> None:
+        s += "x" + af.gen("said")
+        (s if way == "state" else scope).cancel()
+        await s["said"]
+
+    async with af.session(backend=af.Scripted(HANG), record=path) as flow:
+        with anyio.CancelScope() as scope, contextlib.suppress(af.Cancelled):
+            await flow.run(wait)
+    [run] = RecordedRuns(read_recording(path)).runs
+    assert (run.root.is_cancelled, run.root.program_failure) == (True, None)
     [root] = [line for line in shown(path, width=120) if line.startswith("run 0")]
     assert "cancelled" in root
 

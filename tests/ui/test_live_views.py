@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -319,6 +319,25 @@ def test_a_recording_opens_and_a_truncated_one_is_a_sentence(
     expect(timeline).to_be_visible()
 
 
+def test_f37_a_recorded_run_tells_the_exception_of_its_program(
+    stage: Stage, visit: Visit, tmp_path: Path
+) -> None:
+    import agentflow as af
+
+    async def program(s: af.State) -> None:
+        s += af.user("Say something.")
+        await s.fork(1)[0]
+        raise KeyError("<b>title</b>")
+
+    record(program, tmp_path / "run.jsonl")
+    screen = visit(stage.url)
+    screen.open("runs")
+    screen.at("recording-file").set_input_files(tmp_path / "run.jsonl")
+    rows = screen.at("timeline").get_by_role("rowheader")
+    expect(rows.filter(has_text="run 0")).to_have_text(re.compile("failedKeyError: '<b>title</b>'"))
+    expect(rows.filter(has_text="(0)")).to_have_text(re.compile("cancelled"))
+
+
 def record(program: Any, path: Any) -> None:
     """Records a run of the program on the scripted backend. In a thread of its own: this one has a loop."""
     import threading
@@ -329,7 +348,8 @@ def record(program: Any, path: Any) -> None:
 
     async def run() -> None:
         async with af.session(backend=af.Scripted(lambda call: "two words"), record=path) as flow:
-            await flow.run(program)
+            with suppress(KeyError):  # of a program that fails
+                await flow.run(program)
 
     thread = threading.Thread(target=anyio.run, args=(run,))
     thread.start()

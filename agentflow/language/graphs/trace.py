@@ -47,7 +47,7 @@ from agentflow.language.link import TRACE, Link
 from agentflow.language.markers import MARKERS
 from agentflow.language.media import image, video
 from agentflow.language.observing.spans import RunSpan
-from agentflow.language.states.reported import left_by
+from agentflow.language.states.reported import left_by, program_failure
 from agentflow.language.states.run import Run, StateNode, VariableNode
 from agentflow.language.states.state import State
 from agentflow.language.states.variable import Reference, Variable
@@ -470,7 +470,7 @@ class GraphRun:
             wanted = dict.fromkeys(outputs_in(self._graph.result))
             return filled(self._graph.result, {output: await self._value(output) for output in wanted})
         except BaseException as error:
-            root.cancel(f"the wait for its graph ended {left_by(error)}")
+            root.cancel(f"the wait for its graph ended {left_by(error)}", program_failure(error))
             self.run.record.fail(error)
             raise
         finally:

@@ -15,6 +15,7 @@ import anyio.lowlevel
 from agentflow.errors import AgentflowError, Cancelled
 from agentflow.language.link import StateEvents
 from agentflow.protocol.events import ErrorInfo
+from agentflow.protocol.ops import Failure
 
 
 def located(error: ErrorInfo, states: Mapping[int, StateEvents]) -> AgentflowError:
@@ -46,6 +47,21 @@ def left_by(error: BaseException) -> str:
     if not isinstance(error, Exception) and type(error).__name__ in ("CancelledError", "Cancelled"):
         return "by the cancellation of its task"
     return f"by {type(error).__name__}"
+
+
+def program_failure(error: BaseException) -> Failure | None:
+    """The failure of a program that ``error`` ended; None if it was cancelled. Of a group, its first error
+    that is no cancellation."""
+    if not isinstance(error, Exception):
+        return None
+    pending: list[BaseException] = [error]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, BaseExceptionGroup):
+            pending += reversed(one.exceptions)
+        elif isinstance(one, Exception) and not isinstance(one, Cancelled):
+            return Failure.of(one)
+    return None
 
 
 _TURNS = 10

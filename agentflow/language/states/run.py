@@ -442,10 +442,11 @@ class StateNode:
         self.error = self.error or error
         self.in_flight.wake()
 
-    def cancel(self, reason: str) -> None:
-        """Cancels the state and its forks, here and in the backend."""
+    def cancel(self, reason: str, failure: ops.Failure | None = None) -> None:
+        """Cancels the state and its forks, here and in the backend. ``failure``: the program's, if it
+        failed."""
         if self.is_open:
-            self.link.send([ops.Cancel(self.id)], quiet=True)
+            self.link.send([ops.Cancel(self.id, failure)], quiet=True)
         error = ErrorInfo.of(Cancelled(reason))
         pending = [self]
         while pending:  # no recursion: a chain of forks may be deeper than Python's stack

@@ -43,7 +43,7 @@ from agentflow.language.states.event_stream import EventStream
 from agentflow.language.states.live_display import in_notebook, show_state
 from agentflow.language.states.outliner import outline_state
 from agentflow.language.states.recorder import Recorder, append
-from agentflow.language.states.reported import left_by
+from agentflow.language.states.reported import left_by, program_failure
 from agentflow.language.states.run import StateNode, StatePath, VariableNode
 from agentflow.language.states.variable import Reference, Variable, complete_text, find_target
 from agentflow.language.typed.decisions import Answers, Decision, TypedQuestion, decisions_type
@@ -511,7 +511,8 @@ class RootState(AsyncOnly, State):
     ) -> None:
         if error is not None:
             explain(error)
-            self._node.cancel(f"its block was left {left_by(error)}")
+            self._node.cancel(f"its block was left {left_by(error)}", program_failure(error))
+            self._node.run.record.fail(error)
         self.close()
 
 

@@ -229,7 +229,8 @@ class Interpreter(Generic[ContextT]):
             case ops.Peek():
                 self._watch.peek(op)
             case ops.Cancel():
-                cancelled = Cancelled(f"state {op.state} was cancelled")
+                why = "" if op.failure is None else f", because its program failed: {op.failure}"
+                cancelled = Cancelled(f"state {op.state} was cancelled{why}")
                 self._states.cancel(self._states.open_state(op.state), cancelled)
             case ops.Provide():
                 self._provide(op)

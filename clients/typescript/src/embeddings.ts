@@ -81,7 +81,7 @@ export async function embedTexts(
     await Promise.all(Array.from({ length: Math.min(CONCURRENCY, parts.length) }, work));
   } catch (error) {
     next = parts.length;
-    root.cancel();
+    root.cancel(signal?.aborted ? {} : { failure: error });
     throw signal?.aborted ? signal.reason : error;
   } finally {
     signal?.removeEventListener("abort", abort);

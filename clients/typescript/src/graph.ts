@@ -2,6 +2,7 @@
 
 import type { AgentflowError } from "./agentflow_error.js";
 import { BadArgument, DataDependent, ForeignState } from "./errors.js";
+import type { CancelOptions } from "./failure.js";
 import type { Image } from "./image.js";
 import { IN_GRAPH, MAX_GRAPH_OPS, type OpenOp, type Op, type SubmitGraphOp } from "./protocol.js";
 import { State, type Link } from "./state.js";
@@ -185,7 +186,7 @@ class Recorder implements Link {
 
 /** What a run needs of its session. */
 export interface RunLink extends Link {
-  cancel(number: number): void;
+  cancel(number: number, options?: CancelOptions): void;
 }
 
 /** A graph that was submitted. */
@@ -230,9 +231,9 @@ export class Run {
     return this.#done;
   }
 
-  /** Cancels the whole run. */
-  cancel(): void {
-    this.cancelBranch(this.graph.root);
+  /** Cancels the whole run. A program that failed gives its error as `failure`. */
+  cancel(options: CancelOptions = {}): void {
+    if (this.#link.isOpen(this.#root)) this.#link.cancel(this.#root.number, options);
   }
 
   /** Cancels one state of the graph and its forks. The others go on, unless they need its variables. */

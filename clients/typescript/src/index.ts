@@ -6,6 +6,7 @@ export { countCodePoints, utf16Spans } from "./code_points.js";
 export type { Status } from "./connection.js";
 export type { EmbedOptions } from "./embeddings.js";
 export * from "./errors.js";
+export type { CancelOptions } from "./failure.js";
 export type { GenOptions, SamplingOptions } from "./gen_options.js";
 export { Graph, type Run, type StateOptions, type SubmitOptions } from "./graph.js";
 export { image, type Image, type ImageSource } from "./image.js";

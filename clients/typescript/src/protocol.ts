@@ -801,11 +801,26 @@ export interface AwaitOp {
 
 /**
  * Aborts the running and waiting ops of the state and its forks: unfinished variables end with
- * `varfailed`, the states with `statefailed` (`cancelled`). Takes effect immediately.
+ * `varfailed`, the states with `statefailed` (`cancelled`). Takes effect immediately. A client that ends
+ * a run because its program raised an exception sends the exception as `failure`: recordings show the
+ * run as failed, and the messages of the errors contain it.
  */
 export interface CancelOp {
   op: "cancel";
   state: number;
+  /** The exception that ended the program of the state; null: the client cancels the state. */
+  failure?: Failure | null;
+}
+
+/**
+ * Part of `cancel`: an exception in a program of the client, without its traceback and its causes. Each
+ * text has at most 1,000 bytes in UTF-8.
+ */
+export interface Failure {
+  /** The name of its class. */
+  type: string;
+  /** Its text; by default `""`. */
+  message?: string;
 }
 
 /** Releases the state and its variables. */

@@ -5,6 +5,7 @@ import { guarded } from "./changes.js";
 import { Connection, type Status } from "./connection.js";
 import { embedFields, embedTexts, type EmbedOptions } from "./embeddings.js";
 import { EngineDown, ForeignState, StateClosed, UnknownModel } from "./errors.js";
+import { cancelOp, type CancelOptions } from "./failure.js";
 import { Graph, openOp, Run, type RunLink, type StateOptions, type SubmitOptions } from "./graph.js";
 import type { Image } from "./image.js";
 import {
@@ -350,8 +351,8 @@ class SessionLink implements RunLink {
     if (!this.#tickets.get(state)?.waiting.length) this.#forget(state);
   }
 
-  cancel(number: number): void {
-    this.send({ op: "cancel", state: number });
+  cancel(number: number, options?: CancelOptions): void {
+    this.send(cancelOp(number, options));
   }
 
   done(state: State): Promise<void> {

@@ -4,6 +4,7 @@ import type { AgentflowError } from "./agentflow_error.js";
 import { splitText } from "./code_points.js";
 import type { EmbedFields } from "./embeddings.js";
 import { BadArgument, ForeignState, NotSupported, StateClosed } from "./errors.js";
+import { cancelOp, type CancelOptions } from "./failure.js";
 import { genFields, type GenOptions } from "./gen_options.js";
 import { Image, imageAt } from "./image.js";
 import type {
@@ -384,9 +385,12 @@ export class State {
     return this.#link.done(this);
   }
 
-  /** Cancels the state and its forks. Their unfinished variables fail with `Cancelled`. */
-  cancel(): void {
-    if (this.#link.isOpen(this)) this.#link.send({ op: "cancel", state: this.number });
+  /**
+   * Cancels the state and its forks. Their unfinished variables fail with `Cancelled`. A program that failed gives
+   * its error as `failure`.
+   */
+  cancel(options: CancelOptions = {}): void {
+    if (this.#link.isOpen(this)) this.#link.send(cancelOp(this.number, options));
   }
 
   /** Ends the state's text. Its variables, and `read`, stay usable. */

@@ -93,6 +93,7 @@ const scenarios: Record<string, (options: Options) => Promise<unknown>> = {
       const values = await Promise.all(variables);
       const failed = session.state({ model: large }).user("?").gen("digits", { regex: "[0-9]" });
       const refused = await Promise.resolve(failed).catch((error: AgentflowError) => [error.code, error.param]);
+      session.state({ program: "report" }).cancel({ failure: new RangeError("no more rows") });
       return {
         values,
         states: [draft, judge, again!].map((state) => state.model),

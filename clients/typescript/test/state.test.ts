@@ -4,6 +4,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { setFlagsFromString } from "node:v8";
 import { runInNewContext } from "node:vm";
+import { Cancelled, Overloaded } from "../src/errors.js";
 import { Graph } from "../src/graph.js";
 import { image } from "../src/image.js";
 import { OpQueue } from "../src/op_queue.js";
@@ -121,6 +122,35 @@ test("a model that the session does not have is refused before anything is sent"
   assert.throws(() => session.submit(graph), { code: "unknown_model" });
   await settle(server);
   assert.deepEqual(server.accepted.map((op) => op.op), ["open", "open"]);
+  await Promise.all([session.close(), settle(server)]);
+});
+
+test("f37: a program that failed cancels its run with its error, and a cancelled one without", async () => {
+  const server = new FakeServer(texts);
+  const session = await opened(server);
+  const failures: [unknown, object | undefined][] = [
+    [new RangeError("no more rows"), { type: "RangeError", message: "no more rows" }],
+    [new Overloaded("try again later"), { type: "Overloaded", message: "try again later" }],
+    [new Error(), { type: "Error" }],
+    [new Error("é".repeat(700)), { type: "Error", message: "é".repeat(500) }],
+    [new Error("a" + "😀".repeat(700)), { type: "Error", message: "a" + "😀".repeat(249) }],
+    [new Error("\ud83d!"), { type: "Error", message: "\ufffd!" }],
+    ["a text", { type: "string", message: "a text" }],
+    [Object.create(null), { type: "object" }],
+    [undefined, undefined],
+    [new Cancelled("variable 2 was cancelled"), undefined],
+    [AbortSignal.abort().reason, undefined],
+  ];
+  for (const [failure] of failures) session.state().cancel({ failure });
+  const graph = new Graph();
+  session.submit(graph).cancel({ failure: failures[0]![0] });
+  session.submit(graph).cancel();
+  await settle(server);
+  const cancels = server.accepted.filter((op) => op.op === "cancel");
+  assert.deepEqual(
+    cancels.map((op) => op.failure),
+    [...failures.map(([, sent]) => sent), failures[0]![1], undefined],
+  );
   await Promise.all([session.close(), settle(server)]);
 });
 

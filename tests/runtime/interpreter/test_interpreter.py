@@ -647,6 +647,16 @@ async def test_f37_a_task_group_outlives_the_state_that_forked_it() -> None:
         assert at.listener.ends[8].text == "ok"
 
 
+async def test_f37_readers_of_a_run_whose_program_failed_get_its_exception() -> None:
+    async with bench() as at:
+        at.submit(ops.Open(1), ops.Open(2), ops.Expect(1, 30, "late"), ops.Text(2, (ops.Ref(30),)), gen(2, 7))
+        at.submit(ops.Cancel(1, ops.Failure("KeyError", "'title'")))
+        await at.listen_until_all_ended([7])
+        error = at.listener.ends[7].error
+        assert (error.code, error.origin.code) == ("run_failed", "cancelled")
+        assert "KeyError: 'title'" in error.origin.message
+
+
 async def test_f37_a_closed_fork_hides_no_state_from_cancellation_and_limits() -> None:
     async with bench() as at:
         at.submit(ops.Open(1), ops.Fork(1, (2,)), ops.Fork(2, (3, 4)), ops.Expect(1, 30, "late"))

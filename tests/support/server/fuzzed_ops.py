@@ -78,6 +78,7 @@ VALUES: dict[type[Any], dict[str, tuple[Sequence[Any], Sequence[Any]]]] = {
         "prompt": ([None, "query: "], ["é" * 900]),
         "prompt_name": ([None], ["query"]),
     },
+    ops.Cancel: {"failure": ([None, ops.Failure("KeyError", "'a'")], [ops.Failure("KeyError" * 200)])},
     ops.Watch: {
         "steps": ([True, False], [True]),
         "tree": ([True, False], [True]),
@@ -217,7 +218,7 @@ class OpsWriter:
             case ops.Begin | ops.End:
                 return self._turn(kind)
             case ops.Seal | ops.Cancel | ops.Close:
-                return kind(self._last_of())
+                return kind(self._last_of(), **self._values(kind))
             case ops.Converse:
                 return self._converse()
             case ops.Tools:

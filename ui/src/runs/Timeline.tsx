@@ -7,6 +7,7 @@ import type { Call, RecordingReader, RunState, Span } from "./recording";
 import {
   barOf,
   collapsedAtFirst,
+  endOf,
   nameOf,
   outcomeOf,
   pannedSpan,
@@ -294,8 +295,7 @@ function StateRow({
   onZoom,
 }: RowProps) {
   const { state, depth } = row;
-  const isFailed = state.error !== null && state.error.origin !== "cancelled";
-  const note = isFailed ? "failed" : state.isCancelled || state.error !== null ? "cancelled" : "";
+  const note = endOf(state);
   return (
     <div
       class={`timeline-row${depth === 0 ? " is-root" : ""}${note === "" ? "" : " is-over"}`}
@@ -317,7 +317,9 @@ function StateRow({
         )}
         <span class="state-name">{nameOf(state)}</span>
         {note && <span class="state-note">{note}</span>}
-        <bdi class="state-text">{summaryOf(state)}</bdi>
+        <bdi class="state-text" title={state.failure ?? undefined}>
+          {summaryOf(state)}
+        </bdi>
       </div>
       <div class="timeline-calls" role="gridcell">
         {row.sums !== null && <SumsBar sums={row.sums} span={span} width={width} />}

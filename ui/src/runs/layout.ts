@@ -220,3 +220,9 @@ export function outcomeOf(call: Call): Outcome {
   if (call.endS !== null) return "done";
   return call.state.isCancelled ? "cancelled" : "open";
 }
+
+/** How a state ended, if not as expected. */
+export function endOf({ failure, error, isCancelled }: RunState): "failed" | "cancelled" | "" {
+  if (failure !== null || (error !== null && error.origin !== "cancelled")) return "failed";
+  return isCancelled || error !== null ? "cancelled" : "";
+}

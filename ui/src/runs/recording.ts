@@ -86,6 +86,8 @@ export interface RunState {
   firstText: string;
   error: RecordedError | null;
   isCancelled: boolean;
+  /** The exception with which its program failed, in words. */
+  failure: string | null;
   /** When all its calls so far were done; set by `finish`. */
   doneS: number;
 }
@@ -362,6 +364,10 @@ export class RecordingReader {
         return this.fork(op, state, atS, base);
       case "cancel":
         if (!state.isCancelled) for (const one of withForks(state)) one.isCancelled = true;
+        if (isObject(op["failure"])) {
+          const { type, message } = op["failure"];
+          state.failure ??= shortened([textOf(type), textOf(message)].filter(Boolean).join(": "));
+        }
         return true;
       default:
         return typeof kind === "string";
@@ -441,6 +447,7 @@ export class RecordingReader {
       firstText: "",
       error: null,
       isCancelled: parent?.isCancelled ?? false,
+      failure: null,
       doneS: atS,
     };
     parent?.forks.push(state);

@@ -6,6 +6,7 @@ import { RecordingReader, withForks, type Call, type Run } from "./recording";
 import {
   barOf,
   collapsedAtFirst,
+  endOf,
   nameOf,
   outcomeOf,
   pannedSpan,
@@ -16,7 +17,7 @@ import {
   zoomedSpan,
 } from "./layout";
 import { SessionLog } from "./sessionLog";
-import { factsOf } from "./words";
+import { factsOf, summaryOf } from "./words";
 import text from "./tree_of_thought.jsonl?raw";
 
 /** A real recording of examples/tree_of_thought.py with two levels of two branches; `agentflow replay` shows it as
@@ -423,6 +424,23 @@ describe("the lines", () => {
       fail(3, "engine_failed"),
     ]);
     expect(callsOf(reader.runs).map(outcomeOf)).toEqual(["cancelled", "failed", "open", "cancelled"]);
+  });
+
+  it("f37: tell runs whose program failed from cancelled ones", () => {
+    const cancelled = { event: "statefailed", state: 1, error: { code: "cancelled", message: "m" } };
+    const cancel = (failure?: object) => [
+      open,
+      { at_s: 0, sent: { op: "text", state: 1, parts: ["Hello"] } },
+      { at_s: 0, sent: { op: "fork", state: 1, children: [2] } },
+      { at_s: 1, sent: { op: "cancel", state: 1, ...(failure && { failure }) } },
+      { at_s: 1, received: cancelled },
+      { at_s: 1, received: { ...cancelled, state: 2 } },
+    ];
+    const shown = (failure?: object) => read(cancel(failure)).runs[0]!.states.map((one) => [endOf(one), summaryOf(one)]);
+    expect(shown()).toEqual([["cancelled", "Hello"], ["cancelled", ""]]);
+    expect(shown({ type: "KeyError", message: "'a'\nb" })).toEqual([["failed", "KeyError: 'a' b"], ["cancelled", ""]]);
+    expect(shown({ type: "Stop" })[0]).toEqual(["failed", "Stop"]);
+    expect(shown({ type: 5, message: null })[0]).toEqual(["failed", ""]);
   });
 
   it("of a chain of 20,000 forks make as many rows", () => {

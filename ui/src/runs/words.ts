@@ -58,9 +58,10 @@ export function textOf(call: Call): string {
   }
 }
 
-/** What tells a state from its siblings: the first text that was appended to it, or, of a very short one, the first
+/** The exception of a program that failed; else what tells a state from its siblings: the first text that was appended to it, or, of a very short one, the first
  * text that was generated in it. */
 export function summaryOf(state: RunState): string {
+  if (state.failure !== null) return state.failure;
   const own = state.firstText;
   const [first] = state.calls;
   if (own.length > 3 || first === undefined) return own;
