@@ -629,12 +629,17 @@ class SeveralConnection:
         return msgspec.structs.replace(event, error=self._renumbered_error(event.error))
 
     def _renumbered_error(self, error: ErrorInfo) -> ErrorInfo:
-        cause = None if error.cause is None else self._renumbered_error(error.cause)
-        state = None if error.state is None else self._states.get(error.state)
-        op = error.op
-        if state is not None and state.is_import and op is not None:
-            op = op - 1 if op > 1 else None
-        return msgspec.structs.replace(error, cause=cause, op=op, state=error.state if op else None)
+        renumbered: ErrorInfo | None = None
+        for one in reversed(error.chain):
+            state = None if one.state is None else self._states.get(one.state)
+            op = one.op
+            if state is not None and state.is_import and op is not None:
+                op = op - 1 if op > 1 else None
+            renumbered = msgspec.structs.replace(
+                one, cause=renumbered, op=op, state=one.state if op else None
+            )
+        assert renumbered is not None
+        return renumbered
 
     def _failed(self, event: StateFailed) -> Iterator[tuple[_OpenBackend, ops.Op]]:
         """The failure of a state."""

@@ -358,22 +358,30 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             info = info.cause
         return found
 
-    def at(self, state: int, op: int) -> ErrorInfo:
-        """A copy whose root cause has this state and op, unless it has others already."""
-        if self.cause is not None:
-            return msgspec.structs.replace(self, cause=self.cause.at(state, op))
-        return self if self.op is not None else msgspec.structs.replace(self, state=state, op=op)
-
-    def to_exception(self) -> AgentflowError:
-        """The exception with at most ``MAX_CAUSES`` causes: a hostile peer could nest more than Python's
-        stack allows."""
+    @property
+    def chain(self) -> list[ErrorInfo]:
+        """This error and its causes, at most ``MAX_CAUSES`` together: a hostile peer could nest more than
+        Python's stack allows."""
         chain: list[ErrorInfo] = []
         info: ErrorInfo | None = self
         while info is not None and len(chain) < MAX_CAUSES:
             chain.append(info)
             info = info.cause
+        return chain
+
+    def at(self, state: int, op: int) -> ErrorInfo:
+        """A copy whose root cause has this state and op, unless it has others already."""
+        *consequences, info = self.chain
+        if info.op is None:
+            info = msgspec.structs.replace(info, state=state, op=op)
+        for one in reversed(consequences):
+            info = msgspec.structs.replace(one, cause=info)
+        return info
+
+    def to_exception(self) -> AgentflowError:
+        """The exception, with the causes in ``chain``."""
         error: AgentflowError | None = None
-        for info in reversed(chain):
+        for info in reversed(self.chain):
             cause, error = error, from_code(info.code, info.message, info.param)
             error.__cause__ = cause
             error.place = None if info.state is None or info.op is None else (info.state, info.op)

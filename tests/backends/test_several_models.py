@@ -35,6 +35,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.events import ErrorInfo, StateFailed
 from agentflow.protocol.op_table import declared, numbers, opened
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models.models import Models, OneGenerator
@@ -319,6 +320,27 @@ async def test_the_cause_of_a_failed_task_group_has_the_place_of_its_op(flow: af
         cause = raised.value.__cause__
         assert isinstance(cause, EngineFailed)
         assert cause.place == failed.value.place is not None
+
+
+async def test_f37_an_error_with_many_causes_fails_only_its_state() -> None:
+    """A hostile server can nest more causes than Python's stack has frames left."""
+    deliveries: list[Deliver] = []
+
+    class Hostile(LosableBackend):
+        def connect(self, deliver: Deliver, lost: Lost) -> Any:
+            deliveries.append(deliver)
+            return super().connect(deliver, lost)
+
+    error = ErrorInfo(RunFailed.code, "the end")
+    for level in range(2_000):
+        error = ErrorInfo(EngineFailed.code, f"level {level}", error)
+    backends = {name: Hostile(generator_of(name)) for name in NAMES}
+    async with af.session(models=backends) as flow, flow.state() as s, flow.state() as other:
+        deliveries[0]([StateFailed(s.id, error)])
+        with pytest.raises(EngineFailed, match="level 1999"):
+            await s
+        other += af.gen("said")
+        await other["said"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
