@@ -40,7 +40,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
-from agentflow.errors import BadArgument, ReplayDiffers
+from agentflow.errors import BadArgument, BadRecording, ReplayDiffers
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.events import (
@@ -346,6 +346,10 @@ class _ReplayConnection:
             return None
         if is_new:
             return ErrorInfo.of(self._differs(state.place(state.num_ops), "a cancellation", "more"))
+        if recorded.is_closed:  # the recorded program had the answer: the file was changed
+            return ErrorInfo.of(
+                BadRecording(f"{self._recording.path} has no answer for {state.place()}, which was closed")
+            )
         if self._recording.is_truncated:
             return ErrorInfo.of(
                 ReplayDiffers(f"{state.place()}: the recording ends before this had an answer")

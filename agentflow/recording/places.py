@@ -106,6 +106,8 @@ class ForkTree(Generic[NodeT]):
         return self._add(op.state, self._make_node(self.num_runs - 1, (), None))
 
     def _add(self, state_id: int, node: NodeT) -> NodeT:
+        if state_id in self._nodes:
+            raise ProtocolError(f"state {state_id} exists already")
         node.id = state_id
         self._nodes[state_id] = node
         return node
@@ -143,6 +145,8 @@ class ForkTree(Generic[NodeT]):
     def enter(self, op: ops.Op, node: NodeT) -> list[NodeT]:
         """Adds the variables and states that the op declares, and returns the states."""
         for var_id, name in declared(op):
+            if var_id in self._variables:
+                raise ProtocolError(f"variable {var_id} exists already")
             self._variables[var_id] = (node, node.num_variables, name)
             self._declared.setdefault(op.state, []).append(var_id)  # type: ignore[union-attr]
             node.num_variables += 1

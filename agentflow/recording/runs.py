@@ -96,6 +96,7 @@ class RecordedState(StateInTree):
         self.variables: list[RecordedVariable] = []
         self.groups: set[OpContent] = set()
         self.num_ops_sealed: int | None = None  # ops before its seal; None: it was not sealed
+        self.is_closed = False
         self.failure: RecordedEvent | None = None
         self.error: ErrorInfo | None = None  # of its failure, or of a failure after its cancellation
         self.program_failure: ops.Failure | None = None  # of its program, which cancelled it
@@ -255,6 +256,8 @@ class RecordedRuns:
                 state.program_failure = state.program_failure or failure
             case ops.Seal():
                 state.num_ops_sealed = len(state.ops)
+            case ops.Close():
+                state.is_closed = True
             case _:
                 pass
 
@@ -301,6 +304,8 @@ class RecordedRuns:
         event = recorded.event
         variable.state.end_s = max(variable.state.end_s, at_s)
         if isinstance(event, Delta | Value):
+            if event.at > len(variable.text):
+                raise ProtocolError(f"a text of {len(variable.text)} characters goes on at {event.at}")
             variable.text = variable.text[: event.at] + event.text
             if variable.first_s is None and (event.text or isinstance(event, Value)):
                 variable.first_s = at_s

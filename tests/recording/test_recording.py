@@ -214,6 +214,12 @@ async def test_a_truncated_file_is_read_up_to_its_last_whole_line(path):
             b'HEADER\n{"at_s": 1, "received": {"event": "delta", "var": 5, "at": 0, "text": ""}}\n',
             "line 2: there is no variable 5",
         ),
+        (
+            b'HEADER\n{"at_s": 1, "sent": {"op": "open", "state": 1}}\n'
+            b'{"at_s": 1, "sent": {"op": "gen", "state": 1, "var": 2, "name": "x", "params": {}}}\n'
+            b'{"at_s": 1, "received": {"event": "delta", "var": 2, "at": 1, "text": "a"}}\n',
+            "line 4: a text of 0 characters goes on at 1",
+        ),
     ],
 )
 async def test_an_invalid_file_is_reported_in_one_line(path, capsys, content, message):

@@ -378,6 +378,32 @@ async def test_a_truncated_recording_is_replayed_up_to_its_end(path):
     assert lengths == {0, 1, 2, 3, 4}
 
 
+async def test_f37_a_replay_of_a_changed_recording_ends(path):
+    """Without one of its lines, or with one of them twice, the result is the same or an error."""
+
+    async def talk(s: af.State) -> list[str]:
+        s += "one " + af.gen("x")
+        said = [await s["x"]]
+        async with s.fork(2) as forks:
+            for number, fork in enumerate(forks):
+                fork += f"two {number} " + af.gen("y")
+        said += await forks.gather("y")
+        s += forks[0]["y"] + af.gen("z")
+        await s
+        return [*said, await s["z"]]
+
+    async with af.session(backend=af.Scripted(measure), record=path) as flow:
+        first = await flow.run(talk)
+    lines = path.read_bytes().splitlines(keepends=True)
+    changed = [lines[:place] + lines[place + 1 :] for place in range(1, len(lines))]
+    changed += [lines[:place] + lines[place - 1 :] for place in range(2, len(lines) + 1)]
+    for number, some in enumerate(changed):
+        path.write_bytes(b"".join(some))
+        with anyio.fail_after(30), suppress(af.errors.BadRecording, af.errors.ReplayDiffers):
+            async with af.session(backend=af.Replay(path)) as flow:
+                assert await flow.run(talk) == first, number
+
+
 async def test_a_replay_fails_where_the_recorded_session_was_cancelled(path):
     async def wait(flow: af.Session, stop: Callable[[], None]) -> None:
         async with flow.state() as s:
