@@ -823,7 +823,11 @@ export interface Failure {
   message?: string;
 }
 
-/** Releases the state and its variables. */
+/**
+ * Releases the state and its variables, after all its earlier ops. An op that waits for an expected
+ * variable holds the `close` back, until the client provides the variable: it still can, also if the
+ * variable's own state waits for its `close`.
+ */
 export interface CloseOp {
   op: "close";
   state: number;

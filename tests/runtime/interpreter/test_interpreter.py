@@ -647,6 +647,20 @@ async def test_f37_a_task_group_outlives_the_state_that_forked_it() -> None:
         assert at.listener.ends[8].text == "ok"
 
 
+async def test_closed_states_that_wait_for_each_others_variables_end_when_the_client_provides_one() -> None:
+    async with bench() as at:
+        for state in (1, 2):
+            at.submit(ops.Open(state), ops.Expect(state, 10 + state, "late"))
+        at.submit(*[ops.Text(state, (ops.Ref(13 - state),)) for state in (1, 2)], gen(1, 7), gen(2, 8))
+        at.submit(ops.Close(1), ops.Close(2))
+        await settle()
+        assert at.interpreter.num_active() == 0
+        at.submit(ops.Provide(11, "x"))
+        await at.listen_until_all_ended([7, 8])
+        assert at.listener.ends[8].text == "<x>"
+        assert at.listener.ends[7].error.origin.message == "its state was closed"
+
+
 async def test_f37_readers_of_a_run_whose_program_failed_get_its_exception() -> None:
     async with bench() as at:
         at.submit(ops.Open(1), ops.Open(2), ops.Expect(1, 30, "late"), ops.Text(2, (ops.Ref(30),)), gen(2, 7))
