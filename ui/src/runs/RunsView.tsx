@@ -8,7 +8,7 @@ import { CallDetails } from "./CallDetails";
 import { endingOf } from "./file";
 import type { Call, RecordingReader } from "./recording";
 import { sessionLog, sessionLogs } from "./sessionLog";
-import { openFile, opened, useSessionRuns } from "./sources";
+import { openFile, opened, showSession, useSessionRuns } from "./sources";
 import { Timeline } from "./Timeline";
 import "../charts/charts.css";
 import "./runs.css";
@@ -58,7 +58,7 @@ export default function RunsView() {
               }}
             />
             {now.kind !== "session" && (
-              <button type="button" onClick={() => (opened.value = { kind: "session" })}>
+              <button type="button" onClick={showSession}>
                 This page's runs
               </button>
             )}
@@ -88,7 +88,7 @@ export default function RunsView() {
           </>
         }
       >
-        {now.kind === "reading" && <Reading name={now.name} share={now.share} cancel={now.cancel} />}
+        {now.kind === "reading" && <Reading name={now.name} share={now.share} />}
         {now.kind === "failed" && (
           <p class="empty" role="alert">
             {now.problem}
@@ -135,14 +135,14 @@ function save(reader: RecordingReader): void {
   setTimeout(() => URL.revokeObjectURL(url), 60_000);
 }
 
-function Reading({ name, share, cancel }: { name: string; share: number; cancel: () => void }) {
+function Reading({ name, share }: { name: string; share: number }) {
   return (
     <div class="panel row reading">
       <label class="row">
         Reading {name}
         <progress max={1} value={share} />
       </label>
-      <button type="button" onClick={cancel}>
+      <button type="button" onClick={showSession}>
         Cancel
       </button>
     </div>

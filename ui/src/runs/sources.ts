@@ -14,21 +14,25 @@ export type Opened =
 /** What the view shows. It outlives the view, so that a file stays open while others are looked at. */
 export const opened = signal<Opened>({ kind: "session" });
 
-/** Reads the file and shows it. */
-export async function openFile(file: File): Promise<void> {
+/** Shows the runs of this page's session. A file that is being read is read no further. */
+export function showSession(): void {
   const before = opened.peek();
   if (before.kind === "reading") before.cancel();
+  opened.value = { kind: "session" };
+}
+
+/** Reads the file and shows it. */
+export async function openFile(file: File): Promise<void> {
+  showSession();
   const abort = new AbortController();
-  const cancel = (): void => {
-    abort.abort();
-    opened.value = { kind: "session" };
-  };
   const reading = (share: number): void => {
-    opened.value = { kind: "reading", name: file.name, share, cancel };
+    if (abort.signal.aborted) return; // something else is shown
+    opened.value = { kind: "reading", name: file.name, share, cancel: () => abort.abort() };
   };
   reading(0);
   try {
     const read = await readFile(file, { signal: abort.signal, onProgress: reading });
+    if (abort.signal.aborted) return;
     opened.value = read.isRecording
       ? { kind: "file", file: read }
       : { kind: "failed", problem: read.problem ?? "" };
