@@ -1,1 +1,1 @@
-import{k as e}from"./jsxRuntime.js";var t=0,n=e([]);function r(e){n.value=[...n.peek().slice(-5),{number:++t,text:e}]}export{n,r as t};
+import{A as e}from"./jsxRuntime.js";var t=0,n=e([]);function r(e){n.value=[...n.peek().slice(-5),{number:++t,text:e}]}export{n,r as t};
