@@ -114,7 +114,7 @@ class _Targets:
         name = "/".join(path)
         while name in definitions:
             name += "="
-        self._root["$defs"] = {**definitions, name: schema}
+        self._root.setdefault("$defs", definitions)[name] = schema
         self._places[path] = "$defs", name
         self._walk(schema, ("$defs", name))
         return self._places[path]
