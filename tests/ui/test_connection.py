@@ -274,6 +274,24 @@ def test_a_view_that_could_not_be_fetched_is_fetched_again(stage: Stage, visit: 
     screen.view("tree")
 
 
+def test_f37_a_view_that_was_left_before_its_file_failed_hides_no_other(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    screen.expect_problem(NO_ANSWER)
+    held: list[Route] = []
+    screen.page.route("**/TreeView.js", lambda route: route.abort() if held else held.append(route))
+    with screen.page.expect_request("**/TreeView.js"):
+        screen.open("playground")
+    screen.page.get_by_role("link", name="Prefix tree").click()
+    screen.page.get_by_role("link", name="Playground", exact=True).click()
+    with screen.page.expect_event("requestfailed"):
+        held[0].abort()
+    # The page's own import has failed before this one does, and is drawn after that.
+    screen.page.evaluate("() => import('/ui/assets/TreeView.js').catch(() => undefined)")
+    screen.page.evaluate("() => new Promise((next) => requestAnimationFrame(() => setTimeout(next)))")
+    screen.view("playground")
+    expect(screen.page.get_by_role("main").get_by_role("button", name="Try again")).to_have_count(0)
+
+
 def test_a_full_queue_is_a_sentence_and_the_request_can_be_repeated(visit: Visit) -> None:
     """One request fills the queue of this server: that of the first page. A program and a chat of the second
     one are rejected, until there is room."""

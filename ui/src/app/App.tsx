@@ -35,7 +35,7 @@ async function show(name: ViewName): Promise<void> {
     shown.value = { name, Component };
     isMissing.value = false;
   } catch {
-    isMissing.value = true;
+    if (route.peek().view === name) isMissing.value = true;
     return;
   }
   document.title = `${VIEWS.find((view) => view.name === name)!.title} – agentflow`;
