@@ -243,8 +243,12 @@ def test_f43g_after_a_restart_of_the_server_the_page_is_connected_again(visit: V
         stage.wait_running(0)
         screen.page.get_by_role("link", name="Runs").click()
         expect(timeline).to_contain_text("continued")
+        screen.page.get_by_role("button", name="Zoom in").click()
+        earlier = screen.page.get_by_role("button", name="Earlier")
+        expect(earlier).to_be_enabled()
         screen.page.get_by_label("Session", exact=True).select_option(index=0)
         expect(timeline).not_to_contain_text("continued")
+        expect(earlier).to_be_disabled()  # the zoom was of the other session
 
 
 def test_f37_after_a_restart_with_another_model_the_page_is_connected_again(visit: Visit) -> None:

@@ -8,7 +8,7 @@ import { CallDetails } from "./CallDetails";
 import { endingOf } from "./file";
 import type { Call, RecordingReader } from "./recording";
 import { sessionLog, sessionLogs } from "./sessionLog";
-import { openFile, opened, showSession, useSessionRuns } from "./sources";
+import { openFile, opened, showSession, useSessionRuns, type SessionRuns } from "./sources";
 import { Timeline } from "./Timeline";
 import "../charts/charts.css";
 import "./runs.css";
@@ -78,7 +78,7 @@ export default function RunsView() {
               </select>
             )}
             {now.kind === "session" && session.reader.runs.length > 0 && (
-              <button type="button" onClick={() => save(session.reader)}>
+              <button type="button" onClick={() => save(session)}>
                 Save as a recording
               </button>
             )}
@@ -96,7 +96,7 @@ export default function RunsView() {
         )}
         {now.kind === "file" && (
           <Recording
-            key={`${now.file.name} ${now.file.reader.lastS}`}
+            key={now.file.reader.id}
             title={now.file.name}
             reader={now.file.reader}
             version={0}
@@ -112,6 +112,7 @@ export default function RunsView() {
             </p>
           ) : (
             <Recording
+              key={session.reader.id}
               title="This page's session"
               reader={session.reader}
               version={session.version}
@@ -126,8 +127,10 @@ export default function RunsView() {
 }
 
 /** Offers the session's log as a file. */
-function save(reader: RecordingReader): void {
-  const url = URL.createObjectURL(sessionLog.peek().toBlob(reader.isIdle));
+function save({ reader, version }: SessionRuns): void {
+  const log = sessionLog.peek();
+  // The reader may lack the newest lines.
+  const url = URL.createObjectURL(log.toBlob(reader.isIdle && version === log.lines.length));
   const link = document.createElement("a");
   link.href = url;
   link.download = "run.jsonl";
@@ -160,7 +163,6 @@ const BAR_MARGIN = 8;
 
 function Recording({ title, reader, version, problem }: RecordingProps) {
   const [focused, setFocused] = useState<Call | null>(null);
-  useEffect(() => setFocused(null), [reader]);
   useEffect(() => {
     if (version === 0) announce(`${title}: ${sentenceOf(reader)}${problem === null ? "" : ` ${problem}`}`);
   }, [reader]);

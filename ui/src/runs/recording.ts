@@ -142,7 +142,11 @@ const OF_SESSION: ReadonlySet<unknown> = new Set([
 type Json = Readonly<Record<string, unknown>>;
 const MAX_FIRST_TEXT = 200;
 
+let numReaders = 0;
+
 export class RecordingReader {
+  /** Tells it from all other readers. */
+  readonly id = ++numReaders;
   header: Header | null = null;
   ending: Ending | null = null;
   lost: RecordedError | null = null;

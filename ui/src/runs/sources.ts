@@ -66,11 +66,13 @@ export function useSessionRuns(): SessionRuns {
     const log = sessionLog.value;
     const reader = new RecordingReader();
     let read = 0;
+    let isFull = false;
     const follow = (): void => {
-      if (read > 0 && read === log.lines.length) return;
+      if (read > 0 && read === log.lines.length && isFull === log.isFull) return;
+      isFull = log.isFull;
       for (; read < log.lines.length; read++) reader.read(log.lines[read]);
       reader.finish();
-      setRuns({ reader, version: read, isFull: log.isFull });
+      setRuns({ reader, version: read, isFull });
     };
     follow();
     const timer = setInterval(follow, INTERVAL_MS);
