@@ -18,6 +18,7 @@ from support.ui.stage import Stage, open_stage
 from support.ui.tenants import KEYS, tenants
 
 import agentflow as af
+from agentflow.server.app import Access
 
 Visit = Callable[..., Screen]
 
@@ -56,6 +57,15 @@ def running(
             yield
         finally:
             future.cancel()
+
+
+def test_f37_before_the_first_connection_nothing_is_from_before(visit: Visit) -> None:
+    with open_stage(access=Access(tenants())) as stage:
+        screen = visit(stage.url)
+        screen.expect_problem("401|WebSocket connection to")
+        view = screen.open("programs")
+        screen.wait_status("key")
+        expect(view.locator(".empty")).to_have_text("Not connected.")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -13,10 +13,11 @@ export function useGraphs(isPaused: boolean): { graphs: readonly LiveGraph[] | n
   const [problem, setProblem] = useState<string | null>("Waiting for the server.");
   const paused = useRef(isPaused);
   paused.current = isPaused;
+  const hasShown = useRef(false);
   useSignalEffect(() => {
     const now = session.value;
     if (now === null) {
-      setProblem("Not connected: what is shown is from before.");
+      setProblem(hasShown.current ? "Not connected: what is shown is from before." : "Not connected.");
       return;
     }
     let isLeft = false;
@@ -29,7 +30,10 @@ export function useGraphs(isPaused: boolean): { graphs: readonly LiveGraph[] | n
       try {
         const found = await now.graphs();
         if (isLeft) return;
-        if (!paused.current) setGraphs(found);
+        if (!paused.current) {
+          hasShown.current = found.some(({ states }) => states?.length);
+          setGraphs(found);
+        }
         setProblem(null);
         again(INTERVAL_MS);
       } catch (error) {
