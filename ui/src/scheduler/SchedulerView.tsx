@@ -13,7 +13,7 @@ import { hasSeveral } from "./replicas";
 import { RequestTable } from "./RequestTable";
 import { grouped, type Request } from "./requests";
 import { scrapeOfStats, useScrapes, type StatsLike } from "./scrapes";
-import { newSteps, type Step } from "./steps";
+import { StepLog, type Step } from "./steps";
 import { StepChart } from "./StepChart";
 import { QueryTip, Value } from "./Value";
 import "./scheduler.css";
@@ -30,12 +30,12 @@ interface Look {
 
 export default function SchedulerView() {
   const [isPaused, setPaused] = useState(false);
-  const steps = useRef(new Ring<Step>(MAX_STEPS));
+  const steps = useRef(new StepLog(MAX_STEPS));
   const own = useRef(new Ring<Scrape>(300)); // from this key's stats
   const [look, setLook] = useState<Look>({ steps: [], numSkipped: 0, requests: [] });
   const problem = useWatch({ steps: true, tree: false, intervalS: 0.5 }, (watched: Watched) => {
     if (isPaused) return;
-    steps.current.push(...newSteps(watched.steps ?? [], steps.current.last));
+    steps.current.add(watched.steps ?? [], watched.stats?.model);
     if (watched.stats)
       own.current.push(
         scrapeOfStats(

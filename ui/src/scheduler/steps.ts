@@ -1,6 +1,7 @@
 // The engine's forward passes, as bars of tokens.
 
 import { count } from "../charts/numbers";
+import { Ring } from "../charts/ring";
 
 /** A step as `watched.steps` has it. */
 export type Step = readonly [
@@ -43,11 +44,31 @@ function bar(x: number, y: number, width: number, height: number): string {
   return `M${x.toFixed(1)} ${y.toFixed(1)}h${width}v${height.toFixed(1)}h${-width}z`;
 }
 
-/** Steps without those that were seen before. A smaller number than before: the engine began anew. */
-export function newSteps(steps: readonly Step[], last: Step | undefined): readonly Step[] {
-  if (last === undefined || steps.length === 0) return steps;
-  const [newest] = steps[steps.length - 1] as Step;
-  return newest < last[0] ? steps : steps.filter(([number]) => number > last[0]);
+/** The newest steps of one model. */
+export class StepLog {
+  private readonly ring: Ring<Step>;
+  private model: string | null = null;
+
+  constructor(capacity: number) {
+    this.ring = new Ring(capacity);
+  }
+
+  /** Adds the steps that were not seen before. Those of another model, which the page watched before, are dropped.
+   *  A smaller number than before: the engine was started again. */
+  add(steps: readonly Step[], model: string | undefined): void {
+    if (model !== undefined && model !== this.model) {
+      this.ring.clear();
+      this.model = model;
+    }
+    const last = this.ring.last?.[0] ?? -1;
+    const newest = steps[steps.length - 1]?.[0] ?? last;
+    this.ring.push(...(newest < last ? steps : steps.filter(([number]) => number > last)));
+  }
+
+  /** A copy, oldest first. */
+  toArray(): Step[] {
+    return this.ring.toArray();
+  }
 }
 
 /** A step as a sentence. */

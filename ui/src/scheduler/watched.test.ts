@@ -1,12 +1,14 @@
+import type { Stats } from "agentflow-client";
 import { describe, expect, it } from "vitest";
 import { pathOf, spanOf } from "../charts/LineChart";
-import { savings } from "../tree/savings";
+import { Ring } from "../charts/ring";
+import { addSample, savings, type Sample } from "../tree/savings";
 import { headline, hitRate, totals } from "./figures";
 import { parseScrape } from "./prometheus";
 import { grouped, promptShares, type Request } from "./requests";
 import textAfter from "./scrape-after.txt?raw";
 import { scrapeOfStats } from "./scrapes";
-import { barPaths, newSteps, type Step } from "./steps";
+import { barPaths, StepLog, type Step } from "./steps";
 
 const request = (id: number, more: Partial<Request> = {}): Request => ({
   id,
@@ -58,11 +60,25 @@ describe("grouped", () => {
 });
 
 describe("steps", () => {
-  it("are taken once, and anew from an engine that began anew", () => {
-    expect(newSteps([step(4), step(5), step(6)], step(5)).map(([number]) => number)).toEqual([6]);
-    expect(newSteps([step(1), step(2)], step(500)).map(([number]) => number)).toEqual([1, 2]);
-    expect(newSteps([step(1)], undefined)).toHaveLength(1);
-    expect(newSteps([], step(1))).toEqual([]);
+  const numbersOf = (log: StepLog): number[] => log.toArray().map(([number]) => number);
+
+  it("are taken once, and again from an engine that was started again", () => {
+    const log = new StepLog(4);
+    log.add([step(4), step(5)], "m");
+    log.add([step(4), step(5), step(6)], "m");
+    log.add([], "m");
+    expect(numbersOf(log)).toEqual([4, 5, 6]);
+    log.add([step(1), step(2)], undefined);
+    expect(numbersOf(log)).toEqual([5, 6, 1, 2]);
+  });
+
+  it("f37: are of one model", () => {
+    const log = new StepLog(9);
+    log.add([step(4), step(5)], "small");
+    log.add([step(6), step(7)], "large");
+    expect(numbersOf(log)).toEqual([6, 7]);
+    log.add([step(3)], "small");
+    expect(numbersOf(log)).toEqual([3]);
   });
 
   it("are bars whose parts stand on each other", () => {
@@ -98,6 +114,7 @@ describe("a session's own stats", () => {
 
 describe("savings", () => {
   const at = (atS: number, promptTokens: number, cachedTokens: number) => ({
+    model: "m",
     atS,
     promptTokens,
     cachedTokens,
@@ -111,7 +128,17 @@ describe("savings", () => {
     });
   });
 
-  it("begin anew with the engine", () => {
+  it("f37: are of one model", () => {
+    const samples = new Ring<Sample>(9);
+    const add = (model: string, prompt_tokens: number, cached_tokens: number): void =>
+      addSample(samples, { model, prompt_tokens, cached_tokens } as Stats, samples.length);
+    add("small", 100, 90);
+    add("large", 1000, 0);
+    add("large", 1100, 50);
+    expect(savings(samples.toArray()).recent).toEqual([null, 0.5]);
+  });
+
+  it("begin again with the engine", () => {
     expect(savings([at(0, 100, 90), at(1, 10, 0), at(2, 20, 5)]).recent).toEqual([null, null, 0.5]);
   });
 });

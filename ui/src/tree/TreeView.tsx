@@ -10,7 +10,7 @@ import { layOut, type Scale } from "./layout";
 import { Legend } from "./Legend";
 import { NodeDetails } from "./NodeDetails";
 import { PrefixTree, type PrefixNode } from "./prefixes";
-import { savings, type Sample } from "./savings";
+import { addSample, savings, type Sample } from "./savings";
 import { Texts, useLabels } from "./texts";
 import { TreeCanvas, type PictureControls } from "./TreeCanvas";
 import { TreeOutline } from "./TreeOutline";
@@ -52,13 +52,7 @@ function LiveTree({ maxNodes, onMaxNodes }: { maxNodes: number; onMaxNodes: (mos
     const at = nowS();
     if (watched.tree?.reset) texts.clear();
     if (watched.tree) tree.apply(watched.tree, at);
-    const stats = watched.stats;
-    if (stats)
-      samples.push({
-        atS: at,
-        promptTokens: stats.prompt_tokens ?? 0,
-        cachedTokens: stats.cached_tokens ?? 0,
-      });
+    if (watched.stats) addSample(samples, watched.stats, at);
   };
   const problem = useWatch({ steps: false, tree: true, intervalS: 0.5, maxNodes }, (watched) => {
     if (isPaused) {

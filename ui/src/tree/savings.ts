@@ -1,7 +1,11 @@
 // What the cache saved over time, from the counters of `watched.stats`.
 
+import type { Stats } from "agentflow-client";
+import type { Ring } from "../charts/ring";
+
 /** The engine's counters at a moment: all prompt tokens, and those of them that were cached. */
 export interface Sample {
+  readonly model: string;
   readonly atS: number;
   readonly promptTokens: number;
   readonly cachedTokens: number;
@@ -14,6 +18,13 @@ export interface Savings {
   readonly overall: readonly (number | null)[];
   /** Prompt tokens that were not computed since the server started. */
   readonly saved: readonly number[];
+}
+
+/** Adds the counters at `atS`. Samples of another model, which the page watched before, are dropped. */
+export function addSample(samples: Ring<Sample>, stats: Stats, atS: number): void {
+  const { model, prompt_tokens: promptTokens, cached_tokens: cachedTokens } = stats;
+  if (samples.last?.model !== model) samples.clear();
+  samples.push({ model, atS, promptTokens, cachedTokens });
 }
 
 /** `windowS`: how far the recent hit rate looks back. */
