@@ -21,14 +21,18 @@ export class Texts {
   private numClears = 0;
 
   find(node: PrefixNode): Peek | undefined {
-    return this.known.get(keyOf(node));
+    return this.known.get(this.keyOf(node));
+  }
+
+  /** Tells the node's text from others, also from that of a node with the same id in a tree that is gone. */
+  keyOf({ id, numTokens }: PrefixNode): string {
+    return `${this.numClears}/${id}/${numTokens}`;
   }
 
   async ask(from: Session, node: PrefixNode): Promise<Peek> {
-    const key = keyOf(node);
+    const key = this.keyOf(node);
     const found = this.known.get(key);
     if (found !== undefined) return found;
-    const { numClears } = this;
     let peek: Peek;
     try {
       const { text, numTokens } = await from.peek(node.id);
@@ -39,9 +43,9 @@ export class Texts {
       peek = { kind: "foreign" };
     }
     // The answer is about a tree that is gone: another node may have this id now.
-    if (numClears !== this.numClears) return { kind: "failed", reason: "The tree has changed." };
+    if (key !== this.keyOf(node)) return { kind: "failed", reason: "The tree has changed." };
     if (this.known.size >= MAX_KEPT) this.clear();
-    this.known.set(key, peek);
+    this.known.set(this.keyOf(node), peek);
     if (peek.kind === "text") this.labels.set(node.id, peek.text.slice(0, 300).replace(/\s+/g, " ").trim());
     else this.labels.delete(node.id);
     return peek;
@@ -54,22 +58,17 @@ export class Texts {
   }
 }
 
-function keyOf(node: PrefixNode): string {
-  return `${node.id}/${node.numTokens}`;
-}
-
 /** The text of the node that is pointed at or focused, after a short while; null until then. */
 export function usePeek(texts: Texts, node: PrefixNode | null): Peek | null {
   const found = useSignal<{ readonly key: string; readonly peek: Peek } | null>(null);
-  const key = node === null ? "" : keyOf(node);
+  const key = node === null ? "" : texts.keyOf(node);
+  const from = session.value;
   useEffect(() => {
     const known = node === null ? undefined : texts.find(node);
     found.value = known === undefined ? null : { key, peek: known };
-    if (node === null || known !== undefined || node.goneS !== null) return;
+    if (from === null || node === null || known !== undefined || node.goneS !== null) return;
     let isLeft = false;
     const timer = setTimeout(() => {
-      const from = session.peek();
-      if (from === null) return;
       void texts.ask(from, node).then((peek) => {
         if (!isLeft) found.value = { key, peek };
       });
@@ -78,7 +77,7 @@ export function usePeek(texts: Texts, node: PrefixNode | null): Peek | null {
       isLeft = true;
       clearTimeout(timer);
     };
-  }, [key]);
+  }, [key, from]);
   // Another node's text would stand here until the effect has run.
   return found.value?.key === key ? found.value.peek : null;
 }

@@ -292,6 +292,20 @@ describe("the texts of nodes", () => {
     expect(texts.labels.get(2001)).toBe("text 2001");
   });
 
+  it("f37: are of the node as it is, and not of one that had its id before", async () => {
+    const texts = new Texts();
+    const { from, answer } = slowSession();
+    const one = node(1);
+    const first = texts.keyOf(one);
+    texts.clear();
+    expect(texts.keyOf(one)).not.toBe(first);
+    const asked = texts.ask(from, one);
+    one.numTokens -= 1; // it was divided
+    answer("all of it");
+    expect((await asked).kind).toBe("failed");
+    expect([texts.find(one), texts.labels.get(1)]).toEqual([undefined, undefined]);
+  });
+
   it("drops an answer about a tree that was replaced meanwhile", async () => {
     const texts = new Texts();
     const { from, answer } = slowSession();
