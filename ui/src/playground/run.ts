@@ -64,10 +64,12 @@ export class ProgramRun {
   readonly calls = new Map<string, Call>();
   readonly program: Program;
   readonly startedAt = performance.now();
+  /** The seconds that it ran, without pauses before it went on; null while it runs for the first time. */
   readonly duration = signal<number | null>(null);
   readonly seed: number;
   /** Whether the model has turns. */
   readonly hasTurns: boolean;
+  #beganAt = this.startedAt; // or went on
   readonly #numChanges = signal(0);
   #estimating: ReturnType<typeof setTimeout> | undefined;
   readonly #known = new Map<string, string>();
@@ -130,6 +132,7 @@ export class ProgramRun {
     if (this.status.peek() === "running") return;
     this.status.value = "running";
     this.problem.value = null;
+    this.#beganAt = performance.now();
     this.#submit(session);
   }
 
@@ -262,7 +265,7 @@ export class ProgramRun {
   }
 
   #finish(sentence: string): void {
-    this.duration.value = (performance.now() - this.startedAt) / 1000;
+    this.duration.value = (this.duration.peek() ?? 0) + (performance.now() - this.#beganAt) / 1000;
     announce(sentence);
   }
 
