@@ -271,6 +271,14 @@ def test_a_schema_fills_a_tree_and_marks_show_what_was_forced_and_cached(
     prompt = screen.at("branch-2").locator(".prompt")
     prompt.locator("summary").click()
     expect(prompt.locator(".cached")).to_contain_text("You fill in records")
+    # The marks stay, where the texts are drawn again after another view.
+    marks = text_of(screen, "0").locator("mark.forced")
+    number = marks.count()
+    screen.open("chat")
+    screen.open("playground")
+    expect(text_of(screen, "0")).to_contain_text('"name":')
+    screen.page.evaluate("() => new Promise((next) => requestAnimationFrame(() => setTimeout(next, 0)))")
+    expect(marks).to_have_count(number)
 
 
 def test_a_select_shows_the_probability_of_each_choice(stage: Stage, visit: Visit) -> None:

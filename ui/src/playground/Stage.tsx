@@ -252,6 +252,8 @@ function CallView({ item, call, run }: { item: CallItem; call: Call; run: Progra
   );
 }
 
+const MAX_MARKED_CHARS = 100_000;
+
 /** The text of a call, as it streams; forced parts are marked when it is complete. It continues its lead's line. */
 function Streamed({ call, isWide, lead }: { call: Call; isWide: boolean; lead?: ComponentChildren }) {
   const host = useRef<HTMLDivElement>(null);
@@ -260,8 +262,13 @@ function Streamed({ call, isWide, lead }: { call: Call; isWide: boolean; lead?: 
   useFollowEnd(whole, box, () => true);
   useSignalEffect(() => {
     const variable = call.variable.value;
+    const forced = call.forced.value;
     if (!host.current || !variable) return;
     const text = new StreamText(host.current);
+    if (forced.length && call.text.length < MAX_MARKED_CHARS) {
+      text.mark(call.text, forced, "forced", "Forced by the schema or pattern: not sampled");
+      return;
+    }
     // What an earlier attempt streamed stays until this one replaces it.
     let isOld = true;
     const append = (added: string): void => {
@@ -273,21 +280,19 @@ function Streamed({ call, isWide, lead }: { call: Call; isWide: boolean; lead?: 
     };
     if (!isWide) return variable.onChange((_, added) => append(added));
     let waiting = "";
+    let isOver = false;
     const show = (): void => {
-      if (call.variable.peek() === variable) append(waiting);
+      if (!isOver) append(waiting);
       waiting = "";
     };
-    return variable.onChange((_, added) => {
+    const unsubscribe = variable.onChange((_, added) => {
       if (!waiting && (added || variable.done)) inBatch(show);
       waiting += added;
     });
-  });
-  useSignalEffect(() => {
-    const forced = call.forced.value;
-    const text = call.text;
-    if (host.current && forced.length && text.length < 100_000) {
-      new StreamText(host.current).mark(text, forced, "forced", "Forced by the schema or pattern: not sampled");
-    }
+    return () => {
+      isOver = true;
+      unsubscribe();
+    };
   });
   return (
     <div ref={box} class="streamed">
