@@ -4,7 +4,7 @@ import type { ComponentChildren } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { announce } from "../app/announce";
 import { sentenceOf, session } from "../app/session";
-import { holdImage, letGo } from "./kept";
+import { closeField, holdForField } from "./kept";
 import { readPicture, type ShownImage } from "./picture";
 import { blindness } from "./sight";
 import { Thumbnails } from "./Thumbnails";
@@ -53,7 +53,7 @@ export function ImageArea({ label, images, onChange, isOff = false, isPageWide =
         const before = latest.current.images;
         if (before.some(({ source }) => source === shown.source)) continue;
         if (before.length >= MAX_IMAGES) throw new Error(`A turn has at most ${MAX_IMAGES} images.`);
-        holdImage(made, area);
+        holdForField(made, area);
         change([...before, shown]);
         announce(`Added ${shown.name}.`);
       } catch (error) {
@@ -89,7 +89,7 @@ export function ImageArea({ label, images, onChange, isOff = false, isPageWide =
       for (const [name, listener] of Object.entries(listeners)) target.removeEventListener(name, listener);
     };
   }, [isPageWide]);
-  useEffect(() => () => letGo(area), []);
+  useEffect(() => () => closeField(area), []);
   // A problem is of the last attempt: it goes with what is sent, and with the model.
   useEffect(() => {
     if (images.length === 0) problem.value = "";

@@ -18,6 +18,8 @@ const entries = new Map<string, number>();
 const withoutRoom = signal<ReadonlyMap<string, ReadonlySet<string>>>(new Map());
 /** The pictures in use, by owner: also of a view that was not opened since the reload, and of open fields. */
 const wantedBy = new Map<unknown, ReadonlySet<string>>();
+/** Fields that were closed. */
+const closed = new WeakSet<object>();
 /** Grows when a picture is added to `held`. */
 const numAdded = signal(0);
 
@@ -34,9 +36,16 @@ export function holdImage(made: Image, owner: unknown): void {
   numAdded.value++;
 }
 
-/** What the owner held is forgotten, unless others use it. */
-export function letGo(owner: unknown): void {
-  if (wantedBy.delete(owner)) forgetUnused();
+/** The same for a field. One that was closed while the picture was read holds it only until others could take it. */
+export function holdForField(made: Image, field: object): void {
+  holdImage(made, field);
+  if (closed.has(field)) queueMicrotask(() => closeField(field));
+}
+
+/** The field is closed: what it held is forgotten, unless others use it. */
+export function closeField(field: object): void {
+  closed.add(field);
+  if (wantedBy.delete(field)) forgetUnused();
 }
 
 function forgetUnused(): void {
