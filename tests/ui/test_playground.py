@@ -268,9 +268,12 @@ def test_a_schema_fills_a_tree_and_marks_show_what_was_forced_and_cached(
         forced = text_of(screen, branch).locator("mark.forced")
         assert "".join(forced.all_inner_texts()).count('name":') == 1 + len(values["prizes"])
     assert int(screen.at("forced-tokens").inner_text()) > 0
-    prompt = screen.at("branch-2").locator(".prompt")
-    prompt.locator("summary").click()
-    expect(prompt.locator(".cached")).to_contain_text("You fill in records")
+    prompts = [screen.at(f"branch-{branch}").locator(".prompt") for branch in range(3)]
+    for prompt in prompts:
+        prompt.locator("summary").click()
+        expect(prompt).to_contain_text("You fill in records")
+    cached = [text for prompt in prompts for text in prompt.locator(".cached").all_inner_texts()]
+    assert sum("You fill in records" in text for text in cached) >= 2  # one branch computes it
     # The marks stay, where the texts are drawn again after another view.
     marks = text_of(screen, "0").locator("mark.forced")
     number = marks.count()
