@@ -82,13 +82,13 @@ TOO_MUCH = {
     "exponential states, forbidden": "(?!.*a.{20}).*",
     "many ways to be empty": "(?:a?b?){1400}",
     "nested optional repeats": "(?:.{0,20}a?){0,50}",
-    "many stars": "(x|y)*" * 10_000,
+    "many stars": "(x|y)*" * 2_000,
     "many promises": "".join(f"(?=.*{char})" for char in "abcdefghijklmnop") + ".*",
-    "many sets": "".join(rf"[\w{chr(0x2000 + at)}]" for at in range(20_000)),
-    "large shapes": "".join(rf"[\w{chr(0x2000 + at)}]" for at in range(200)),
+    "many sets": "".join(rf"[\w{chr(0x2000 + at)}]" for at in range(8_000)),
+    "large shapes": "".join(rf"[\w{chr(0x2000 + at)}]" for at in range(100)),
     "sets that overlap": "".join(f"[{chr(0x2000 + at)}-{chr(0x3000 + at)}]" for at in range(2_000)),
     "sets without case": "(?i)" + "".join(f"[\\x00-{chr(0x1000 + at)}]" for at in range(900)),
-    "a long text": "x" * 60_000,
+    "a long text": "x" * 50_001,
     "a long text of large sets": r"\w" * 400,
 }
 
@@ -147,18 +147,22 @@ def test_anchors_at_the_ends_say_nothing(pattern):
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_too_large_a_pattern_fails_after_bounded_work(name):
     """Work is counted in calls of functions, Python's and C's, which do not depend on the machine."""
+    steps = MAX_STEPS // 4
     with cProfile.Profile() as profile, pytest.raises(TooLargeForDfa) as caught:
-        build_dfa(parse_regex(TOO_MUCH[name]))
+        build_dfa(parse_regex(TOO_MUCH[name]), max_steps=steps)
     assert str(caught.value)
-    assert sum(entry.callcount for entry in profile.getstats()) < 2 * MAX_STEPS
+    num_calls = sum(entry.callcount for entry in profile.getstats())
+    assert num_calls < 2 * steps + 10 * len(TOO_MUCH[name])
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "exponential states",
-        "large shapes",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("many promises", "many stars")),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("many promises", "many stars", "large shapes")
+        ),
     ],
 )
 def test_too_large_a_pattern_fails_within_bounded_memory(name):
