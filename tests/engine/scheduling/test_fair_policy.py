@@ -865,7 +865,7 @@ plain = st.tuples(
 times_and_groups = st.tuples(st.sampled_from([math.inf, math.inf, 1.0]), st.integers(0, 1), st.integers(0, 1))
 
 
-@examples(300)
+@examples(160)
 @given(
     plan=st.lists(st.tuples(plain, st.just((math.inf, 0, 0))), min_size=2, max_size=20)
     | st.lists(st.tuples(plain, times_and_groups), min_size=2, max_size=20),

@@ -4,8 +4,6 @@ import calendar
 import datetime
 import json
 import random
-import subprocess
-import sys
 import uuid
 from typing import Annotated, Literal
 
@@ -14,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, TypeAdapter
+from support.commands import run_python
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.dfa import Dfa
@@ -222,9 +221,17 @@ def test_a_pattern_that_is_read_in_too_many_ways_is_refused_before_anything_is_w
         compiled("regex", pattern)
 
 
-@pytest.mark.parametrize("draft", ["draft-04", "draft-06", "draft-07", "draft/2020-12", None])
-@pytest.mark.parametrize("key", ["id", "$id"])
-@pytest.mark.parametrize("identity", ["http://x.net/a", "other.json", "urn:a:b"])
+DRAFTS = ("draft-04", "draft-06", "draft-07", "draft/2020-12", None)
+
+
+@pytest.mark.parametrize(  # each two of the three together
+    ("draft", "identity", "key"),
+    [
+        (draft, identity, ("id", "$id")[(i + j) % 2])
+        for i, draft in enumerate(DRAFTS)
+        for j, identity in enumerate(("http://x.net/a", "other.json", "urn:a:b"))
+    ],
+)
 def test_a_nested_identifier_moves_no_reference_of_our_own(draft, key, identity):
     """Draft 4 spells ``$id`` as ``id``: both change the base that references below them are read against."""
     inner = {key: identity, "type": "object"}
@@ -321,8 +328,8 @@ def optional_members(number: int, value: object, name: str = "member") -> dict[s
     ("number", "value"),
     [
         *((135, value) for value in VALUES),
-        *((1000, value) for value in ("strings", "objects")),
-        *(pytest.param(1000, value, marks=pytest.mark.full) for value in ("integers", "patterns")),
+        (1000, "strings"),
+        *(pytest.param(1000, value, marks=pytest.mark.full) for value in VALUES if value != "strings"),
     ],
 )
 def test_f39b_objects_of_many_optional_members_can_be_written(number, value):
@@ -528,10 +535,7 @@ print(compile_constraint(Constraint("grammar", f'start: r0\\n{rules}r%d: "a"')).
 
 def test_a_grammar_that_overflows_a_stack_ends_the_process_that_compiles():
     """And no other: one that the engine's stack could just not take does not get that far."""
-    ends = [
-        subprocess.run([sys.executable, "-c", CHAIN % (length, length)], capture_output=True, check=False)
-        for length in (100, 5_000)
-    ]
-    assert ends[0].stdout == b"llguidance\n"
+    ends = [run_python("-c", CHAIN % (length, length)) for length in (100, 5_000)]
+    assert ends[0].stdout == "llguidance\n"
     assert ends[1].returncode < 0
-    assert ends[1].stdout == b""
+    assert ends[1].stdout == ""

@@ -36,7 +36,7 @@ for file in sys.argv[1:]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of which nearly all is the embedding."""
     made = tmp_path_factory.mktemp("large")
-    sizes = {"vocab_size": 40_000, "hidden_size": 1024, "intermediate_size": 256, "num_hidden_layers": 1}
+    sizes = {"vocab_size": 24_000, "hidden_size": 1024, "intermediate_size": 256, "num_hidden_layers": 1}
     save_model("llama_tied", made, **sizes, num_attention_heads=4)
     return made
 
@@ -60,5 +60,5 @@ def test_f42m_a_large_embedding_takes_little_more_than_its_panels(folder: Path, 
     assert done.returncode == 0, done.stderr
     for line, most in zip(done.stdout.splitlines(), MOST_OF_WEIGHTS.values(), strict=True):
         peak, after, weights = json.loads(line)
-        assert weights > 40e6
+        assert weights > 24e6
         assert peak - after < most * weights

@@ -29,7 +29,8 @@ SLACK_BYTES = 8 << 20
 
 
 def write_model(folder: Path, dtype: torch.dtype, *, is_tied: bool) -> None:
-    """A random Llama of 27 million parameters, and 8 or 16 million in the vocabulary's matrices."""
+    """A Llama of 27 million parameters, and 8 or 16 million in the vocabulary's matrices. None is drawn at
+    random, which takes longer than to load them."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -61,7 +62,7 @@ def write_model(folder: Path, dtype: torch.dtype, *, is_tied: bool) -> None:
         shapes |= {f"{layer}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
         shapes |= {f"{layer}mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
         shapes[f"{layer}mlp.down_proj.weight"] = (HIDDEN, INNER)
-    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    tensors = {name: torch.full(shape, 0.5, dtype=dtype) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
 
 
