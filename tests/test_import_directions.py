@@ -228,6 +228,7 @@ HEAVY = (
     "llguidance",
     "accelerate",
 )
+TEXT = ("tokenizer", "chat_template", "chat_layout", "detokenizer", "state.token_state")
 # The scheduling core: the standard library, numpy, and these. A request has the message that submitted it.
 CORE = (
     "agentflow/engine/batch.py",
@@ -541,15 +542,18 @@ def test_importing_the_frontend_and_the_core_loads_nothing_heavy() -> None:
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files
     ]
     assert {"agentflow.language", "agentflow.errors", "agentflow.engine.cache.radix_cache"} <= set(modules)
+    text = [f"agentflow.engine.text.{name}" for name in TEXT]
     script = (
         "import importlib, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
+        f"for name in {text!r}: importlib.import_module(name)\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"  # which the text of a prompt needs as little
     )
     child = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert (child.stdout, child.stderr) == ("[]\n", "")
+    assert (child.stdout, child.stderr) == ("[]\nset()\n", "")
 
 
 def test_names_of_test_modules_are_unique() -> None:

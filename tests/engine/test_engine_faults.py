@@ -288,6 +288,7 @@ def failing_once(owner: object, name: str, nth: int) -> Any:
     return patch.object(owner, name, call)
 
 
+@pytest.mark.trio_in_full
 @pytest.mark.parametrize(
     ("owner", "name", "num_requests"),
     [
@@ -464,7 +465,7 @@ async def test_a_grammar_that_cannot_be_built_or_kept_fails_the_requests_that_wa
 
 
 @pytest.mark.parametrize("waits_for_grammar", [False, True])
-async def test_requests_that_run_go_on_while_thousands_of_others_come(waits_for_grammar: bool) -> None:
+def test_requests_that_run_go_on_while_thousands_of_others_come(waits_for_grammar: bool) -> None:
     """The messages of a burst are read in turns between steps. So are requests whose grammar was built."""
     engine = SteppedEngine(plain_runner(), None).engine
     engine.send(Submit(1, [5, 6], SamplingParams(max_tokens=1_000, ignore_eos=True)))

@@ -29,11 +29,16 @@ BAD_PROMPT = 11
 """The first token of requests whose mask cannot be computed."""
 
 
-@AHEAD
-@pytest.mark.parametrize("num_tokens", [0, 3])
-@pytest.mark.parametrize("logprobs", [True, False], ids=["logprobs", "tokens"])
-@pytest.mark.parametrize(
-    ("raised", "reported"), [(RuntimeError("a fault"), EngineFailed), (RequestRefused("no"), RequestRefused)]
+@pytest.mark.parametrize(  # each two of them together
+    ("ahead", "num_tokens", "logprobs", "raised", "reported"),
+    [
+        (True, 0, True, RuntimeError("a fault"), EngineFailed),
+        (True, 3, False, RequestRefused("no"), RequestRefused),
+        (False, 0, False, RequestRefused("no"), RequestRefused),
+        (False, 3, True, RuntimeError("a fault"), EngineFailed),
+        (True, 0, False, RuntimeError("a fault"), EngineFailed),
+        (False, 3, True, RequestRefused("no"), RequestRefused),
+    ],
 )
 async def test_a_mask_that_cannot_be_computed_fails_its_request_alone(
     monkeypatch: pytest.MonkeyPatch,

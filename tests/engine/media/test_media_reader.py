@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -123,19 +124,22 @@ async def test_a_bad_image_harms_neither_the_process_nor_others(
 
 
 async def test_memory_of_an_image_is_bounded(tmp_path: Path) -> None:
-    large = image_file(encoded(Pictures.new("RGB", (5_000, 5_000))))
     async with _reader(tmp_path, memory_bytes=60_000_000) as reader:
         with pytest.raises(BadArgument) as raised:
-            await reader.read_image(large)
+            await reader.read_image(_large())
         assert "memory" in str(raised.value)
         await reader.read_image(_image())
 
 
+@functools.cache
+def _large() -> Image:
+    return image_file(encoded(Pictures.new("RGB", (5_000, 5_000))))
+
+
 async def test_time_of_an_image_is_bounded(tmp_path: Path) -> None:
-    large = image_file(encoded(Pictures.new("RGB", (6_000, 6_000))))
     async with _reader(tmp_path, image_cpu_s=0.01, wall_s=6_000) as reader:
         with pytest.raises(BadArgument) as raised:
-            await reader.read_image(large)
+            await reader.read_image(_large())
     assert "time" in str(raised.value)
 
 
@@ -264,7 +268,7 @@ async def test_a_medium_in_vain_counts_as_slow(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(reader_module, "SLOW_S", 0.005)
     async with _reader(tmp_path, image_cpu_s=0.01, wall_s=6_000) as reader:
         with pytest.raises(BadArgument):
-            await reader.read_image(image_file(encoded(Pictures.new("RGB", (6_000, 6_000)))), tenant="ann")
+            await reader.read_image(_large(), tenant="ann")
         assert list(reader._slow_until) == ["ann"]
 
 

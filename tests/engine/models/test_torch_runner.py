@@ -155,12 +155,12 @@ def test_requests_over_a_long_shared_prefix_give_what_they_give_alone(
     driver.generate([trunk], 1)
     questions = [tokenizer.encode(f"\nQuestion {i}: {text}").ids for i, text in enumerate(PROMPTS[:8])]
     together = [driver.add(article + ids, trunk, len(article) - i) for i, ids in enumerate(questions)]
-    driver.generate(together, 3)
+    driver.generate(together, 2)
     together += [driver.add(together[0].tokens[:-1], together[0], len(article) + 6) for _ in range(2)]
-    driver.generate(together, 6)
+    driver.generate(together, 4)
     for sequence in together[:8:4]:
         alone = driver.add(sequence.tokens[: sequence.prompt_len])
-        driver.generate([alone], 6)
+        driver.generate([alone], 4)
         assert sequence.generated == alone.generated
     for late in together[8:]:
         assert late.tokens[: len(together[0].tokens)] == together[0].tokens

@@ -91,7 +91,6 @@ def plain_scores(runner: TorchRunner, prompt: list[int], choices: list[list[int]
     return [value for request in scored for value in request.logprobs]
 
 
-@settings(max_examples=25)
 @given(
     choices=choices_to_score,
     more_choices=choices_to_score,

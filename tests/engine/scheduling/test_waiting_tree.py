@@ -204,7 +204,7 @@ def nested(num_requests: int, order: str) -> list[Request]:
 @pytest.mark.parametrize("order", ["shortest first", "longest first", "shuffled"])
 def test_nested_prompts_take_lines_almost_in_proportion_to_their_number(order):
     num_lines = {}
-    for num_requests in (400, 1600):
+    for num_requests in (200, 800):
         requests, tree = nested(num_requests, order), WaitingTree()
         key, whole = requests[0].cache_key, max([request.reusable_run() for request in requests], key=len)
         with counted_lines() as lines:
@@ -222,7 +222,7 @@ def test_nested_prompts_take_lines_almost_in_proportion_to_their_number(order):
             for request in requests:
                 tree.remove(request)
         num_lines[num_requests] = lines.num
-    assert num_lines[1600] < 8 * num_lines[400]  # 16 if each walk took each edge
+    assert num_lines[800] < 8 * num_lines[200]  # 16 if each walk took each edge
 
 
 def test_prompts_whose_paths_are_short_do_not_pay_for_skips():

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -287,7 +284,7 @@ def test_a_long_text_is_encoded_as_the_library_does(name: str) -> None:
 
 def test_while_a_long_text_is_encoded_other_threads_run() -> None:
     """During the whole encoding, not only before and after it."""
-    text = "the answer " * 100_000
+    text = "the answer " * 50_000
     has_begun, num_turns = threading.Event(), 0
 
     def encode() -> None:
@@ -429,21 +426,3 @@ def test_another_sequence_of_decoders_is_named() -> None:
     )
     with pytest.raises(BadModelFolder, match=r"CTC \+ Replace"):
         Tokenizer(spec)
-
-
-def test_importing_loads_no_model_library() -> None:
-    modules = [
-        "tokenizer",
-        "chat_template",
-        "chat_layout",
-        "detokenizer",
-        "state.token_state",
-    ]
-    script = f"""
-import importlib, sys
-for name in {json.dumps(modules)}:
-    importlib.import_module("agentflow.engine.text." + name)
-print(sorted({{"torch", "transformers"}} & set(sys.modules)))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
