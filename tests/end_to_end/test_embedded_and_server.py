@@ -1,5 +1,6 @@
 """The same program on the embedded engine and on a server gives the same, in fp32; the demo runs."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,16 @@ async def describe(s: af.State, thing: str) -> dict[str, str]:
     async with s.fork(len(TOPICS)) as branches:
         for branch, topic in zip(branches, TOPICS, strict=True):
             branch += af.user(f"Describe {topic}.")
-            branch += af.assistant(af.gen("part", max_tokens=12, stop=["\n", "."]))
+            branch += af.assistant(
+                af.gen("part", min_tokens=8, max_tokens=12, stop=["\n", "."], temperature=1.0)
+            )
     s += af.user(
         "Notes:\n", *["- " + branch["part"] + ".\n" for branch in branches], f"First: {branches[0]['part']}"
     )
     penalties = {"frequency_penalty": 0.5, "presence_penalty": 0.2, "repetition_penalty": 1.1}
     async with s.assistant():
-        s += "Well, " + af.gen("whole", max_tokens=12) + "\nPS: "
-        s += af.gen("sampled", max_tokens=8, temperature=0.8, top_p=0.9)
+        s += "Well, " + af.gen("whole", min_tokens=12, max_tokens=12) + "\nPS: "
+        s += af.gen("sampled", min_tokens=8, max_tokens=8, temperature=0.8, top_p=0.9)
         s += af.gen("edited", max_tokens=8, temperature=0.9, min_tokens=5, stop_regex=r"[.!?]\s", **penalties)
     values = {f"part{i}": await branch["part"] for i, branch in enumerate(branches)}
     return values | {name: await s[name] for name in ("alive", "whole", "sampled", "edited")}
@@ -64,9 +67,16 @@ async def run_on(*programs, **kwargs) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def embedded_results(model_folder):
-    backend = af.Embedded(dtype="float32", kv_tokens=6000, threads=1)
+def embedded_results(tiny):
+    backend = af.Embedded(str(tiny), dtype="float32", kv_tokens=6000, threads=1)
     return anyio.run(lambda: run_on(*PROGRAMS, backend=backend))
+
+
+@pytest.fixture(scope="module")
+def url(tiny: Path) -> Iterator[str]:
+    options = ("--dtype", "float32", "--kv-tokens", "8000", "--threads", "1")
+    with served("--model", f"smollm2-135m={tiny}", *options) as (url, _):
+        yield url
 
 
 def test_the_values_are_worth_comparing(embedded_results):
@@ -83,11 +93,11 @@ def test_the_values_are_worth_comparing(embedded_results):
 
 
 @pytest.mark.parametrize("backend", ["asyncio", pytest.param("trio", marks=pytest.mark.full)])
-def test_a_server_gives_its_clients_what_the_embedded_engine_gives(embedded_results, model_url, backend):
+def test_a_server_gives_its_clients_what_the_embedded_engine_gives(embedded_results, url, backend):
     results: list[list[Any]] = []
 
     async def client(num_programs: int) -> None:
-        results.append(await run_on(*PROGRAMS[:num_programs], url=model_url))
+        results.append(await run_on(*PROGRAMS[:num_programs], url=url))
 
     async def main() -> None:
         async with anyio.create_task_group() as group:
@@ -98,9 +108,8 @@ def test_a_server_gives_its_clients_what_the_embedded_engine_gives(embedded_resu
     assert results == [embedded_results[:1], embedded_results[:1], embedded_results]
 
 
-def test_the_demo_answers_on_a_server(tiny):
-    with served("--model", f"smollm2-135m={tiny}", "--kv-tokens", "8000") as (url, _):
-        result = run_python(EXAMPLES / "essay_judge.py", "--url", url)
+def test_the_demo_answers_on_a_server(url):
+    result = run_python(EXAMPLES / "essay_judge.py", "--url", url)
     assert result.returncode == 0, result.stderr
     assert "grade" in result.stdout
     for figure in (
