@@ -156,7 +156,7 @@ def test_patterns_of_clients_do_not_accumulate(
     for _ in range(300):
         use()
     before = _blocks()
-    for _ in range(2000):
+    for _ in range(900):
         use()
     assert _blocks() - before < 400
 

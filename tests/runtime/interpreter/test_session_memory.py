@@ -41,10 +41,10 @@ def after_all(variables: Iterable[int]) -> Ops:
 
 
 def many_states() -> Ops:
-    for state in range(1, 400):
+    for state in range(1, 200):
         yield ops.Open(state)
         yield ops.Begin(state, "user")
-    yield ops.Await(399, 1)
+    yield ops.Await(199, 1)
 
 
 def long_texts() -> Ops:
@@ -74,7 +74,7 @@ def waiting_ops() -> Ops:
     yield ops.Open(1)
     yield ops.Expect(1, 1, "later")
     yield ops.Text(1, (ops.Ref(1),))
-    for var in range(2, 1000):
+    for var in range(2, 250):
         yield ops.Text(1, ("and so on " * 20 + str(var), ops.Ref(1)))
         yield ops.Gen(1, var, f"answer {var}", GenParams(logit_bias=tuple((i, 1.0) for i in range(9))))
     yield ops.Open(2)

@@ -261,8 +261,12 @@ def test_f37_log_probabilities_within_a_call_do_not_end_it(api: Api, stream: boo
         assert [item["type"] for item in answer.turns] == ["function_call"]
 
 
-LARGE = '{"n": 1' + "0" * 400 + "}"
-ODD_ARGUMENTS = ['{"n": 1e999}', '{"n": [-1e999, 1.50]}', '{\n  "n": [\n    1\n  ]\n}', LARGE]
+ODD_ARGUMENTS = [
+    '{"n": 1e999}',
+    '{"n": [-1e999, 1.50]}',
+    '{\n  "n": [\n    1\n  ]\n}',
+    '{"n": 1000000000000000000001}',
+]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -302,8 +306,9 @@ def test_f37_whole_arguments_are_unchanged_and_on_one_line(
         assert json.loads(bytes(arguments_json(text[:cut]))) == so_far
 
 
-def test_f37_deep_arguments_are_not_lost() -> None:
-    text = '{"n":' + "[" * 500 + "]" * 500 + "}"
+@pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, "1" + "0" * 400], ids=["deep", "large"])
+def test_f37_deep_and_large_arguments_are_not_lost(value: str) -> None:
+    text = '{"n":' + value + "}"
     assert bytes(arguments_json(text)) == text.encode()
 
 

@@ -89,15 +89,16 @@ def port_of(server: RunningServer) -> int:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("headers", [b"", b"Connection: Upgrade\r\nUpgrade: h2c\r\n"])
-async def test_f37_thousands_of_requests_at_once_cost_no_more_than_their_bytes(headers: bytes) -> None:
+async def test_f37_thousands_of_requests_at_once_cost_no_more_than_their_bytes() -> None:
     num_requests = 1_200
+    headers = (b"", b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
     app = App()
     async with running_server(one_model(open_generator)) as server:
         serve_only(app, server)
         sent = b"".join(
             [
-                b"GET /%d HTTP/1.1\r\nHost:\r\nX-Padding: 0123456789abcdef\r\n%b\r\n" % (number, headers)
+                b"GET /%d HTTP/1.1\r\nHost:\r\nX-Padding: 0123456789abcdef\r\n%b\r\n"
+                % (number, headers[number % 2])
                 for number in range(num_requests)
             ]
         )
@@ -119,7 +120,7 @@ async def test_f37_thousands_of_requests_at_once_cost_no_more_than_their_bytes(h
                 tracemalloc.stop()
     assert answers.bodies == [b"/%d " % number for number in range(num_requests)]
     assert app.max_open == 1
-    assert peak_bytes < 1_200_000
+    assert peak_bytes < 800_000
 
 
 @pytest.mark.anyio
