@@ -77,7 +77,9 @@ def fuzz(num_random: int, *, limits_of: str | None = None, derandomize: bool = F
         operations = [result.ok() for result in _schema(document, server.url).get_all_operations()]
         share = num_random // sum(1 for operation in operations if operation.body) + 1
         for operation in operations:
-            _try_at_random(operation, share if operation.body else 5, outcome, derandomize=derandomize)
+            _try_at_random(
+                operation, share if operation.body else min(share, 5), outcome, derandomize=derandomize
+            )
         server.assert_idle()
     return outcome
 
