@@ -7,6 +7,7 @@ import pytest
 from support.fake_engine import FakeEngine
 
 import agentflow as af
+from agentflow.protocol.text import transform
 
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
@@ -113,6 +114,18 @@ async def in_a_turn(engine, flow, root):
     return 9
 
 
+class HeldPattern:
+    """A pattern whose search begins when the engine's gate is opened, and is soon given up."""
+
+    def __init__(self, pattern, gate):
+        self._pattern, self._gate = pattern, gate
+
+    def search(self, text, timeout):
+        assert timeout == transform.REGEX_TIMEOUT_S
+        self._gate.wait_until_open()
+        return self._pattern.search(text, timeout=0.01)
+
+
 async def searching(engine, flow, root):
     """A pattern is being searched for, in a thread."""
     branch = root.copy()
@@ -154,8 +167,11 @@ POINTS = [waiting, in_prefill, decoding, streaming, forked, joined, wired, score
 
 
 @pytest.fixture
-def engine():
-    return FakeEngine(max_running=4, token_budget=16)
+def engine(monkeypatch):
+    engine = FakeEngine(max_running=4, token_budget=16)
+    compiled = transform.compiled
+    monkeypatch.setattr(transform, "compiled", lambda source: HeldPattern(compiled(source), engine.gate))
+    return engine
 
 
 @pytest.mark.parametrize("point", POINTS)

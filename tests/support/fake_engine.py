@@ -80,6 +80,11 @@ class StepGate:
     def open(self) -> None:
         self.allow(math.inf)
 
+    def wait_until_open(self) -> None:
+        """Blocks a thread."""
+        with self._condition:
+            assert self._condition.wait_for(lambda: self._allowed == math.inf, timeout=30)
+
     async def held(self) -> None:
         """Waits until the engine is paused before a step that is not allowed."""
         with anyio.fail_after(10):
