@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
 from support.observed_backends import Stepped, settle
 from support.programs import echo
+from support.shallow_stack import LONG_CHAIN, shallow_stack
 
 import agentflow as af
 from agentflow.language.display.outline import OutlinePiece, elided, shorten_items
@@ -152,13 +153,14 @@ async def test_a_long_state_is_shortened_in_the_middle():
 
 
 async def test_a_deep_chain_of_copies_is_shown():
-    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
-        states: list[af.State] = [s]
-        for number in range(1500):
-            states[-1].add(f"{number} ")
-            states.append(states[-1].copy())
-        assert str(states[-1]).endswith("1499 ")
-        assert str(s).startswith("0")
+    with shallow_stack():
+        async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+            states: list[af.State] = [s]
+            for number in range(LONG_CHAIN):
+                states[-1].add(f"{number} ")
+                states.append(states[-1].copy())
+            assert str(states[-1]).endswith(f"{LONG_CHAIN - 1} ")
+            assert str(s).startswith("0")
 
 
 @given(

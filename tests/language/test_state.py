@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
 from support.observed_backends import Observed, Stepped, Unbatched, settle
 from support.programs import measure
+from support.shallow_stack import LONG_CHAIN, shallow_stack
 
 import agentflow as af
 from agentflow.language import op_log
@@ -322,17 +323,18 @@ async def test_an_unfinished_variable_of_a_closed_state_is_refused():
 
 @pytest.mark.on_trio
 async def test_cancelling_reaches_a_chain_of_forks_deeper_than_the_stack():
-    async with af.session(backend=Stepped({"": "never"})) as flow, flow.state() as root:
-        state = root
-        for _ in range(1200):
-            state = state.fork(1)[0]
-        state += af.gen("x")
-        await settle()
-        root.cancel()
-        with pytest.raises(af.Cancelled):
-            await state["x"]
-        with pytest.raises(af.errors.StateClosed, match="cancelled"):
-            state += "more"
+    with shallow_stack():
+        async with af.session(backend=Stepped({"": "never"})) as flow, flow.state() as root:
+            state = root
+            for _ in range(LONG_CHAIN):
+                state = state.fork(1)[0]
+            state += af.gen("x")
+            await settle()
+            root.cancel()
+            with pytest.raises(af.Cancelled):
+                await state["x"]
+            with pytest.raises(af.errors.StateClosed, match="cancelled"):
+                state += "more"
 
 
 async def seeds_of(seed: int | None, *, names: tuple[str, ...] = ("a", "b")) -> list[int]:

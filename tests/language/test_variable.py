@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from support.fake_engine import TOKENIZER, ConstrainedEngine, FakeEngine
 from support.observed_backends import Observed, Stepped, settle
 from support.programs import by_end
+from support.shallow_stack import LONG_CHAIN, shallow_stack
 
 import agentflow as af
 from agentflow.protocol import ops
@@ -174,15 +175,16 @@ async def test_a_chain_of_wired_gens():
 
 
 async def test_a_long_chain_that_fails_fails_everywhere_with_the_first_cause():
-    async with af.session(backend=af.Scripted(by_end(PROMPTS))) as flow, flow.state() as s:
-        branches = s.fork(1100)
-        previous: af.Variable | str = "fail"
-        for branch in branches:
-            branch += previous + af.gen("x")
-            previous = branch["x"]
-        with pytest.raises(af.errors.RunFailed, match="'x'") as failure:
-            await previous
-        assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
+    with shallow_stack():
+        async with af.session(backend=af.Scripted(by_end(PROMPTS))) as flow, flow.state() as s:
+            branches = s.fork(LONG_CHAIN)
+            previous: af.Variable | str = "fail"
+            for branch in branches:
+                branch += previous + af.gen("x")
+                previous = branch["x"]
+            with pytest.raises(af.errors.RunFailed, match="'x'") as failure:
+                await previous
+            assert isinstance(failure.value.__cause__, af.errors.EngineFailed)
 
 
 def special_ids(engine: FakeEngine) -> list[int]:

@@ -16,6 +16,7 @@ from rich.console import Console
 from support.fake_engine import FakeEngine
 from support.observed_backends import Observed, Stepped, settle
 from support.session_peer import HANG
+from support.shallow_stack import LONG_CHAIN, shallow_stack
 
 import agentflow as af
 from agentflow.cli.main import main
@@ -429,11 +430,12 @@ async def failing(s: af.State) -> None:
 
 
 async def test_the_command_shows_a_chain_of_forks_deeper_than_the_stack(path):
-    async with af.session(backend=af.Scripted(answer), record=path) as flow, flow.state() as s:
-        for _ in range(1050):
-            s = s.fork(1)[0]
-        s += af.gen("deep")
-        await s["deep"]
-    lines = shown(path, width=120)
-    assert any("deep" in line and "a short answer" in line for line in lines)
-    assert any(line.startswith("1 run, 1,051 states, 1 variable,") for line in lines)
+    with shallow_stack():
+        async with af.session(backend=af.Scripted(answer), record=path) as flow, flow.state() as s:
+            for _ in range(LONG_CHAIN):
+                s = s.fork(1)[0]
+            s += af.gen("deep")
+            await s["deep"]
+        lines = shown(path, width=120)
+        assert any("deep" in line and "a short answer" in line for line in lines)
+        assert any(line.startswith(f"1 run, {LONG_CHAIN + 1} states, 1 variable,") for line in lines)
