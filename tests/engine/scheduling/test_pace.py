@@ -250,6 +250,30 @@ def test_a_step_asks_about_one_of_the_requests_that_are_held_back_together(task_
     assert num_lines[1000] < 1.2 * num_lines[100]
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_f37_a_step_asks_about_no_request_that_is_held_back_with_others_of_the_rank_of_chats(is_shared):
+    """Chats wait for their group, and others may not start yet."""
+    num_lines = {}
+    for num_waiting in (100, 1000):
+        steps = Paced(ROWS, max_running=64, tpot_target_ms=20)
+        for _ in range(10):
+            steps.add(4, 1000)
+            steps.step()
+        for number in range(num_waiting + 5):
+            objective, group = ("throughput", AWAITED_GROUPS + 1) if number < num_waiting else ("latency", 0)
+            prompt = [99 if is_shared else 100 + number, number, number]
+            steps.scheduler.add(
+                request_of(1000 + number, prompt, 1000, objective=objective, task_group=group)
+            )
+        for _ in range(5):
+            steps.step()
+        with counted_lines() as lines:
+            steps.step()
+        assert len(steps.running) == 10
+        num_lines[num_waiting] = lines.num
+    assert num_lines[1000] < 1.2 * num_lines[100]
+
+
 waiting_work = st.tuples(
     st.lists(st.sampled_from([98, 99]), min_size=1, max_size=4),
     st.sampled_from([0, 1, AWAITED_GROUPS + 1]),

@@ -148,7 +148,7 @@ class FairLongestPrefix(Policy):
         self._restore_passed()
 
     def hold_back_paced(self, tenant: str) -> None:
-        self._tenants[tenant].holds_back_paced = True
+        self._tenants[tenant].hold_back_paced()
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         """A request of the tenant with the lowest charge that can use a chunk. Within a step charges only

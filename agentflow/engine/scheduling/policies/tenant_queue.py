@@ -77,7 +77,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -129,8 +129,9 @@ class TenantQueue:
       ``holds_back_paced``: in this step, requests that ``pace`` holds back together are blocked.
     - ``open_groups``: task groups of admitted requests, of which some may still wait, the last one last.
     - ``aside``: requests of paused programs, by id.
-    - ``trees``: of the requests that were short when they arrived, and of the others. While only a few wait,
-      ``few`` has them instead: to look through them costs less than to change trees.
+    - ``trees``: of the requests that were short when they arrived, and of the others. Once ``pace`` has held
+      requests back together, these requests have two more such trees. While only a few wait, ``few`` has them
+      instead: to look through them costs less than to change trees.
     """
 
     def __init__(self, name: str, number: int, token_budget: int, clock: Clock, used: float) -> None:
@@ -157,12 +158,10 @@ class TenantQueue:
         self.aside: dict[int, Request] = {}
         self._aside_of: dict[int, dict[int, Request]] = {}  # the same, by program and id
         self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
-        self.trees: tuple[()] | tuple[WaitingTree, WaitingTree] = ()
+        self.trees: Sequence[WaitingTree] = ()
         self.few: list[_Few] = []  # in the order of their arrival
         self._num_at: dict[int, int] = {}  # requests in line, by priority
-        # Requests in line that ``pace`` never holds back together, by rank. None until it holds others back:
-        # most queues never need it.
-        self._num_unpaced: dict[_Rank, int] | None = None
+        self._num_trees = 2  # or 4, as above
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
         self._continuing: list[_QueuePosition] = []  # requests that continue their programs, in order
         self._positions: dict[int, _QueuePosition] = {}  # of requests that have a program, by id
@@ -196,12 +195,10 @@ class TenantQueue:
             if self.few:
                 self._plant_few()
             if not self.trees:
-                self.trees = WaitingTree(), WaitingTree()
+                self.trees = self._new_trees()
             self._plant(self.trees, _Few(request, run, match, rank, self._is_short(request, match)))
         priority = request.origin.priority
         self._num_at[priority] = self._num_at.get(priority, 0) + 1
-        if self._num_unpaced is not None and not request.is_paced:
-            self._num_unpaced[rank] = self._num_unpaced.get(rank, 0) + 1
         if program is not None:
             position = self._positions[request.id] = _QueuePosition(
                 rank, program.arrival, request.id, request
@@ -261,28 +258,15 @@ class TenantQueue:
 
     def _uproot(self, request: Request) -> bool:
         """Removes the request from the trees or from the few. Returns whether it was there."""
-        if self.few:
-            for one in self.few:
-                if one.request is request:
-                    rank = one.rank
-                    self.few.remove(one)
-                    break
-            else:
-                return False
-        else:
-            for tree in self.trees:
-                node = tree.nodes.get(request.id)
-                if node is not None:
-                    rank = node.rank
-                    tree.remove(request)
-                    break
-            else:
-                return False
-        if self._num_unpaced is not None and not request.is_paced:
-            self._num_unpaced[rank] -= 1
-            if not self._num_unpaced[rank]:
-                del self._num_unpaced[rank]
-        return True
+        for one in self.few:
+            if one.request is request:
+                self.few.remove(one)
+                return True
+        for tree in self.trees:
+            if request.id in tree.nodes:
+                tree.remove(request)
+                return True
+        return False
 
     def open_group(self, request: Request) -> None:
         """A request is admitted: the others of its task group come next."""
@@ -371,28 +355,43 @@ class TenantQueue:
 
     def _plant_few(self) -> None:
         """All of the few go into trees, or none if there is a fault. The trees were empty."""
-        trees = WaitingTree(), WaitingTree()
+        trees = self._new_trees()
         for one in self.few:
             self._plant(trees, one)
         self.trees = trees
         self.few.clear()
 
+    def _new_trees(self) -> Sequence[WaitingTree]:
+        return [WaitingTree() for _ in range(self._num_trees)]
+
     @staticmethod
-    def _plant(trees: tuple[WaitingTree, WaitingTree], one: _Few) -> None:
-        short, long = trees
-        (short if one.is_short else long).add(one.request, one.run, one.match, one.rank)
+    def _plant(trees: Sequence[WaitingTree], one: _Few) -> None:
+        tree = trees[(0 if one.is_short else 1) + (2 if len(trees) > 2 and one.request.is_paced else 0)]
+        tree.add(one.request, one.run, one.match, one.rank)
+
+    def hold_back_paced(self) -> None:
+        """``Policy.hold_back_paced``. The requests have trees of their own from the first time on, so that
+        the search for another one passes all of them."""
+        self.holds_back_paced = True
+        if self._num_trees > 2:
+            return
+        self._num_trees = 4
+        if not any(tree.nodes for tree in self.trees):
+            self.trees = ()
+            return
+        trees = self._new_trees()
+        for request in [one.request for one in self.arrivals.waiting.values()]:
+            tree = self._find_tree(request)
+            match, rank = tree.count_match(request), tree.nodes[request.id].rank
+            is_short = tree is self.trees[0]
+            self._plant(trees, _Few(request, request.reusable_run(), match, rank, is_short))
+        self.trees = trees
 
     def count_match(self, request: Request) -> int:
         """How many tokens of a waiting request are cached."""
         if self.few:
             return self._find_few(request).match
         return self._find_tree(request).count_match(request)
-
-    def _find_rank(self, request: Request) -> _Rank:
-        if self.few:
-            return self._find_few(request).rank
-        rank: _Rank = self._find_tree(request).nodes[request.id].rank
-        return rank
 
     def _find_few(self, request: Request) -> _Few:
         for one in self.few:
@@ -581,25 +580,25 @@ class TenantQueue:
         made short since it arrived is short."""
         if self.few:
             return self._first_of_few(is_blocked)
-        if not self.trees:
-            return None
-        short_tree, long_tree = self.trees
-        held = (_is_paced, self._count_unpaced()) if self.holds_back_paced else ()
-        short = short_tree.first(is_blocked, *held) if short_tree.nodes else None
-        long = long_tree.first(is_blocked, *held) if long_tree.nodes else None
+        short = self._first_in(self.trees[::2], is_blocked)
+        long = self._first_in(self.trees[1::2], is_blocked)
         if short is None or long is None:
             found = short or long
         else:
-            long_rank, short_rank = long_tree.nodes[long[0].id].rank, short_tree.nodes[short[0].id].rank
-            found = long if self._is_first(*long, long_rank, short_rank, short[1]) else short
+            found = long if self._is_first(long, short) else short
         return None if found is None else found[0]
 
-    def _count_unpaced(self) -> dict[_Rank, int]:
-        """The requests in line that ``pace`` never holds back together, by rank."""
-        if self._num_unpaced is None:
-            waiting = [one.request for one in self.arrivals.waiting.values()]
-            self._num_unpaced = Counter([self._find_rank(one) for one in waiting if not one.is_paced])
-        return self._num_unpaced
+    def _first_in(self, trees: Sequence[WaitingTree], is_blocked: IsBlocked) -> _InTree | None:
+        """The first request of one or two trees, the second one of requests that ``pace`` may hold back."""
+        found: _InTree | None = None
+        for tree in trees:
+            if tree.nodes:
+                is_held_back = self.holds_back_paced and tree is not trees[0]
+                first = tree.first(is_blocked, only_complete=is_held_back)
+                if first is not None:
+                    other: _InTree = *first, tree.nodes[first[0].id].rank
+                    found = other if found is None else min(found, other, key=_order_in_trees)
+        return found
 
     def _first_of_few(self, is_blocked: IsBlocked) -> Request | None:
         """The same without trees: checks the few requests in the order in which trees would be searched."""
@@ -616,13 +615,16 @@ class TenantQueue:
         if short is None or long is None:
             found = short or long
         else:
-            is_first = self._is_first(long.request, long.match, long.rank, short.rank, short.match)
+            is_first = self._is_first(
+                (long.request, long.match, long.rank), (short.request, short.match, short.rank)
+            )
             found = long if is_first else short
         return None if found is None else found.request
 
-    def _is_first(self, long: Request, match: int, rank: _Rank, short_rank: _Rank, short_match: int) -> bool:
+    def _is_first(self, long: _InTree, short: _InTree) -> bool:
         """Whether the first of the long requests goes before the first of the short ones."""
-        return (rank, not self._is_short(long, match), -match) < (short_rank, False, -short_match)
+        (request, match, rank), (_, short_match, short_rank) = long, short
+        return (rank, not self._is_short(request, match), -match) < (short_rank, False, -short_match)
 
     def _urgency(self, request: Request) -> tuple[int, float, int, bool]:
         """Lower goes first."""
@@ -639,13 +641,10 @@ class TenantQueue:
         return request.num_tokens + request.num_nodes - match <= self._short_tokens
 
     def _find_tree(self, request: Request) -> WaitingTree:
-        assert self.trees
-        short, long = self.trees
-        return short if request.id in short.nodes else long
-
-
-def _is_paced(request: Request) -> bool:
-    return request.is_paced
+        for tree in self.trees:
+            if request.id in tree.nodes:
+                return tree
+        raise KeyError(request.id)
 
 
 def _objective_rank(request: Request) -> tuple[int, int]:
@@ -657,6 +656,13 @@ def _objective_rank(request: Request) -> tuple[int, int]:
 
 
 _Rank: TypeAlias = tuple[int, int, int]
+_InTree: TypeAlias = tuple[Request, int, _Rank]
+"""A request that waits in a tree, with its match and its rank."""
+
+
+def _order_in_trees(one: _InTree) -> tuple[_Rank, int, int]:
+    request, match, rank = one
+    return rank, -match, request.arrival
 
 
 class _Few:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
@@ -276,13 +276,10 @@ class WaitingTree:
         self._blocked_children.clear()
 
     def first(
-        self,
-        is_blocked: IsBlocked,
-        holds_back: HoldsBack | None = None,
-        ranks: Collection[Rank] | None = None,
+        self, is_blocked: IsBlocked, holds_back: HoldsBack | None = None, *, only_complete: bool = False
     ) -> tuple[Request, int] | None:
         """Of the requests that are not blocked, the one with the lowest rank and then the longest match.
-        Returns it with its match. ``ranks``: all requests of other ranks are held back together."""
+        Returns it with its match. ``only_complete``: all are held back together."""
         held_back: list[_Frontier] = []
         found: tuple[Request, int] | None = None
         while self._frontiers:
@@ -293,12 +290,12 @@ class WaitingTree:
                 if node.queued_match == match:
                     node.queued_match = -1
                 continue
-            if ranks is None or node.rank in ranks:
-                request, is_certain = self._unblocked(node, match, is_blocked, holds_back)
-            else:
+            if only_complete:
                 request, is_certain = _complete_request(node), True
-                if request is None and node.rank > max(ranks, default=()) and not self.has_complete():
+                if request is None and not self.has_complete():
                     break  # nor has a later one
+            else:
+                request, is_certain = self._unblocked(node, match, is_blocked, holds_back)
             if request is not None:
                 found = request, match
                 break
