@@ -66,6 +66,7 @@ class StepCost:
     def __init__(self) -> None:
         self._observed: list[tuple[Callable[[], StepFeatures], float]] = []  # not yet added to the fit
         self._base_s = self._token_s = self._logits_s = self._read_s = self._pair_s = 0.0
+        self._found = np.zeros(NUM_FEATURES)  # the same
         # Normal equations of steps without and with chunks.
         self._matrices = [np.zeros((NUM_FEATURES, NUM_FEATURES)) for _ in range(2)]
         self._targets = [np.zeros(NUM_FEATURES) for _ in range(2)]
@@ -127,9 +128,8 @@ class StepCost:
 
     def _add(self, features: StepFeatures, took_s: float) -> None:
         kind = 1 if features[4] > 0 else 0
-        found = np.array([self._base_s, self._token_s, self._logits_s, self._read_s, self._pair_s])
-        expected_s = float(features @ found)
-        part = min(1.0, MOST_FASTER * took_s / expected_s) ** 1.5 if expected_s > 0 else 1.0
+        expected_s = float(features @ self._found)
+        part = 1.0 if expected_s <= MOST_FASTER * took_s else (MOST_FASTER * took_s / expected_s) ** 1.5
         relative = features / took_s * part
         keep = 1 - 1 / MEMORY_STEPS
         matrix, target = self._matrices[kind], self._targets[kind]
@@ -150,6 +150,7 @@ class StepCost:
         ridge = np.diag(RIDGE * (self._scale**2 + 1e-30))
         found = _fit_nonnegative(sum(self._matrices) + ridge, self._targets[0] + self._targets[1])
         self._base_s, self._token_s, self._logits_s, self._read_s, self._pair_s = found.tolist()
+        self._found = found
 
 
 def _fit_nonnegative(matrix: StepFeatures, target: StepFeatures) -> StepFeatures:
