@@ -26,7 +26,7 @@ shorten steps below LEAST_STRETCH times the decoding of the urgent requests: a t
 of others with it. A request that would break the target even alone does not wait for it.
 
 **No starvation.** A request that Pace holds back waits in the policy's order, and counts as one that does not
-fit into memory: the policy's bound on overtaking within a tenant holds for it (``tenant_queue``). Across
+fit into memory: the policy's bound on overtaking within a tenant holds for it (``arrival_queue``). Across
 tenants: let r be held back first when the engine has computed n tokens in total. Once it has computed n +
 PASSED_BATCHES * token_budget, a step in which the policy picks r admits no other request after that. If r is
 picked before the others in each later step, as the tenant with the lowest charge is, r starts at the latest

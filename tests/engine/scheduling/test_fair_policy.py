@@ -19,7 +19,7 @@ from support.faults import has_param
 
 from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT, Request, Status
 from agentflow.engine.runner import run_batch
-from agentflow.engine.scheduling.policies import tenant_queue
+from agentflow.engine.scheduling.policies import arrival_queue, tenant_queue
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.policies.policy import Preempted
 from agentflow.engine.scheduling.policies.tenant_queue import Siblings, TenantQueue
@@ -89,8 +89,8 @@ steps = st.lists(
 @given(plan=steps, least=st.sampled_from([0, 0, 10, 60]), share=st.sampled_from([0.0, 0.0, 0.25, 1.0]))
 def test_no_request_is_overtaken_beyond_the_bound(plan, least, share):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tenant_queue, "OVERTAKEN_BATCHES", least)
-        patch.setattr(tenant_queue, "OVERTAKEN_FRACTION", share)
+        patch.setattr(arrival_queue, "OVERTAKEN_BATCHES", least)
+        patch.setattr(arrival_queue, "OVERTAKEN_FRACTION", share)
         policy = FairLongestPrefix(Cache().peek, 1)
         waiting: dict[int, Request] = {}
         limit: dict[int, float] = {}
@@ -313,7 +313,7 @@ def test_a_request_is_overtaken_as_far_as_the_bound_lets_it(first, later):
         if chosen.id == 0:
             break
         num_before += 1
-    assert num_before == -(-tenant_queue.OVERTAKEN_BATCHES * 32 // 100)
+    assert num_before == -(-arrival_queue.OVERTAKEN_BATCHES * 32 // 100)
 
 
 def test_higher_priorities_get_a_bounded_part_before_many_of_a_lower_one():
@@ -328,9 +328,9 @@ def test_higher_priorities_get_a_bounded_part_before_many_of_a_lower_one():
         assert chosen is not None
         policy.admit(chosen)
         done[chosen.origin.priority] += 100
-        at_once = tenant_queue.OVERTAKEN_BATCHES * 32
-        assert done[1] <= at_once + tenant_queue.OVERTAKEN_FRACTION * done[0] + 100
-        assert done[0] == 0 or done[1] >= at_once + tenant_queue.OVERTAKEN_FRACTION * (done[0] - 100) - 100
+        at_once = arrival_queue.OVERTAKEN_BATCHES * 32
+        assert done[1] <= at_once + arrival_queue.OVERTAKEN_FRACTION * done[0] + 100
+        assert done[0] == 0 or done[1] >= at_once + arrival_queue.OVERTAKEN_FRACTION * (done[0] - 100) - 100
     assert done[0] > 80_000
 
 
@@ -338,7 +338,7 @@ def test_higher_priorities_get_a_bounded_part_before_many_of_a_lower_one():
     ("choices", "order"), [([[1], [2]], [1, 2, 0]), ([[*range(40)], [*range(1, 40)]], [1, 0, 2])]
 )
 def test_the_nodes_of_a_select_overtake_like_tokens(choices, order, monkeypatch):
-    monkeypatch.setattr(tenant_queue, "OVERTAKEN_BATCHES", 1)
+    monkeypatch.setattr(arrival_queue, "OVERTAKEN_BATCHES", 1)
     policy = FairLongestPrefix(Cache().peek, token_budget=16)
     policy.add(request(0, 50))
     policy.add(request(1, 20, 12, choices=choices))
@@ -590,7 +590,7 @@ def test_while_higher_priorities_are_blocked_the_first_deadline_of_a_lower_one_g
 
 
 def test_no_request_passes_an_overdue_one_that_waits_for_memory(monkeypatch):
-    monkeypatch.setattr(tenant_queue, "OVERTAKEN_BATCHES", 0)
+    monkeypatch.setattr(arrival_queue, "OVERTAKEN_BATCHES", 0)
     policy = FairLongestPrefix(Cache().peek, token_budget=16)
     overdue = request(0, 30)
     policy.add(overdue)

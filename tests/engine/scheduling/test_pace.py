@@ -15,7 +15,7 @@ from support.examples import examples
 from agentflow.engine.request import AWAITED_GROUPS, Request, Status
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import pace
-from agentflow.engine.scheduling.policies import tenant_queue
+from agentflow.engine.scheduling.policies import arrival_queue
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.scheduling.step_limits import StepCost
 from agentflow.engine.simulator.cost_model import CostModel
@@ -326,7 +326,7 @@ def test_a_target_that_cannot_be_kept_ends_nothing(policy):
 def test_throughput_work_does_not_starve_beside_a_flood_of_chats(monkeypatch, tenant):
     """Before it starts, only the work that may pass it is computed, and requests that ran then."""
     monkeypatch.setattr(pace, "PASSED_BATCHES", 4)
-    monkeypatch.setattr(tenant_queue, "OVERTAKEN_BATCHES", 4)
+    monkeypatch.setattr(arrival_queue, "OVERTAKEN_BATCHES", 4)
     steps = Paced(ROWS, tpot_target_ms=20)
     for _ in range(20):
         steps.add(8, 20)
@@ -339,7 +339,7 @@ def test_throughput_work_does_not_starve_beside_a_flood_of_chats(monkeypatch, te
         steps.add(8, 20)
     passed = 4 * 64.0
     if not tenant:  # the policy counts the 8 tokens of each prompt alone
-        passed = (passed + tenant_queue.OVERTAKEN_FRACTION * 20 * 8 + 8) * 28 / 8
+        passed = (passed + arrival_queue.OVERTAKEN_FRACTION * 20 * 8 + 8) * 28 / 8
     assert steps.scheduler.counters.computed_tokens - before <= passed + 9 * 28 + 64
     while work.status is Status.RUNNING:
         steps.step()
@@ -366,7 +366,7 @@ arrivals = st.tuples(
 )
 def test_every_request_ends_and_none_is_overtaken_beyond_the_bound(plan, target_ms, cost):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tenant_queue, "OVERTAKEN_BATCHES", 1)
+        patch.setattr(arrival_queue, "OVERTAKEN_BATCHES", 1)
         patch.setattr(pace, "PASSED_BATCHES", 1)
         steps = Paced(cost, max_running=6, tpot_target_ms=target_ms)
         limits: dict[Request, float] = {}
@@ -397,7 +397,7 @@ def test_every_request_ends_and_none_is_overtaken_beyond_the_bound(plan, target_
             made = steps.add(
                 size, output, objective=objective, tenant=tenant, task_group=group, tpot_s=tpot_s
             )
-            limits[made] = 64 + tenant_queue.OVERTAKEN_FRACTION * ahead
+            limits[made] = 64 + arrival_queue.OVERTAKEN_FRACTION * ahead
             waiting[made] = size
         while step():
             pass

@@ -13,7 +13,7 @@ from support.examples import examples
 
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.request import Request, Status
-from agentflow.engine.scheduling.policies import tenant_queue
+from agentflow.engine.scheduling.policies import arrival_queue
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.protocol.sampling import SamplingParams
@@ -256,8 +256,8 @@ tenants_jobs = st.builds(
 def test_f6h_the_bound_on_overtaking_holds_in_a_full_pool(plan, least, share):
     """The bound of the policy's docstring, with the whole scheduler: memory decides who may start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tenant_queue, "OVERTAKEN_BATCHES", least)
-        patch.setattr(tenant_queue, "OVERTAKEN_FRACTION", share)
+        patch.setattr(arrival_queue, "OVERTAKEN_BATCHES", least)
+        patch.setattr(arrival_queue, "OVERTAKEN_FRACTION", share)
         steps = Steps(160, "fair-lpm", budget=64)
         limit: dict[int, float] = {}
         overtaken: Counter[int] = Counter()

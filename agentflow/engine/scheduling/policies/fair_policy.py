@@ -148,7 +148,7 @@ class FairLongestPrefix(Policy):
         self._restore_passed()
 
     def hold_back_paced(self, tenant: str) -> None:
-        self._tenants[tenant].hold_back_paced()
+        self._tenants[tenant].by_match.hold_back_paced()
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         """A request of the tenant with the lowest charge that can use a chunk. Within a step charges only
@@ -225,13 +225,13 @@ class FairLongestPrefix(Policy):
 
     def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
         tenant = self._tenants.get(cache_key.tenant)
-        if tenant is not None:
-            tenant.tokens_cached(cache_key, run)
+        if tenant is not None and tenant.by_match.tokens_cached(cache_key, run):
+            tenant.match_changed()
 
     def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
         tenant = self._tenants.get(cache_key.tenant)
-        if tenant is not None:
-            tenant.tokens_evicted(cache_key, run, kept)
+        if tenant is not None and tenant.by_match.tokens_evicted(cache_key, run, kept):
+            tenant.match_changed()
 
     def _arrived(self, request: Request) -> TenantQueue:
         tenant = self._tenants.get(request.tenant)

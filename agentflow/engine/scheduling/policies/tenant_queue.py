@@ -1,17 +1,16 @@
-"""The waiting requests of one tenant in their order, with room for short prompts next to long ones, and a
-bound on overtaking.
+"""The waiting requests of one tenant in their order, with room for short prompts next to long ones.
 
 Waiting requests are ordered thus: preempted requests; then the oldest request, if it has been overtaken as
-far as the bound below allows; then requests of the highest priority, and lower ones only if all of these are
-blocked. Among equal priorities the first deadline goes first, if any request has one; then the request whose
-patience ended first, or that must start now for its first token to come in ``ttft_s``; then siblings in the
-task group that was admitted last, or in an earlier one of which some still wait (if the group's consumer
+far as ``arrival_queue`` allows; then requests of the highest priority, and lower ones only if all of these
+are blocked. Among equal priorities the first deadline goes first, if any request has one; then the request
+whose patience ended first, or that must start now for its first token to come in ``ttft_s``; then siblings in
+the task group that was admitted last, or in an earlier one of which some still wait (if the group's consumer
 counts by its throughput, they go behind all requests with the objective ``latency``); then the objective
 ``latency`` before ``throughput``, where a group whose consumer counts by its latency counts as ``latency``,
 too: it takes its turn among them, as the consumer waits for the last of the group. Then come programs of a
-lower level, short requests before long ones, and the longest match. A request is *short* if it has at most
-SHORT_BATCHES * token_budget tokens to compute. Requests that compute ahead (``Origin.is_ahead``) have no
-siblings, and the objective that goes last.
+lower level, short requests before long ones, and the longest match (``match_order``). A request is *short* if
+it has at most SHORT_BATCHES * token_budget tokens to compute. Requests that compute ahead
+(``Origin.is_ahead``) have no siblings, and the objective that goes last.
 
 **Programs.** A program's *level* is 0 until LEVEL_BATCHES * token_budget tokens were computed for it, and
 rises by one each time that its tokens grow LEVEL_FACTOR-fold. The program with the least attained service
@@ -45,30 +44,6 @@ than x / 3 + c. So P < x + x / 3 + c in each step, or x > 3 (P - c) / 4, and all
 
 With n tenants that all use their weights, P is on average the tenant's part of the tokens, by the bound of
 ``fair_policy``.
-
-**Overtaking.** The *work* w(r) of a request is its number of uncached tokens on arrival, nodes of a select's
-tree included. When r arrives, A(r) is the work that waits before it in its tenant's line, and r gets the
-limit M(r) = B + OVERTAKEN_FRACTION * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let O(r) be the work
-of later arrivals of its tenant that were admitted (or left) while r waited, and W the largest w of any
-request. Then, not counting time in which a running request computes the tokens that r needs next::
-
-    O(r) < M(r) + W
-
-This includes the requests that pass r while it does not fit into memory: if the oldest request does not fit
-and has been overtaken this far, no other of its tenant starts. Requests of other tenants may pass it, as long
-as the reservation in ``admission`` allows.
-
-Proof. A request other than the oldest, h, is admitted only while O(h) < M(q) for all waiting q. Let x, later
-than r, be admitted while r waits. Then x is not the oldest, so O(h) < M(r) before. Every request that
-overtook r arrived after h too, and while h waited, so O(r) <= O(h) < M(r) before, and O(r) < M(r) + w(x) <=
-M(r) + W after. ∎
-
-So r waits for at most A(r) + O(r) < (1 + OVERTAKEN_FRACTION) A(r) + B + W of its tenant's work. Compared to
-first-come order, waiting grows by at most that factor and a constant, whatever arrives later.
-
-The bound does not depend on priorities, so no request starves: a later request of a higher priority overtakes
-as one with a longer match does. While many requests of a lower priority wait, higher ones go first for B of
-work immediately, and beyond that for OVERTAKEN_FRACTION of the work that the lower ones get in the same time.
 """
 
 from __future__ import annotations
@@ -80,17 +55,15 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
-from agentflow.engine.request import PATIENT_GROUPS, CacheKey, Origin, Request, Status
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun
+from agentflow.engine.request import PATIENT_GROUPS, Origin, Request, Status
+from agentflow.engine.scheduling.policies.arrival_queue import ArrivalQueue
+from agentflow.engine.scheduling.policies.match_order import MatchOrder, Rank
 from agentflow.engine.scheduling.policies.policy import Clock, Preempted
-from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
+from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked
 
-OVERTAKEN_BATCHES = 32
-OVERTAKEN_FRACTION = 0.3
-"""Chosen on the workloads of ``benchmarks/workloads``: smaller values cost cache hits, larger ones delay
-requests that share nothing."""
 SHORT_BATCHES = 1
 """A request with at most this many full batches to compute is short."""
 OLDEST_PART = 3
@@ -101,8 +74,6 @@ MAX_LEVEL = 4
 MAX_PASSED_BY = 16
 """At most this many blocked requests that continue programs, or open groups, are passed in the search for one
 that is not. The order by match follows then."""
-MAX_FEW = 4
-"""At most this many waiting requests of a tenant are kept without trees."""
 MIN_GONE = 64
 AFTER_TOKENS = b"\xff" * TOKEN_BYTES
 """Sorts after all tokens that may follow a run."""
@@ -126,12 +97,11 @@ class TenantQueue:
     - ``oldest``: its first admitted prompt in this step, which got ``oldest_tokens``; its other prompts got
       ``other_tokens``.
     - ``may_admit``: whether a waiting request may be admitted; False once all are found to be blocked.
-      ``holds_back_paced``: in this step, requests that ``pace`` holds back together are blocked.
     - ``open_groups``: task groups of admitted requests, of which some may still wait, the last one last.
     - ``aside``: requests of paused programs, by id.
-    - ``trees``: of the requests that were short when they arrived, and of the others. Once ``pace`` has held
-      requests back together, these requests have two more such trees. While only a few wait, ``few`` has them
-      instead: to look through them costs less than to change trees.
+    - ``by_match``: the requests in line by rank, length and match, which is their order where none is
+      preferred.
+      ``count_match``: as its method.
     """
 
     def __init__(self, name: str, number: int, token_budget: int, clock: Clock, used: float) -> None:
@@ -147,7 +117,6 @@ class TenantQueue:
         self.oldest: Request | None = None
         self.oldest_tokens = self.other_tokens = 0
         self.may_admit = True
-        self.holds_back_paced = False
         self._chosen: Request | None = None  # the first that waits, if it was found in this step
         self._has_searched = False  # in this step
         self._found: _Found | None = None  # since the requests that wait, or their matches, changed
@@ -157,11 +126,10 @@ class TenantQueue:
         self.preempted = Preempted()
         self.aside: dict[int, Request] = {}
         self._aside_of: dict[int, dict[int, Request]] = {}  # the same, by program and id
-        self.arrivals = ArrivalQueue(OVERTAKEN_BATCHES * token_budget)
-        self.trees: Sequence[WaitingTree] = ()
-        self.few: list[_Few] = []  # in the order of their arrival
+        self.arrivals = ArrivalQueue(token_budget)
+        self.by_match = MatchOrder(self._short_tokens)
+        self.count_match = self.by_match.count_match
         self._num_at: dict[int, int] = {}  # requests in line, by priority
-        self._num_trees = 2  # or 4, as above
         self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
         self._continuing: list[_QueuePosition] = []  # requests that continue their programs, in order
         self._positions: dict[int, _QueuePosition] = {}  # of requests that have a program, by id
@@ -189,14 +157,7 @@ class TenantQueue:
         The arguments are as for ``add``."""
         self._chosen = self._found = None
         rank = (*_objective_rank(request), 0 if program is None else self._level(program))
-        if len(self.few) < MAX_FEW and (self.few or not self._num_at):
-            self.few.append(_Few(request, run, match, rank, self._is_short(request, match)))
-        else:
-            if self.few:
-                self._plant_few()
-            if not self.trees:
-                self.trees = self._new_trees()
-            self._plant(self.trees, _Few(request, run, match, rank, self._is_short(request, match)))
+        self.by_match.add(request, run, match, rank)
         priority = request.origin.priority
         self._num_at[priority] = self._num_at.get(priority, 0) + 1
         if program is not None:
@@ -233,7 +194,7 @@ class TenantQueue:
     def take_out(self, request: Request) -> None:
         """Reverses ``put_in``, or the part of it that was done before a fault. The caller removes the
         request, or puts it in again."""
-        if self._uproot(request):
+        if self.by_match.remove(request):
             priority = request.origin.priority
             self._num_at[priority] -= 1
             if not self._num_at[priority]:
@@ -255,18 +216,6 @@ class TenantQueue:
                 in_group.remove(request)
                 if not len(in_group):
                     del self._groups[key]
-
-    def _uproot(self, request: Request) -> bool:
-        """Removes the request from the trees or from the few. Returns whether it was there."""
-        for one in self.few:
-            if one.request is request:
-                self.few.remove(one)
-                return True
-        for tree in self.trees:
-            if request.id in tree.nodes:
-                tree.remove(request)
-                return True
-        return False
 
     def open_group(self, request: Request) -> None:
         """A request is admitted: the others of its task group come next."""
@@ -333,71 +282,9 @@ class TenantQueue:
         for request in requests:
             self._leave_aside(request)
 
-    def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
-        """As in ``WaitingTree``."""
-        for one in self.few:
-            if one.request.cache_key == cache_key and (common := one.common(run)) > one.match:
-                one.match = common
-                self._chosen = self._found = None
-        for tree in self.trees:
-            if tree.nodes and tree.tokens_cached(cache_key, run):
-                self._chosen = self._found = None
-
-    def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
-        """As in ``WaitingTree``."""
-        for one in self.few:
-            if one.match > kept and one.request.cache_key == cache_key and one.common(run()) > kept:
-                one.match = kept
-                self._chosen = self._found = None
-        for tree in self.trees:
-            if tree.tokens_evicted(cache_key, run, kept):
-                self._chosen = self._found = None
-
-    def _plant_few(self) -> None:
-        """All of the few go into trees, or none if there is a fault. The trees were empty."""
-        trees = self._new_trees()
-        for one in self.few:
-            self._plant(trees, one)
-        self.trees = trees
-        self.few.clear()
-
-    def _new_trees(self) -> Sequence[WaitingTree]:
-        return [WaitingTree() for _ in range(self._num_trees)]
-
-    @staticmethod
-    def _plant(trees: Sequence[WaitingTree], one: _Few) -> None:
-        tree = trees[(0 if one.is_short else 1) + (2 if len(trees) > 2 and one.request.is_paced else 0)]
-        tree.add(one.request, one.run, one.match, one.rank)
-
-    def hold_back_paced(self) -> None:
-        """``Policy.hold_back_paced``. The requests have trees of their own from the first time on, so that
-        the search for another one passes all of them."""
-        self.holds_back_paced = True
-        if self._num_trees > 2:
-            return
-        self._num_trees = 4
-        if not any(tree.nodes for tree in self.trees):
-            self.trees = ()
-            return
-        trees = self._new_trees()
-        for request in [one.request for one in self.arrivals.waiting.values()]:
-            tree = self._find_tree(request)
-            match, rank = tree.count_match(request), tree.nodes[request.id].rank
-            is_short = tree is self.trees[0]
-            self._plant(trees, _Few(request, request.reusable_run(), match, rank, is_short))
-        self.trees = trees
-
-    def count_match(self, request: Request) -> int:
-        """How many tokens of a waiting request are cached."""
-        if self.few:
-            return self._find_few(request).match
-        return self._find_tree(request).count_match(request)
-
-    def _find_few(self, request: Request) -> _Few:
-        for one in self.few:
-            if one.request is request:
-                return one
-        raise KeyError(request.id)
+    def match_changed(self) -> None:
+        """``by_match`` has changed the match of a waiting request."""
+        self._chosen = self._found = None
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         """The request that gets the next chunk, in the order of the module's docstring."""
@@ -477,11 +364,9 @@ class TenantQueue:
         """Forgets the tokens that prompts got in the last step."""
         self.oldest, self.oldest_tokens, self.other_tokens = None, 0, 0
         self.may_admit, self._chosen, self._has_searched = True, None, False
-        self.holds_back_paced = False
         if self._first_prompt is not None and self._first_prompt.num_generated:
             self._first_prompt = None  # the tokens that it has to compute count now
-        for tree in self.trees:
-            tree.start_step()
+        self.by_match.start_step()
 
     def _first_due(self, is_blocked: IsBlocked) -> Request | None:
         """A preempted request, or the oldest if it must not be overtaken further."""
@@ -499,14 +384,14 @@ class TenantQueue:
 
     def _first_waiting(self, is_blocked: IsBlocked) -> Request | None:
         """The first request that is not blocked, of the highest priority that has one: a preferred request,
-        or the first in the trees."""
+        or the first by match."""
         if not self._prefers:
-            return self._first_in_trees(is_blocked)
+            return self.by_match.first(is_blocked)
         highest = max(self._num_at, default=0)
         preferred = self._first_preferred(highest, is_blocked)
         if preferred is not None:
             return preferred
-        found = self._first_in_trees(is_blocked)
+        found = self.by_match.first(is_blocked)
         if found is None:
             return None
         if found.origin.priority != highest:
@@ -515,7 +400,7 @@ class TenantQueue:
 
     @property
     def _prefers(self) -> bool:
-        """Whether a request may be preferred to the first in the trees."""
+        """Whether a request may be preferred to the first by match."""
         has_times = self._deadlines.heaps or self._patience_ends.heaps
         return bool(has_times or self.open_groups or self._continuing)
 
@@ -533,7 +418,7 @@ class TenantQueue:
             siblings = self._groups.get((priority, group))
             if siblings is None:
                 continue
-            if self.holds_back_paced and not siblings.num_unpaced and not self._has_complete:
+            if self.by_match.holds_back_paced and not (siblings.num_unpaced or self.by_match.has_complete):
                 continue
             sibling = siblings.first(self.count_match, is_blocked)
             if sibling is not None:
@@ -542,14 +427,9 @@ class TenantQueue:
                 return self._continuing_before(sibling, is_blocked) or sibling
         return None
 
-    @property
-    def _has_complete(self) -> bool:
-        """Whether a request that waits may be cached completely, and is not held back."""
-        return bool(self.few) or any(tree.has_complete() for tree in self.trees)
-
     def _has_better(self, request: Request, is_blocked: IsBlocked) -> bool:
-        """Whether the first request in the trees has a better objective."""
-        first = self._first_in_trees(is_blocked)
+        """Whether the first request by match has a better objective."""
+        first = self.by_match.first(is_blocked)
         return first is not None and _objective_rank(first) < _objective_rank(request)
 
     def _continuing_before(self, other: Request, is_blocked: IsBlocked) -> Request | None:
@@ -563,7 +443,7 @@ class TenantQueue:
             if position[:3] >= end[:3]:
                 return None
             match = self.count_match(position.request)
-            if self._is_short(position.request, match) and not is_blocked(position.request, match):
+            if self.by_match.is_short(position.request, match) and not is_blocked(position.request, match):
                 return position.request
         return None
 
@@ -574,57 +454,6 @@ class TenantQueue:
             level += 1
             limit *= LEVEL_FACTOR
         return level
-
-    def _first_in_trees(self, is_blocked: IsBlocked) -> Request | None:
-        """The first request by rank, then short before long, then by match. A long request that the cache has
-        made short since it arrived is short."""
-        if self.few:
-            return self._first_of_few(is_blocked)
-        short = self._first_in(self.trees[::2], is_blocked)
-        long = self._first_in(self.trees[1::2], is_blocked)
-        if short is None or long is None:
-            found = short or long
-        else:
-            found = long if self._is_first(long, short) else short
-        return None if found is None else found[0]
-
-    def _first_in(self, trees: Sequence[WaitingTree], is_blocked: IsBlocked) -> _InTree | None:
-        """The first request of one or two trees, the second one of requests that ``pace`` may hold back."""
-        found: _InTree | None = None
-        for tree in trees:
-            if tree.nodes:
-                is_held_back = self.holds_back_paced and tree is not trees[0]
-                first = tree.first(is_blocked, only_complete=is_held_back)
-                if first is not None:
-                    other: _InTree = *first, tree.nodes[first[0].id].rank
-                    found = other if found is None else min(found, other, key=_order_in_trees)
-        return found
-
-    def _first_of_few(self, is_blocked: IsBlocked) -> Request | None:
-        """The same without trees: checks the few requests in the order in which trees would be searched."""
-        if len(self.few) == 1:
-            [one] = self.few
-            return None if is_blocked(one.request, one.match) else one.request
-        short: _Few | None = None
-        long: _Few | None = None
-        for one in sorted(self.few, key=_order_of_few):
-            if one.is_short:
-                short = one if short is None and one.is_free(is_blocked) else short
-            else:
-                long = one if long is None and one.is_free(is_blocked) else long
-        if short is None or long is None:
-            found = short or long
-        else:
-            is_first = self._is_first(
-                (long.request, long.match, long.rank), (short.request, short.match, short.rank)
-            )
-            found = long if is_first else short
-        return None if found is None else found.request
-
-    def _is_first(self, long: _InTree, short: _InTree) -> bool:
-        """Whether the first of the long requests goes before the first of the short ones."""
-        (request, match, rank), (_, short_match, short_rank) = long, short
-        return (rank, not self._is_short(request, match), -match) < (short_rank, False, -short_match)
 
     def _urgency(self, request: Request) -> tuple[int, float, int, bool]:
         """Lower goes first."""
@@ -637,15 +466,6 @@ class TenantQueue:
         objective = 2 if origin.is_ahead else int(origin.objective != "latency")
         return -origin.priority, request.deadline, objective, to_compute > self._short_tokens
 
-    def _is_short(self, request: Request, match: int) -> bool:
-        return request.num_tokens + request.num_nodes - match <= self._short_tokens
-
-    def _find_tree(self, request: Request) -> WaitingTree:
-        for tree in self.trees:
-            if request.id in tree.nodes:
-                return tree
-        raise KeyError(request.id)
-
 
 def _objective_rank(request: Request) -> tuple[int, int]:
     """The priority and the objective of a waiting request. Lower goes first."""
@@ -653,47 +473,6 @@ def _objective_rank(request: Request) -> tuple[int, int]:
     if origin.is_ahead:
         return -origin.priority, 2
     return -origin.priority, int(origin.objective != "latency" and not origin.gates_latency)
-
-
-_Rank: TypeAlias = tuple[int, int, int]
-_InTree: TypeAlias = tuple[Request, int, _Rank]
-"""A request that waits in a tree, with its match and its rank."""
-
-
-def _order_in_trees(one: _InTree) -> tuple[_Rank, int, int]:
-    request, match, rank = one
-    return rank, -match, request.arrival
-
-
-class _Few:
-    """One of a few requests that wait, and the other arguments of ``WaitingTree.add``. ``is_short``: when it
-    arrived."""
-
-    __slots__ = ("is_short", "match", "rank", "request", "run")
-
-    def __init__(self, request: Request, run: TokenRun, match: int, rank: _Rank, is_short: bool) -> None:
-        self.request = request
-        self.run = run
-        self.match = match
-        self.rank = rank
-        self.is_short = is_short
-
-    def is_free(self, is_blocked: IsBlocked) -> bool:
-        """Whether it is not blocked. If nothing is left to compute that could be shared, only memory counts,
-        or the time of steps."""
-        if TOKEN_BYTES * self.match == len(self.run):
-            return not self.request.is_held_back
-        return not is_blocked(self.request, self.match)
-
-    def common(self, run: TokenRun) -> int:
-        """The tokens that it has in common with a run."""
-        if self.run[:TOKEN_BYTES] != run[:TOKEN_BYTES]:
-            return 0
-        return common_prefix_len(self.run, run)
-
-
-def _order_of_few(one: _Few) -> tuple[_Rank, int]:
-    return one.rank, -one.match
 
 
 class _Found(NamedTuple):
@@ -707,55 +486,10 @@ class _Found(NamedTuple):
 class _QueuePosition(NamedTuple):
     """The position of a waiting request that belongs to a program. Lower goes first."""
 
-    rank: _Rank  # with the program's level
+    rank: Rank  # with the program's level
     arrival: int  # of the program
     id: int  # of the request
     request: Request
-
-
-class Arrived(NamedTuple):
-    """A waiting request."""
-
-    request: Request
-    work: int  # tokens to compute
-    # ``ArrivalQueue.work_departed`` once all requests before it have left: later departures overtake it.
-    overtaken_from: int
-
-
-class ArrivalQueue:
-    """One tenant's waiting requests in order of arrival, and how far the oldest was overtaken.
-
-    ``work_added`` and ``work_departed`` are running totals. Their difference is the waiting work. The work
-    that departed since the oldest arrived, minus the work that was before it, has overtaken it.
-    """
-
-    def __init__(self, min_overtaken: int) -> None:
-        # Finds its first entry in constant time after many removals, which a dict does not guarantee.
-        self.waiting: OrderedDict[int, Arrived] = OrderedDict()
-        self._min_overtaken = min_overtaken
-        self._limits: list[tuple[float, int]] = []  # heap of (limit, request id), with old entries
-        self.work_added = 0
-        self.work_departed = 0
-
-    def add(self, request: Request, work: int) -> None:
-        """A request arrived. ``work``: the tokens that it has to compute."""
-        limit = self._min_overtaken + OVERTAKEN_FRACTION * (self.work_added - self.work_departed)
-        self.waiting[request.id] = Arrived(request, work, self.work_added)
-        heapq.heappush(self._limits, (limit, request.id))
-        self.work_added += work
-
-    def remove(self, request: Request) -> None:
-        """A request left, admitted or not."""
-        self.work_departed += self.waiting.pop(request.id).work
-        while self._limits and self._limits[0][1] not in self.waiting:
-            heapq.heappop(self._limits)
-
-    def overdue(self) -> Request | None:
-        """The oldest request, if no other may overtake it any more."""
-        for oldest in self.waiting.values():
-            overtaken = self.work_departed - oldest.overtaken_from
-            return oldest.request if overtaken >= self._limits[0][0] else None
-        return None
 
 
 def _find_group(request: Request) -> Hashable:

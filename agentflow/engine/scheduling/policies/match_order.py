@@ -1,0 +1,237 @@
+"""The waiting requests of one tenant by rank, then short ones before long ones, then the longest match first.
+
+A request is *short* if it has at most ``short_tokens`` tokens to compute. Short and long ones have separate
+trees (``waiting_tree``), by their length when they arrived. Once ``pace`` has held requests back together,
+these requests have two more such trees, so that the search for another one passes all of them. While only a
+few requests wait, there are no trees: to look through the few costs less than to change trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
+from agentflow.engine.request import CacheKey, Request
+from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
+
+MAX_FEW = 4
+"""At most this many waiting requests of a tenant are kept without trees."""
+Rank: TypeAlias = tuple[int, int, int]
+_Placed: TypeAlias = tuple[Request, int, Rank]
+"""A request with its match and its rank."""
+
+
+class MatchOrder:
+    """The order. ``holds_back_paced``: in this step, requests that ``pace`` holds back together are blocked,
+    except those that are cached completely."""
+
+    def __init__(self, short_tokens: int) -> None:
+        self.holds_back_paced = False
+        self._short_tokens = short_tokens
+        self._num_trees = 2  # or 4, once ``pace`` has held requests back
+        self._trees: Sequence[WaitingTree] = ()
+        self._few: list[_Few] = []  # in the order of their arrival
+
+    def add(self, request: Request, run: TokenRun, match: int, rank: Rank) -> None:
+        """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
+        one = _Few(request, run, match, rank, self.is_short(request, match))
+        if len(self._few) < MAX_FEW and (self._few or not self._has_planted):
+            self._few.append(one)
+            return
+        if self._few:
+            self._plant_few()
+        if not self._trees:
+            self._trees = self._new_trees()
+        _plant(self._trees, one)
+
+    def remove(self, request: Request) -> bool:
+        """Removes the request. Returns whether it was there."""
+        for one in self._few:
+            if one.request is request:
+                self._few.remove(one)
+                return True
+        for tree in self._trees:
+            if request.id in tree.nodes:
+                tree.remove(request)
+                return True
+        return False
+
+    def is_short(self, request: Request, match: int) -> bool:
+        """Whether the request, of which ``match`` tokens are cached, is short."""
+        return request.num_tokens + request.num_nodes - match <= self._short_tokens
+
+    def count_match(self, request: Request) -> int:
+        """How many tokens of a waiting request are cached."""
+        for one in self._few:
+            if one.request is request:
+                return one.match
+        for tree in self._trees:
+            if request.id in tree.nodes:
+                return tree.count_match(request)
+        raise KeyError(request.id)
+
+    def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> bool:
+        """As in ``WaitingTree``."""
+        has_changed = False
+        for one in self._few:
+            if one.request.cache_key == cache_key and (common := one.common(run)) > one.match:
+                one.match = common
+                has_changed = True
+        for tree in self._trees:
+            if tree.nodes and tree.tokens_cached(cache_key, run):
+                has_changed = True
+        return has_changed
+
+    def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> bool:
+        """As in ``WaitingTree``."""
+        has_changed = False
+        for one in self._few:
+            if one.match > kept and one.request.cache_key == cache_key and one.common(run()) > kept:
+                one.match = kept
+                has_changed = True
+        for tree in self._trees:
+            if tree.tokens_evicted(cache_key, run, kept):
+                has_changed = True
+        return has_changed
+
+    def start_step(self) -> None:
+        """A step is being planned."""
+        self.holds_back_paced = False
+        for tree in self._trees:
+            tree.start_step()
+
+    def hold_back_paced(self) -> None:
+        """As in ``Policy``."""
+        self.holds_back_paced = True
+        if self._num_trees > 2:
+            return
+        self._num_trees = 4
+        trees = self._new_trees()
+        planted = {
+            request: tree
+            for tree in self._trees
+            for node in tree.nodes.values()
+            for request in node.requests.values()
+        }
+        for request in sorted(planted, key=_arrival):
+            tree = planted[request]
+            is_short, rank = tree is self._trees[0], tree.nodes[request.id].rank
+            _plant(trees, _Few(request, request.reusable_run(), tree.count_match(request), rank, is_short))
+        self._trees = trees
+
+    @property
+    def has_complete(self) -> bool:
+        """Whether a request may be cached completely, and is not held back."""
+        return bool(self._few) or any(tree.has_complete() for tree in self._trees)
+
+    def first(self, is_blocked: IsBlocked) -> Request | None:
+        """The first request that is not blocked. A long request that the cache has made short since it
+        arrived is short."""
+        if self._few:
+            return self._first_of_few(is_blocked)
+        firsts: list[_Placed | None] = [None, None]  # of short and of long ones
+        for number, tree in enumerate(self._trees):
+            if tree.nodes:
+                is_held_back = self.holds_back_paced and number > 1
+                first = tree.first(is_blocked, only_complete=is_held_back)
+                if first is not None:
+                    other: _Placed = *first, tree.nodes[first[0].id].rank
+                    known = firsts[number % 2]
+                    firsts[number % 2] = other if known is None else min(known, other, key=_order_in_trees)
+        return self._first_of_two(*firsts)
+
+    def _first_of_few(self, is_blocked: IsBlocked) -> Request | None:
+        """The same without trees: checks the few requests in the order in which trees would be searched."""
+        if len(self._few) == 1:
+            [one] = self._few
+            return None if is_blocked(one.request, one.match) else one.request
+        short: _Placed | None = None
+        long: _Placed | None = None
+        for one in sorted(self._few, key=_order_of_few):
+            if one.is_short:
+                short = one.placed if short is None and one.is_free(is_blocked) else short
+            else:
+                long = one.placed if long is None and one.is_free(is_blocked) else long
+        return self._first_of_two(short, long)
+
+    def _first_of_two(self, short: _Placed | None, long: _Placed | None) -> Request | None:
+        """The first of the first short request and the first long one."""
+        if short is None or long is None:
+            found = short or long
+        else:
+            (request, match, rank), (_, short_match, short_rank) = long, short
+            is_long_first = (rank, not self.is_short(request, match), -match) < (
+                short_rank,
+                False,
+                -short_match,
+            )
+            found = long if is_long_first else short
+        return None if found is None else found[0]
+
+    def _plant_few(self) -> None:
+        """All of the few go into trees, or none if there is a fault. The trees were empty."""
+        trees = self._new_trees()
+        for one in self._few:
+            _plant(trees, one)
+        self._trees = trees
+        self._few.clear()
+
+    def _new_trees(self) -> Sequence[WaitingTree]:
+        return [WaitingTree() for _ in range(self._num_trees)]
+
+    @property
+    def _has_planted(self) -> bool:
+        for tree in self._trees:  # noqa: SIM110 - faster than any()
+            if tree.nodes:
+                return True
+        return False
+
+
+class _Few:
+    """One of a few requests that wait, and the other arguments of ``WaitingTree.add``. ``is_short``: when it
+    arrived."""
+
+    __slots__ = ("is_short", "match", "rank", "request", "run")
+
+    def __init__(self, request: Request, run: TokenRun, match: int, rank: Rank, is_short: bool) -> None:
+        self.request = request
+        self.run = run
+        self.match = match
+        self.rank = rank
+        self.is_short = is_short
+
+    @property
+    def placed(self) -> _Placed:
+        return self.request, self.match, self.rank
+
+    def is_free(self, is_blocked: IsBlocked) -> bool:
+        """Whether it is not blocked. If nothing is left to compute that could be shared, only memory counts,
+        or the time of steps."""
+        if TOKEN_BYTES * self.match == len(self.run):
+            return not self.request.is_held_back
+        return not is_blocked(self.request, self.match)
+
+    def common(self, run: TokenRun) -> int:
+        """The tokens that it has in common with a run."""
+        if self.run[:TOKEN_BYTES] != run[:TOKEN_BYTES]:
+            return 0
+        return common_prefix_len(self.run, run)
+
+
+def _order_of_few(one: _Few) -> tuple[Rank, int]:
+    return one.rank, -one.match
+
+
+def _plant(trees: Sequence[WaitingTree], one: _Few) -> None:
+    tree = trees[(0 if one.is_short else 1) + (2 if len(trees) > 2 and one.request.is_paced else 0)]
+    tree.add(one.request, one.run, one.match, one.rank)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+def _order_in_trees(one: _Placed) -> tuple[Rank, int, int]:
+    request, match, rank = one
+    return rank, -match, request.arrival
