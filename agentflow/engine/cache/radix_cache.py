@@ -14,7 +14,7 @@ and the leaves that it shortens or removes, found in heaps with lazy deletion.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -90,11 +90,6 @@ class RadixCache:
         """Called with a node that was split, which now is the lower part, and the new node of the upper
         part."""
 
-    @property
-    def num_evictable(self) -> int:
-        """Tokens that ``evict`` could free now."""
-        return self.num_cached - self.num_locked
-
     def match(self, cache_key: Hashable, run: TokenRun, *, lock: bool = False) -> PrefixMatch:
         """The longest cached prefix of ``run``. Marks it as used now. ``lock``: also locks it."""
         self.clock += 1
@@ -119,26 +114,20 @@ class RadixCache:
             node = child
         return done // TOKEN_BYTES
 
-    def next_block(self, match: PrefixMatch, tokens: TokenRun) -> int:
-        """Returns the hash of the first block that is not completely cached, for ``was_evicted`` and
-        ``find_elsewhere``.
+    def find_block(self, match: PrefixMatch, cache_key: Hashable, tokens: TokenRun) -> tuple[bool, Hashable]:
+        """Returns whether a block was cached in the tree and evicted, and the cache key of another tree of
+        the same owner in which it is cached, or None.
 
         Args:
             match: The longest cached prefix of a sequence.
-            tokens: The tokens of the block that ends at ``next_end(match.num_tokens)``.
+            cache_key: Its tree.
+            tokens: The tokens of the block that ends at ``next_end(match.num_tokens)``, of which some are not
+                cached.
         """
-        return block_hash(last_hash(match.node), tokens)
-
-    def was_evicted(self, cache_key: Hashable, block: int) -> bool:
-        """Whether the block was cached in the tree and evicted."""
-        return self._evicted.has(cache_key, block)
-
-    def find_elsewhere(self, cache_key: Hashable, block: int) -> Hashable:
-        """Returns the cache key of another tree of the same owner in which the block is cached, or None. The
-        tree itself does not contain it."""
+        block = block_hash(last_hash(match.node), tokens)
         account = self._accounts.get(self._owner_of(cache_key))
         trees = None if account is None else account.blocks.get(block)
-        return next(iter(trees)) if trees else None
+        return self._evicted.has(cache_key, block), next(iter(trees)) if trees else None
 
     def extend(
         self,
@@ -509,13 +498,12 @@ class RadixCache:
         if node.is_evictable:
             node.account.leaves.push(node)
 
-    def accounts(self) -> Iterable[Account]:
-        """The accounts of all owners with cached tokens."""
-        return self._accounts.values()
-
-    def find_account(self, owner: Hashable) -> Account | None:
-        """The owner's account, or None if it has no cached tokens."""
-        return self._accounts.get(owner)
+    def accounts(self, owner: Hashable = None) -> Collection[Account]:
+        """The account of the owner, if it has cached tokens; for None, the accounts of all owners."""
+        if owner is None:
+            return self._accounts.values()
+        account = self._accounts.get(owner)
+        return () if account is None else (account,)
 
     def nodes(self) -> Iterator[Node]:
         """All nodes except the roots, parents first. Slow; for checks."""

@@ -129,10 +129,10 @@ class KVMemory:
         if not self._use_cache or num_wanted - num_cached < HASHED_BLOCK_TOKENS:
             return ""
         end = next_end(num_cached)
-        block = self.cache.next_block(match, request.run(end, end - HASHED_BLOCK_TOKENS))
-        if self.cache.was_evicted(request.cache_key, block):
+        block = request.run(end, end - HASHED_BLOCK_TOKENS)
+        was_evicted, other = self.cache.find_block(match, request.cache_key, block)
+        if was_evicted:
             return "evicted"
-        other = self.cache.find_elsewhere(request.cache_key, block)
         if isinstance(other, CacheKey):
             return "salt" if other.adapter == request.adapter else "adapter"
         return request.origin.changed or "first_seen"

@@ -6,18 +6,10 @@ import heapq
 from collections.abc import Hashable, Iterable
 from itertools import islice
 
-from agentflow.engine.cache.nodes import Account, Node
+from agentflow.engine.cache.nodes import Node
 from agentflow.engine.cache.radix_cache import RadixCache
 
 PUSHES_PER_NODE = 2
-
-
-def list_accounts(cache: RadixCache, owner: Hashable) -> list[Account]:
-    """Returns the account of ``owner``, if it has one; for None, all accounts."""
-    if owner is None:
-        return [*cache.accounts()]
-    account = cache.find_account(owner)
-    return [] if account is None else [account]
 
 
 def recent_nodes(cache: RadixCache, most: int, owner: Hashable = None) -> list[Node]:
@@ -43,7 +35,7 @@ def recent_nodes(cache: RadixCache, most: int, owner: Hashable = None) -> list[N
             chosen[node] = None
         if len(chosen) >= most:
             return [*chosen]
-    _fill(chosen, most, (root for account in list_accounts(cache, owner) for root in account.roots))
+    _fill(chosen, most, (root for account in cache.accounts(owner) for root in account.roots))
     return [*chosen]
 
 

@@ -36,7 +36,7 @@ from agentflow.engine.messages import (
 )
 from agentflow.engine.request import Request, Status
 from agentflow.engine.scheduling.scheduler import Scheduler
-from agentflow.engine.watching.recent_nodes import list_accounts, recent_nodes
+from agentflow.engine.watching.recent_nodes import recent_nodes
 from agentflow.errors import BadArgument, NotAuthorized
 from agentflow.protocol.events import StepRecord
 
@@ -172,7 +172,7 @@ class EngineWatch:
             requests=self._rows(asked.tenant, requests, began_s),
             nodes=rows,
             tenants=[*tenants],
-            num_nodes=sum(account.num_nodes for account in list_accounts(cache, asked.tenant)),
+            num_nodes=sum(account.num_nodes for account in cache.accounts(asked.tenant)),
             stats=stats,
             took_s=time.thread_time() - cpu_began_s,
         )

@@ -55,8 +55,7 @@ class Cache:
         end = next_end(match.num_tokens)
         if end > len(tokens):
             return end, False, None
-        block = self.cache.next_block(match, run_of(tokens[end - HASHED_BLOCK_TOKENS : end]))
-        return end, self.cache.was_evicted(key, block), self.cache.find_elsewhere(key, block)
+        return end, *self.cache.find_block(match, key, run_of(tokens[end - HASHED_BLOCK_TOKENS : end]))
 
 
 @given(OPS)
