@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import re
 
-_PART = re.compile(
-    r"(?P<caret>\[(?:\\\^|\\x5[eE]|\\u005[eE])(?!-[^\]])(?P<rest>(?:\\.|[^\]\\])*)\])"
-    r"|(?P<other>\[\^?\]?(?:\\.|[^\]\\])*\]|\\.)"
-    r"|(?P<dot>\.)",
-    re.DOTALL,
-)
+from agentflow.protocol.grammars.pattern_parts import pattern_parts
+
+_WITH_CARET = re.compile(r"\[(?:\\\^|\\x5[eE]|\\u005[eE])(?!-[^\]])(?P<rest>(?:\\.|[^\]\\])*)\]", re.DOTALL)
 
 
 def xgrammar_pattern(pattern: str) -> str:
@@ -22,16 +19,14 @@ def xgrammar_pattern(pattern: str) -> str:
     >>> xgrammar_pattern(r"[\^\]]{2}."), xgrammar_pattern(r"[\^]"), xgrammar_pattern(r"\.[.a]")
     ('(?:[\\]]|\\^){2}[^\\n]', '\\^', '\\.[.a]')
     """
-    return _PART.sub(_written, pattern)
+    return "".join([_written(part[0]) for part in pattern_parts(pattern)])
 
 
-def _written(found: re.Match[str]) -> str:
-    if found["dot"]:
+def _written(part: str) -> str:
+    if part == ".":
         return r"[^\n]"
-    if found["other"]:
-        return found["other"]
-    rest = found["rest"]
-    if not rest:
-        return r"\^"
-    rest = rest.lstrip("^") or r"\^"
-    return rf"(?:{xgrammar_pattern(f'[{rest}]')}|\^)"
+    found = _WITH_CARET.fullmatch(part)
+    if found is None:
+        return part
+    rest = found["rest"].lstrip("^")
+    return rf"(?:{xgrammar_pattern(f'[{rest}]')}|\^)" if rest else r"\^"

@@ -9,7 +9,6 @@ them.
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any, Final
 
 from agentflow.engine.grammar.dfa import build_dfa
@@ -26,6 +25,7 @@ from agentflow.engine.grammar.regex import (
 )
 from agentflow.errors import BadArgument
 from agentflow.protocol.grammars.char_ranges import MAX_CODE_POINT, merge_ranges
+from agentflow.protocol.grammars.pattern_parts import pattern_parts
 
 _MOST_STEPS: Final = 300_000
 
@@ -33,9 +33,6 @@ _WRITABLE: Final = CharSet(merge_ranges([(0x08, 0x0A), (0x0C, 0x0D), (0x20, 0x7E
 """The characters that a parser writes, directly or as an escape of one letter."""
 
 _NAME: Final = Repeat(_WRITABLE, 0, None)
-
-# An escape, a set, or ``$``, which in Python alone also matches before a last newline.
-_DOLLAR: Final = re.compile(r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|\$", re.DOTALL)
 
 
 def drop_names_without_text(schema: dict[str, Any]) -> None:
@@ -85,7 +82,8 @@ def _is_writable(pattern: str) -> bool:
 
 def _found_by(pattern: str) -> Regex | None:
     """Returns the texts that contain a match of the pattern. None if it cannot be parsed here."""
-    strict = _DOLLAR.sub(lambda found: found[1] or r"\Z", pattern)
+    # In Python alone, ``$`` also matches before a last newline.
+    strict = "".join([r"\Z" if part[0] == "$" else part[0] for part in pattern_parts(pattern)])
     try:
         return parse_regex(f"(?s:.*)(?:{strict})(?s:.*)")
     except (BadArgument, TooLargeForDfa):

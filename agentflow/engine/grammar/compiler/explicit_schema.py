@@ -18,6 +18,7 @@ from agentflow.engine.grammar.compiler.dead_ends import check_writable, drop_nam
 from agentflow.engine.grammar.json_scalars import MOST_INTEGER, MOST_NUMBER
 from agentflow.engine.grammar.json_schema import IN_PLACE
 from agentflow.errors import BadArgument
+from agentflow.protocol.grammars.pattern_parts import rust_pattern
 from agentflow.protocol.schema_references import point_references
 from agentflow.protocol.schema_walk import (
     ANNOTATIONS,
@@ -218,13 +219,19 @@ def explicit(schema: Schema) -> Schema:
 
 def for_llguidance(schema: Schema) -> Schema:
     """Returns the schema in the form for llguidance: patterns replace the formats in ``PATTERN_OF_FORMAT``,
-    and narrow ranges do not begin at an open limit."""
+    Rust reads all patterns, and narrow ranges do not begin at an open limit."""
     narrower: Schema = json.loads(json.dumps(schema))
-    for _, sub in subschemas_with_paths(narrower):
-        name = sub.get("format")
-        if isinstance(name, str) and name in PATTERN_OF_FORMAT and "pattern" not in sub:
+    for _, sub in list(subschemas_with_paths(narrower)):
+        patterns = [rust_pattern(sub.pop("pattern"))] if isinstance(sub.get("pattern"), str) else []
+        if isinstance(name := sub.get("format"), str) and name in PATTERN_OF_FORMAT:
             del sub["format"]
-            sub["pattern"] = f"^(?:{PATTERN_OF_FORMAT[name]})$"
+            patterns.append(f"^(?:{PATTERN_OF_FORMAT[name]})$")
+        if patterns:
+            sub["pattern"] = patterns.pop()
+        if patterns:
+            sub["allOf"] = [*sub.get("allOf", []), {"pattern": patterns.pop()}]
+        if isinstance(named := sub.get("patternProperties"), dict):
+            sub["patternProperties"] = {rust_pattern(pattern): one for pattern, one in named.items()}
         _close_open_limits(sub)
     return narrower
 

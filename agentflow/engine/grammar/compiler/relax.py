@@ -34,6 +34,7 @@ from agentflow.engine.grammar.compiler.messages import (
 )
 from agentflow.errors import AgentflowError, BadArgument, RequestRefused
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.grammars.pattern_parts import pattern_parts
 from agentflow.protocol.hoisting import definition_name, definition_place
 from agentflow.protocol.schema_walk import SchemaPath, find_part, pointer_steps
 
@@ -115,28 +116,19 @@ def without_look_arounds(pattern: str) -> str:
     '^(?:)[+-]?0*\\\\d*\\\\.?\\\\d*$'
     """
     kept: list[str] = []
-    at, depth, dropped_from, in_set = 0, 0, 0, False
-    while at < len(pattern):
-        length = 2 if pattern[at] == "\\" else 1
-        char = pattern[at : at + length]
-        if in_set:
-            in_set = char != "]"
-        elif char == "[":
-            # A bracket that comes first is part of the set.
-            negation = 1 if pattern[at + 1 : at + 2] == "^" else 0
-            length += negation + (pattern[at + 1 + negation : at + 2 + negation] == "]")
-            in_set, char = True, pattern[at : at + length]
-        elif char == "(":
+    depth, dropped_from = 0, 0
+    for found in pattern_parts(pattern):
+        part = found[0]
+        if part == "(":
             depth += 1
-            if not dropped_from and pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
+            if not dropped_from and pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), found.start()):
                 dropped_from = depth
-        elif char == ")":
+        elif part == ")":
             if dropped_from and depth == dropped_from:
-                dropped_from, char = 0, "(?:)"
+                dropped_from, part = 0, "(?:)"
             depth -= 1
         if not dropped_from:
-            kept.append(char)
-        at += length
+            kept.append(part)
     return pattern if dropped_from else "".join(kept)
 
 
