@@ -216,10 +216,7 @@ class Tokenizer:
             if self._markup.post_processor is not None:
                 self._whole.post_processor = self._markup.post_processor
         self.space_prefix: SpacePrefix = find_space_prefix(spec.get("normalizer"), spec.get("pre_tokenizer"))
-        strips = any(
-            (token.get("lstrip") or token.get("rstrip")) and token["content"] not in self._closed_to_content
-            for token in self._added
-        )
+        strips = any(token.get("lstrip") or token.get("rstrip") for token in self._added)
         self._most_shrinkage = (
             None
             if strips or _removes_text(spec.get("pre_tokenizer"))
@@ -458,8 +455,9 @@ class Tokenizer:
         return self._decoder.stripped_spaces
 
     def fewest_tokens(self, num_chars: int) -> int:
-        """Returns a lower bound of the tokens of a text of this length, without encoding it (except for
-        characters that the vocabulary cannot write). 0 if the tokenizer may remove any number of them."""
+        """Returns a lower bound of the tokens of a content or markup of this length, without encoding it
+        (except for characters that the vocabulary cannot write). 0 if the tokenizer may remove any number of
+        characters."""
         shrinkage = self._most_shrinkage
         return 0 if shrinkage is None else -(-num_chars // (shrinkage * self._longest))
 
