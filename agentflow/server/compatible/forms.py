@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from agentflow.engine.grammar.compiler.ebnf import lark_of_ebnf
+from agentflow.engine.grammar.compiler.gbnf import read_gbnf
 from agentflow.errors import BadArgument
 from agentflow.protocol.bounds.json_bounds import schema_constraint
 from agentflow.protocol.constraint import Constraint
@@ -18,6 +18,8 @@ from agentflow.server.compatible.fields import is_given
 from agentflow.server.errors import invalid_field
 
 ANY_OBJECT = Constraint("schema", '{"type":"object"}')
+MAX_EBNF_CHARS = 20_000
+"""Reading a grammar holds up the server's other requests."""
 
 
 def only_form(found: Sequence[tuple[str, Constraint]], default: str) -> tuple[str, Constraint | None]:
@@ -75,7 +77,10 @@ def _grammar(source: str, param: str) -> Constraint:
 
 
 def _ebnf(source: str, param: str) -> Constraint:
+    if len(source) > MAX_EBNF_CHARS:
+        raise invalid_field(param, f"an EBNF grammar has at most {MAX_EBNF_CHARS:,} characters")
     try:
-        return Constraint("grammar", lark_of_ebnf(source))
+        read_gbnf(source)
     except BadArgument as error:
-        raise invalid_field(param, str(error)) from None
+        raise invalid_field(param, f"the EBNF grammar is not valid: {error}") from None
+    return Constraint("grammar", source)

@@ -22,7 +22,7 @@ import numpy as np
 from llguidance import LLMatcher
 from msgspec.structs import replace
 
-from agentflow.engine.grammar.compiler.ebnf import lark_of_gbnf
+from agentflow.engine.grammar.compiler.ebnf import lark_of_gbnf, regex_of_gbnf
 from agentflow.engine.grammar.compiler.explicit_schema import (
     Schema,
     check_schema,
@@ -72,6 +72,7 @@ from agentflow.protocol.constraint import Constraint, TagRule, Whitespace
 VERSION: Final = 1
 """The version of the compiled form, which is part of the key."""
 
+_ONLY_EMPTY: Final = "no text but the empty one satisfies it"
 _ANY_TEXT: Final = Repeat(ANY_CHAR, 0, None)
 SMALL_STACK_BYTES: Final = 1 << 20
 
@@ -132,9 +133,13 @@ def _compiled(constraint: Constraint) -> CompiledConstraint:
     compiled = _regex_or_grammar(constraint)
     if not isinstance(compiled, str):
         try:
-            return CompiledConstraint(_key(constraint), "dfa", build_dfa(compiled).to_bytes())
+            dfa = build_dfa(compiled)
         except TooLargeForDfa:
             compiled = _make_grammar(constraint, compiled)
+        else:
+            if constraint.kind == "grammar" and not dfa.transitions.any():
+                raise BadArgument(f"grammar: {_ONLY_EMPTY}")
+            return CompiledConstraint(_key(constraint), "dfa", dfa.to_bytes())
     count = _num_alternatives(constraint)
     payload = _checked(compiled, constraint.kind, count).encode()
     return CompiledConstraint(_key(constraint), "llguidance", payload, num_alternatives=count)
@@ -226,7 +231,7 @@ def _of_source(kind: str, source: str, whitespace: Whitespace) -> Regex | str:
         return _of_pattern(source)
     if kind == "schema":
         return _of_schema(source, whitespace)
-    return _of_lark(source)
+    return _of_grammar(source)
 
 
 def _of_tags(
@@ -278,6 +283,16 @@ def _lark_of_schema(schema: Schema, whitespace: Whitespace) -> str:
     return (
         f"start: %json {json.dumps({**for_llguidance(schema), 'x-guidance': options})}\n{ALL_TOKENS_ALLOWED}"
     )
+
+
+def _of_grammar(source: str) -> Regex | str:
+    """Returns a grammar in GBNF as an expression, unless a rule contains itself: an expression has the masks
+    of a DFA, and the library's parser counts every token that a rule may read."""
+    if "root" in _RULE_OF_EBNF.findall(source):
+        with suppress(BadArgument):  # of the whole grammar, below
+            if (regex := regex_of_gbnf(source)) is not None:
+                return regex
+    return _of_lark(source)
 
 
 def _of_lark(source: str, end: str = "") -> str:
@@ -384,6 +399,8 @@ def _as_grammar(constraint: Constraint, compiled: Regex | str) -> str:
         grammar = _of_tags(constraint, tags, bodies, is_small=False)
         assert isinstance(grammar, str)
         return grammar
+    if constraint.kind == "grammar":
+        return _of_lark(constraint.source)
     return _lark_of_pattern(write_pattern(compiled))
 
 
@@ -424,7 +441,7 @@ def _refuse_what_the_library_does(grammar: str, kind: str, count: int) -> None:
     except RequestRefused as error:
         raise BadArgument(f"{kind}: {error}") from None
     if not can_begin:
-        raise BadArgument(f"{kind}: no text but the empty one satisfies it")
+        raise BadArgument(f"{kind}: {_ONLY_EMPTY}")
 
 
 def _written_texts(

@@ -1,4 +1,4 @@
-"""Translates grammars in EBNF (GBNF, as in llama.cpp, vLLM and SGLang) into Lark's notation.
+"""Translates grammars in EBNF (GBNF, as in llama.cpp, vLLM and SGLang) into expressions or Lark's notation.
 
 The texts stay the same, although llguidance reads Lark's terminals with a lexer: ``lexemes`` decides which
 parts become terminals.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Final
 
 from agentflow.engine.grammar.compiler.gbnf import read_gbnf
+from agentflow.engine.grammar.regex import Alternation, CharSet, Concatenation, Regex, Repeat, literal
 from agentflow.errors import BadArgument
 from agentflow.protocol.grammars.char_ranges import MAX_CODE_POINT, Ranges, all_but, without_surrogates
 from agentflow.protocol.grammars.lexemes import Lexemes, characters
@@ -27,26 +29,10 @@ from agentflow.protocol.grammars.parts import (
     names_in,
 )
 
-MAX_EBNF_CHARS = 20_000
-
 _ENDED: Final = "root and its end"
 """No name that a rule of a grammar may have."""
 _ANY_TEXT: Final = Times(Chars(((0, MAX_CODE_POINT),)), 0, None)
 _SIGNS: Final = {(0, None): "*", (1, None): "+", (0, 1): "?"}
-
-
-def lark_of_ebnf(source: str) -> str:
-    """Returns the grammar in Lark's notation. Raises ``BadArgument`` if it is not valid.
-
-    >>> lark_of_ebnf('root ::= "yes"')
-    'start: "yes"\\n'
-    """
-    if len(source) > MAX_EBNF_CHARS:
-        raise BadArgument(f"an EBNF grammar has at most {MAX_EBNF_CHARS:,} characters, not {len(source):,}")
-    try:
-        return lark_of_gbnf(source)
-    except BadArgument as error:
-        raise BadArgument(f"the EBNF grammar is not valid: {error}") from None
 
 
 def lark_of_gbnf(source: str, end: str = "") -> str:
@@ -66,6 +52,48 @@ def lark_of_gbnf(source: str, end: str = "") -> str:
         return _Writer({_ENDED: Row(whole), **rules}, followed).written()
     except RecursionError:
         raise BadArgument("the grammar nests too deeply") from None
+
+
+def regex_of_gbnf(source: str) -> Regex | None:
+    """Returns the grammar as an expression; None if a rule contains itself. Raises ``BadArgument`` if it is
+    not valid.
+
+    >>> regex_of_gbnf('root ::= "y" | [n-n]') == parse_regex("y|n")
+    True
+    """
+    rules = read_gbnf(source)
+    needed: dict[str, set[str]] = {}
+    waiting = ["root"]
+    while waiting:
+        name = waiting.pop()
+        if name not in needed:
+            needed[name] = set(names_in(rules[name]))
+            waiting += needed[name]
+    found: dict[str, Regex] = {}
+    try:
+        for name in TopologicalSorter(needed).static_order():
+            found[name] = _regex(rules[name], found)
+    except CycleError:
+        return None
+    except RecursionError:
+        raise BadArgument("the grammar nests too deeply") from None
+    return found["root"]
+
+
+def _regex(part: GrammarPart, known: Mapping[str, Regex]) -> Regex:
+    match part:
+        case Named(name):
+            return known[name]
+        case Text(text):
+            return literal(text)
+        case Chars(ranges):
+            return CharSet(ranges)
+        case Times(inner, least, most):
+            return Repeat(_regex(inner, known), least, most)
+        case Row(parts):
+            return Concatenation(tuple([_regex(one, known) for one in parts]))
+        case Choice(options):
+            return Alternation(tuple([_regex(option, known) for option in options]))
 
 
 class _Writer:

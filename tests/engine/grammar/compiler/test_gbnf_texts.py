@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
-from agentflow.engine.grammar.compiler.ebnf import MAX_EBNF_CHARS, lark_of_ebnf, lark_of_gbnf
+from agentflow.engine.grammar.compiler.ebnf import lark_of_gbnf, regex_of_gbnf
+from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.llguidance import ALL_TOKENS_ALLOWED, LlguidanceGrammar
 from agentflow.errors import BadArgument, RequestRefused
 from agentflow.protocol.constraint import Constraint
@@ -74,7 +75,7 @@ def test_f37_no_terminal_takes_the_beginning_of_the_next_part(
         assert takes(constraint, text), text
     for text in bad:
         assert not takes(constraint, text), text
-    assert [takes_lark(lark_of_ebnf(grammar), text) for text in good] == [True] * len(good)
+    assert [takes_lark(lark_of_gbnf(grammar), text) for text in good] == [True] * len(good)
 
 
 def takes_lark(lark: str, text: str) -> bool:
@@ -87,6 +88,19 @@ def takes_lark(lark: str, text: str) -> bool:
         return growing.may_end()
     except RequestRefused:  # no text matches the rest
         return False
+
+
+def test_f37_a_grammar_without_recursion_is_no_work_for_a_parser() -> None:
+    """Its parser refused masks of large vocabularies: each token that a rule reads counts."""
+    words = """root ::= (word "s" | word "ed") (" " word)*\nword ::= [a-z]+"""
+    lines = 'root ::= line\nline ::= [a-z]+ "\\n" line?'
+    forms = [compile_constraint(Constraint("grammar", source)).form for source in (words, lines)]
+    assert forms == ["dfa", "llguidance"]
+    # Too large for a DFA.
+    pairs = compile_constraint(Constraint("grammar", 'root ::= [a-z]{1,2000} "x" [a-z]{1,2000}'))
+    assert pairs.form == "llguidance"
+    assert takes(pairs, "axb")
+    assert not takes(pairs, "ax")
 
 
 @pytest.mark.parametrize("end", ["", "</tool_call>"])
@@ -115,8 +129,7 @@ def test_f37_the_rest_of_a_literal_is_forced() -> None:
     ],
 )
 def test_f37_a_large_grammar_is_translated(grammar: str) -> None:
-    assert len(grammar) <= MAX_EBNF_CHARS
-    assert lark_of_ebnf(grammar).startswith("start: ")
+    assert lark_of_gbnf(grammar).startswith("start: ")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +150,7 @@ def test_f37_a_large_grammar_is_translated(grammar: str) -> None:
 )
 def test_f37_an_invalid_grammar_is_refused_with_the_place(grammar: str, words: str) -> None:
     with pytest.raises(BadArgument) as caught:
-        lark_of_ebnf(grammar)
+        lark_of_gbnf(grammar)
     assert words in str(caught.value)
 
 
@@ -246,7 +259,13 @@ TEXTS = ["".join(chars) for length in range(5) for chars in itertools.product("a
 @examples(60)
 @given(st.fixed_dictionaries(dict.fromkeys(NAMES, parts)), st.lists(st.text(CHARS, max_size=7), max_size=10))
 def test_f37_a_grammar_has_the_texts_that_its_rules_derive(rules: dict[str, Part], more: list[str]) -> None:
-    lark = lark_of_gbnf("\n".join([f"{name} ::= {written(part)}" for name, part in rules.items()]))
+    """Under the parser and, if no rule contains itself, under a DFA."""
+    source = "\n".join([f"{name} ::= {written(part)}" for name, part in rules.items()])
+    if (regex := regex_of_gbnf(source)) is not None:
+        dfa = build_dfa(regex)
+        for text in [*TEXTS, *more]:
+            assert dfa.matches(text.encode()) == derives(rules, text), (text, source)
+    lark = lark_of_gbnf(source)
     try:
         grammar = LlguidanceGrammar(f"{lark}\n{ALL_TOKENS_ALLOWED}", BYTE_VOCABULARY)
     except RequestRefused:
