@@ -25,6 +25,7 @@ import agentflow as af
 from agentflow import integrations
 from agentflow.backends.local import Embedded
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
+from agentflow.protocol.sampling import SamplingParams
 from benchmarks.page import HEADLINES, with_headlines
 
 anyio_backend = pytest.fixture(only_asyncio)
@@ -132,6 +133,19 @@ def test_every_parameter_of_gen_is_named():
     section = text.partition("## gen and select")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)(?:=[^`]*)?`", section))
     assert set(inspect.signature(af.gen).parameters) - {"name"} <= named
+
+
+def test_f37_the_defaults_of_gen_are_those_of_the_code():
+    text = (DOCS / "concepts" / "states.md").read_text(encoding="utf-8")
+    section = text.partition("## gen and select")[2].partition("\n## ")[0]
+    names = re.findall(r"^\| (`\w.*?) \|", section, re.MULTILINE)
+    shown = [pair for name in names for pair in re.findall(r"`(\w+)=([^`]*)`", name)]
+    known = {name: parameter.default for name, parameter in inspect.signature(af.gen).parameters.items()}
+    engine = SamplingParams()
+    assert len(shown) > 10
+    for name, value in shown:
+        default = known[name] if known[name] is not None else getattr(engine, name)
+        assert value.replace('"', "'") == repr(default)
 
 
 @pytest.mark.parametrize("package", [af, integrations], ids=["agentflow", "agentflow.integrations"])

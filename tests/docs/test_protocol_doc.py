@@ -182,6 +182,14 @@ def test_the_close_codes_are_those_of_the_code() -> None:
         assert str(code) in rows
 
 
+def test_f37_the_defaults_in_brackets_are_those_of_an_engine() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.* \[(.*?)\] \|$", _section(sampling.GenParams), flags=re.MULTILINE)
+    engine, unset = sampling.SamplingParams(), sampling.GenParams()
+    chosen = [name for name in sampling.GenParams.__struct_fields__ if getattr(unset, name) is None]
+    defaults = [(name, getattr(engine, name)) for name in chosen if getattr(engine, name) is not None]
+    assert rows == [(name, str(default)) for name, default in defaults]
+
+
 def test_every_error_code_in_the_page_exists() -> None:
     codes = set(re.findall(r'"code": "(\w+)"', PAGE))
     for refusals in re.findall(r"^\| \d{4} \| (.*?) \|", PAGE, flags=re.MULTILINE):
