@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import httpx2
+from anyio.from_thread import start_blocking_portal
 from support.api_errors import (
     Response,
     connection_with,
@@ -19,6 +20,8 @@ from support.api_errors import (
     response_to_bytes,
 )
 from support.api_server import MODEL, VENDOR, ApiServer, api_server
+from support.apis import openai_answers
+from support.apis.fake_server import Answer, fake_server
 from support.chat_template_shapes import INST
 from support.docs.connection_refusals import (
     a_long_url,
@@ -46,6 +49,7 @@ from support.faulty_servers import (
 )
 from support.server.apis import CHAT, MESSAGES, Api
 
+from agentflow.backends.apis.openai import OpenAI
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -109,6 +113,25 @@ def another(**options: Any) -> Opened:
 
 def keyed(*settings: str) -> Opened:
     return another(tenants=tenants(*settings))
+
+
+@contextmanager
+def vendor_that_sends(answer: Answer) -> Iterator[ApiServer]:
+    """A server whose model ``VENDOR`` is behind an API with this answer."""
+    with (
+        start_blocking_portal("asyncio") as portal,
+        portal.wrap_async_context_manager(fake_server(lambda request: answer)) as api,
+        vendor_at(api.url) as server,
+    ):
+        yield server
+
+
+def vendor_at(url: str) -> AbstractContextManager[ApiServer]:
+    return api_server(vendor=OpenAI("gpt-4.1-mini", base_url=f"{url}/v1", api_key="k", max_retries=0))
+
+
+def of_vendor(on: Opened) -> Refused:
+    return sending(lambda _: request_fields(model=VENDOR), on=on)
 
 
 def many_wrong_keys(_: ApiServer, api: Api) -> Response:
@@ -409,6 +432,10 @@ REFUSED: dict[str, Refused] = {
     "engine_down": a_dead_engine,
     "engine_failed_in_stream": failing(3, stream=True, max_tokens=100),
     "internal_error": sending(on=another(tenants=BrokenTenants())),
+    "api_failed": of_vendor(lambda: vendor_that_sends(openai_answers.error(401, "no"))),
+    "api_unreachable": of_vendor(lambda: vendor_at("http://127.0.0.1:1")),
+    "api_overloaded": of_vendor(lambda: vendor_that_sends(openai_answers.error(429, "no"))),
+    "api_refused": of_vendor(lambda: vendor_that_sends(openai_answers.error(400, "no"))),
     "forbidden_origin": sending(headers={"Origin": "http://elsewhere.example"}),
     "unknown_host": sending(on=another(hosts=("127.0.0.1",)), headers={"Host": "elsewhere.example"}),
     "adapters_forbidden": only(

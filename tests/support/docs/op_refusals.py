@@ -8,23 +8,21 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from anyio.from_thread import start_blocking_portal
 from support.api_errors import gated
 from support.api_server import VENDOR, ApiServer, api_server
 from support.apis import openai_answers
-from support.apis.fake_server import fake_server
 from support.chat_template_shapes import INST
-from support.docs.http_refusals import LOUD, Opened, another
+from support.docs.http_refusals import LOUD, Opened, another, vendor_that_sends
 from support.fake_engine import FakeEngine
 from support.faulty_servers import KEY, failing_engine, spent, tenants
 from support.server.apis import CHAT
 from support.session_errors import ASK, OPEN, Session, gen, text
 from support.session_errors import session as session_on
 
-from agentflow.backends.apis.openai import OpenAI
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.protocol.text import stop_pattern
 from agentflow.runtime.interpreter import interpreter, state_tree
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.tenants.rate_limit import TenantGate
@@ -61,7 +59,7 @@ def failing(error: BaseException) -> Opened:
     return lambda: api_server(failing_engine(error), constraints=False)
 
 
-def patched(module: Any, name: str, value: int, fail: Fails) -> Fails:
+def patched(module: Any, name: str, value: float, fail: Fails) -> Fails:
     def patched_fail(server: ApiServer) -> str:
         with patch.object(module, name, value):
             return fail(server)
@@ -120,14 +118,8 @@ def used_up_costs(_: ApiServer) -> str:
 
 
 def an_invalid_answer(_: ApiServer) -> str:
-    with (
-        start_blocking_portal("asyncio") as portal,
-        portal.wrap_async_context_manager(
-            fake_server(lambda request: openai_answers.text_stream("no number"))
-        ) as api,
-        api_server(vendor=OpenAI("gpt-4.1-mini", base_url=f"{api.url}/v1", api_key="k")) as server,
-        session_on(server) as session,
-    ):
+    answer = openai_answers.text_stream("no number")
+    with vendor_that_sends(answer) as server, session_on(server) as session:
         session.ops({**OPEN, "model": VENDOR}, *ASKED, constrained("schema", '{"type": "integer"}'))
         return session.failure()
 
@@ -227,6 +219,9 @@ FAILURES: dict[str, Fails] = {
         *ASK,
         constrained("regex", "a+"),
         on=another(constraints=True, compile_limits=CompileLimits(compiled_bytes=1)),
+    ),
+    "stop_regex_too_slow": patched(
+        stop_pattern, "BURST_S", 1e-9, ops(*ASK, gen(params={"stop_regex": "a+b"}))
     ),
     "constraints_unsupported": ops(*ASK, constrained("regex", "a"), on=another()),
     "unknown_model": ops({**OPEN, "model": "nowhere"}, state=1),
