@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.engine.text.tool_output import CallMarks
+from agentflow.engine.text.tool_output import CallMarks, overlap
 from agentflow.protocol.bounds.cpu_allowance import CpuAllowance
 from agentflow.protocol.text.stop_pattern import StopPattern
 
@@ -152,6 +152,11 @@ class _CallScan:
             self._held, self.is_inside = after, not self.is_inside
         self._held = ""
 
+    @property
+    def num_undecided(self) -> int:
+        """The length of the end of the text that may be the beginning of a call's mark."""
+        return 0 if self.is_inside else overlap(self._held, self._marks.begin)
+
 
 class TextEnd:
     """Follows the text of one generation and delivers text that can no longer be part of a stop. The cost of
@@ -163,8 +168,8 @@ class TextEnd:
         stop: the strings that end the text.
         stop_regex: a pattern whose match ends the text.
         min_tokens: no stop begins in the text of the first ``min_tokens`` tokens.
-        calls: the marks of tool calls. No stop applies inside a call: if it ended early, it would be another
-            call.
+        calls: the marks of tool calls. No stop applies to a part of a call, including its marks: if it ended
+            early, it would be another call.
         searches: the time that remains to the tenant for searches for its ``stop_regex``.
         continues: the generation follows other text; False only in an empty state.
     """
@@ -192,6 +197,8 @@ class TextEnd:
         self._num_read = 0
         self._num_delivered = 0
         self._stopped_at: int | None = None
+        self._pending: tuple[int, int] | None = None  # a stop, from its first character to behind its last
+        """A stop that does not count if its end turns out to be the mark of a call."""
         self.stop: str | None = None
         """The string of ``stop`` that ended the text; None if none did, or a match of ``stop_regex``."""
 
@@ -230,19 +237,18 @@ class TextEnd:
         self._num_read += len(new)
         if self._calls is not None and calls_from < 0:
             self._calls.restart()
-        elif self._calls is not None:
-            self._calls.read(new[max(0, calls_from - before) :])
-        if is_free and self._pattern is not None:
-            self._pattern.skip(new)
-        if is_free and self._held:  # a stop that began before does not end in it
-            new, self._held = self._held + new, ""
-            for stop in self._stops:
-                stop.num_matched = 0
         if is_free or (self._pattern is None and not self._held and self._beginnings.isdisjoint(new)):
+            if self._calls is not None and calls_from >= 0:
+                self._calls.read(new[max(0, calls_from - before) :])
+            if is_free and self._pattern is not None:
+                self._pattern.skip(new)
+            if self._held:  # a stop that began before does not end in it
+                new, self._held = self._held + new, ""
+                self._forget_stops()
             self._num_delivered += len(new)
             return new
         self._held += new
-        delta_length = self._search(new, before) - self._num_delivered
+        delta_length = self._search(new, before, calls_from) - self._num_delivered
         delta, self._held = self._held[:delta_length], self._held[delta_length:]
         self._num_delivered += delta_length
         return delta
@@ -268,36 +274,57 @@ class TextEnd:
             self._calls.read(text[self._num_read :])
         if self._pattern is not None:
             self._pattern.skip(text[self._num_read :])
-        for stop in self._stops:
-            stop.num_matched = 0
+        self._forget_stops()
         self._held, self._num_read, self._num_delivered = "", len(text), len(text)
 
     def finish(self) -> Ending:
         """Ends the generation. Text held back is in ``rest``; bytes of an incomplete last character are
         dropped."""
         detokenizer = self._detokenizer
+        if self._pending is not None:  # no call follows
+            self._stopped_at = self._pending[0]
         end = detokenizer.num_chars if self._stopped_at is None else self._stopped_at
         text = detokenizer.text[:end]
         ids = detokenizer.list_ids(0, end)
         return Ending(ids, text, kept=detokenizer.num_ids_within(end), rest=text[self._num_delivered :])
 
-    def _search(self, new: str, at: int) -> int:
+    def _forget_stops(self) -> None:
+        """Forgets the stops that have begun, or that a call may still contain."""
+        self._pending = self.stop = None
+        for stop in self._stops:
+            stop.num_matched = 0
+
+    def _search(self, new: str, at: int, calls_from: int) -> int:
         """Reads ``new``, whose first character has index ``at``. Returns the end of the text that may be
         delivered."""
-        stops, pattern = self._stops, self._pattern
+        stops, pattern, calls = self._stops, self._pattern, self._calls
         if pattern is not None:
             pattern.add(new)
         for end, char in enumerate(new, start=at + 1):
-            begin = None if pattern is None else pattern.step()
-            for stop in stops:
-                stop.step(char)
-                if stop.num_matched == len(stop.string) and (begin is None or end - stop.num_matched < begin):
-                    begin, self.stop = end - stop.num_matched, stop.string
-            if begin is not None:
-                self._stopped_at = begin
-                return begin
-        end = at + len(new)
-        safe = end - max([stop.num_matched for stop in stops], default=0)
+            if calls is not None and 0 <= calls_from < end:
+                calls.read(char)
+                if calls.is_inside:
+                    self._forget_stops()
+            if self._pending is not None or (calls is not None and calls.is_inside):
+                if pattern is not None:
+                    pattern.pass_over()
+            else:
+                begin = None if pattern is None else pattern.step()
+                for stop in stops:
+                    stop.step(char)
+                    num = stop.num_matched
+                    if num == len(stop.string) and (begin is None or end - num < begin):
+                        begin, self.stop = end - num, stop.string
+                if begin is not None:
+                    self._pending = begin, end
+            if self._pending is not None:
+                begin, stop_end = self._pending
+                if calls is None or end - calls.num_undecided >= stop_end:
+                    self._stopped_at, self._pending = begin, None
+                    return begin
+        if self._pending is not None:
+            return self._pending[0]
+        safe = at + len(new) - max([stop.num_matched for stop in stops], default=0)
         return safe if pattern is None else min(safe, pattern.num_safe)
 
 

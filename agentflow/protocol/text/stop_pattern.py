@@ -68,7 +68,7 @@ class StopPattern:
         self._num_read = self.num_safe = len(self._text)
 
     def add(self, new: str) -> None:
-        """Adds the text of one token. Call ``step`` once for each character."""
+        """Adds the text of one token. Call ``step`` or ``pass_over`` once for each character."""
         self._text += new
         self._left_s = min(BURST_S, self._left_s + PER_TOKEN_S)
 
@@ -81,6 +81,11 @@ class StopPattern:
             return int(found.start())
         self.num_safe = self._num_read if found is None else found.start()
         return None
+
+    def pass_over(self) -> None:
+        """Reads one character, at or before which no match may begin."""
+        self._num_read += 1
+        self.num_safe = self._num_read
 
     def _search(self) -> regex.Match[str] | None:
         """A match, a partial match or None. The time limit of ``regex`` is wall-clock time, which includes

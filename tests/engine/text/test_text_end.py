@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -277,13 +278,15 @@ BYTES = Tokenizer(small_tokenizers.byte_level_of([]))
 
 
 def outside_calls(text: str, marks: CallMarks) -> list[bool]:
-    """For each character, whether it is outside of tool calls. Searches for marks at each character."""
+    """For each character, whether it is outside of tool calls and their marks. Searches for marks at each
+    character."""
     outside: list[bool] = []
     is_inside, at = False, 0
     for end in range(1, len(text) + 1):
         outside.append(not is_inside)
         mark = marks.end if is_inside else marks.begin
         if mark and text.endswith(mark, at, end):
+            outside[end - len(mark) :] = [False] * len(mark)
             is_inside, at = not is_inside, end
     return outside
 
@@ -310,6 +313,25 @@ def test_f31a_no_stop_is_in_a_call(text: str, marks: CallMarks, stop: list[str])
     ending = end_of_text.finish()
     assert ending.text == text[:cut]
     assert delivered + ending.rest == text[:cut]
+
+
+@pytest.mark.parametrize("how", [{"stop": ["<"]}, {"stop_regex": "<"}])
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("a<c>b</c>c<d", "a<c>b</c>c"),
+        ("a<<c>", "a"),
+        ("a<", "a"),
+        ("<c", ""),
+        ("<c>", "<c>"),
+        ("<c><", "<c><"),
+    ],
+)
+def test_f37_no_stop_is_in_the_mark_of_a_call(how: dict[str, Any], text: str, cut: str) -> None:
+    end_of_text = TextEnd(BYTES, calls=CallMarks("<c>", "</c>"), **how)
+    delivered = "".join([end_of_text.push(token) for token in BYTES.encode(text)])
+    ending = end_of_text.finish()
+    assert (ending.text, delivered + ending.rest) == (cut, cut)
 
 
 @pytest.mark.parametrize(
