@@ -414,7 +414,10 @@ export interface GenOp {
 export interface GenParams {
   /** The maximum number of tokens to generate [256]. */
   max_tokens?: number | null;
-  /** The text does not end before this many tokens; at most `max_tokens` [0]. */
+  /**
+   * The text does not end before this many tokens, unless it is complete under its constraint; at most
+   * `max_tokens` [0].
+   */
   min_tokens?: number | null;
   /** 0 is greedy [0.0]. */
   temperature?: number | null;
