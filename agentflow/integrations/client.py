@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import anyio
 from anyio.abc import TaskStatus
@@ -462,6 +463,16 @@ def connection_through(backend: Backend) -> ModelConnection:
             connection = ModelConnection(lambda: session(backend=backend), has_backend=True)
             _backends[id(backend)] = connection
         return connection
+
+
+_cache_keys: WeakKeyDictionary[Backend, str] = WeakKeyDictionary()
+
+
+def cache_key(backend: Backend) -> str:
+    """Returns a text that distinguishes a backend from others in the keys of caches. It is equal in all
+    processes if the backend has ``source``; otherwise only this object has it, as a script does."""
+    source: str | None = getattr(backend, "source", None)
+    return source or _cache_keys.setdefault(backend, secrets.token_hex(8))
 
 
 def _after_fork() -> None:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import agentflow as af
-from agentflow.integrations import EmbedCall, connection_through, embedding_connection_to
+from agentflow.integrations import EmbedCall, cache_key, connection_through, embedding_connection_to
 
 
 class AgentflowEmbedding:
@@ -46,7 +46,7 @@ class AgentflowEmbedding:
         self._options = (dimensions, prompt, prompt_name)
         self._max_retries = max_retries
         # DSPy's cache knows a callable by its name: one for each model and its options.
-        own = (base_url, model, id(backend) if backend is not None else None, *self._options)
+        own = (base_url, model, None if backend is None else cache_key(backend), *self._options)
         self.__name__ = f"{type(self).__name__}{own!r}"
 
     def __call__(self, texts: list[str]) -> list[list[float]]:

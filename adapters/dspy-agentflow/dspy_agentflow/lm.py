@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 import dspy
 
-from agentflow.integrations import ModelConnection, connection_through, connection_to
+from agentflow.integrations import ModelConnection, cache_key, connection_through, connection_to
 from dspy_agentflow.call_notes import WIRED_CALL, noting
 from dspy_agentflow.programs import register_callback
 
@@ -22,9 +22,9 @@ DEFAULT_NAME: Final = "default"
 """The name after the prefix for the server's first model, or ``smollm2-135m`` in this process."""
 DEFAULT_MAX_TOKENS: Final = 1024
 CACHE_SCOPE: Final = "agentflow_cache_scope "
-"""Begins the name of an argument for the keys of DSPy's cache: the server, and whether answers follow the
-adapter. Without it, equal prompts to models of the same name share answers, since DSPy ignores addresses. Its
-value is None, which DSPy sends to no engine."""
+"""Begins the name of an argument for the keys of DSPy's cache: the server or backend, and whether answers
+follow the adapter. Without it, equal prompts to models of the same name share answers, since DSPy ignores
+addresses. Its value is None, which DSPy sends to no engine."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class BaseAgentflowLM(dspy.LM):
             backend=backend,
         )
         self.follow_adapter = follow_adapter
-        self._base_url = settings.base_url
-        if backend is not None:  # the keys of DSPy's cache do not distinguish backends
+        self._source = settings.base_url if backend is None else cache_key(backend)
+        if backend is not None and not hasattr(backend, "source"):  # nothing is found after this process
             kwargs.setdefault("cache", False)
         super().__init__(name_of(model), max_tokens=max_tokens, **self._engine_options(settings), **kwargs)
 
@@ -145,9 +145,9 @@ class BaseAgentflowLM(dspy.LM):
 
     def _cache_scope(self) -> dict[str, None]:
         """Returns the argument for the keys of DSPy's cache; none for a model of this process."""
-        if self._base_url is None and self.follow_adapter:
+        if self._source is None and self.follow_adapter:
             return {}
-        return {CACHE_SCOPE + json.dumps([self._base_url, self.follow_adapter]): None}
+        return {CACHE_SCOPE + json.dumps([self._source, self.follow_adapter]): None}
 
     def _in_scope(self, request: Any) -> Any:
         """Returns a request of ``dspy.lm15`` with the scope, and other values unchanged."""

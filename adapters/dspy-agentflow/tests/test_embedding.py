@@ -33,6 +33,12 @@ def test_dspy_s_cache_does_not_mix_models_and_options() -> None:
     assert backend.generator._stats["prompt_tokens"] == num_tokens
 
 
+def test_f37_dspy_s_cache_does_not_mix_backends() -> None:
+    names = {AgentflowEmbedding(backend=af.Scripted("")).__name__ for _ in range(20)}  # ids are used again
+    assert len(names) == 20
+    assert AgentflowEmbedding(backend=af.Remote("ws://a")).__name__.count("ws://a") == 1
+
+
 def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGENTFLOW_URL", raising=False)
     with pytest.raises(af.errors.BadArgument):

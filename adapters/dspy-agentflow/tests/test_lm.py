@@ -377,6 +377,13 @@ def test_f37_dspy_s_cache_does_not_mix_servers(monkeypatch: pytest.MonkeyPatch) 
     assert set(lm.history[0]["kwargs"]) == set()
 
 
+def test_f37_dspy_s_cache_does_not_mix_backends() -> None:
+    lms = {name: scripted([f"from {name}"], cache=True)[0] for name in "AB"}
+    for _ in range(2):
+        for name, lm in lms.items():
+            assert lm("f37 backends")[0] == f"from {name}"
+
+
 def test_f37_dspy_s_cache_knows_whether_the_format_is_followed() -> None:
     lm, model = scripted(answering(SUGAR), cache=True)
     for other in (lm, lm.copy(follow_adapter=False), lm, lm.copy(follow_adapter=False)):

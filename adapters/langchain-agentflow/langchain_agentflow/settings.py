@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 from langchain_core.caches import BaseCache
 from langchain_core.utils import secret_from_env
@@ -21,7 +19,7 @@ from pydantic import (
 )
 
 import agentflow as af
-from agentflow.integrations import ModelConnection, connection_through, connection_to
+from agentflow.integrations import ModelConnection, cache_key, connection_through, connection_to
 from langchain_agentflow.errors import langchain_errors
 
 DEFAULT_MAX_TOKENS: Final = 1024
@@ -61,8 +59,6 @@ _WITHOUT_EFFECT: Final = frozenset(
 )
 # Constraints on the text; at most one per call.
 CONSTRAINTS: Final = ("regex", "schema", "grammar")
-_BACKEND_KEYS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
-"""The keys of backends that only this process has, such as scripts."""
 _ELSEWHERE: Final = ("n", "model", "model_name", "cache_salt", "max_retries", "stream")
 
 
@@ -138,11 +134,9 @@ class ModelSettings(BaseModel):
             raise ValueError(f"n must be at least 1, not {self.n}")
         if self.backend is not None:
             self._own_connection = connection_through(self.backend)
-            self._backend_key = getattr(self.backend, "source", None)
-            if self._backend_key is None:
-                self._backend_key = _BACKEND_KEYS.setdefault(self.backend, secrets.token_hex(8))
-                if self.cache is None:
-                    self.cache = False
+            self._backend_key = cache_key(self.backend)
+            if self.cache is None and not hasattr(self.backend, "source"):
+                self.cache = False
         return self
 
     def connection(self, model: str | None = None) -> ModelConnection:
