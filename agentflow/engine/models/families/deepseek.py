@@ -5,23 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agentflow.engine.models.config import DecoderConfig, ExpertsShape, LatentShape, LayerShape, RawConfig
-from agentflow.engine.models.families.family import (
-    ExpertNames,
-    Family,
-    LatentNames,
-    WeightNames,
-    standard_shape,
-)
+from agentflow.engine.models.families.family import Family, LatentNames, WeightNames, standard_shape
+from agentflow.engine.models.families.mixture import QWEN3_EXPERTS
 from agentflow.engine.models.rope import read_rope, rope_parameters, yarn_amplitude
 from agentflow.errors import BadModelFolder
 
 NAMES = WeightNames(
     latent=LatentNames(),
-    experts=ExpertNames(
-        router="mlp.gate",
-        gate="mlp.experts.{}.gate_proj",
-        up="mlp.experts.{}.up_proj",
-        down="mlp.experts.{}.down_proj",
+    experts=replace(
+        QWEN3_EXPERTS,
         shared=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
     ),
 )

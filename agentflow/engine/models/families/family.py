@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -197,33 +197,34 @@ def read_ropes(raw: RawConfig, local_theta: float) -> tuple[RopeConfig, RopeConf
     return make_rope(raw, scaled), make_rope(raw, {"rope_theta": local_theta, **local})
 
 
-def layer_types(raw: RawConfig, default: Callable[[int], str]) -> Sequence[str]:
-    """Returns the kind of attention of each layer: ``layer_types``, or ``default(layer)`` for configs of
-    older releases."""
+def windowed(
+    raw: RawConfig,
+    slides: Callable[[int], bool] = lambda layer: True,
+    *,
+    sliding: LayerRope = "global",
+    full: LayerRope = "global",
+) -> tuple[LayerShape, ...]:
+    """Returns the layers of a model with windows; empty if all are plain. A window as large as the context is
+    dropped.
+
+    Args:
+        raw: the config. ``layer_types`` has the kind of attention of each layer.
+        slides: whether a layer has a window, for configs of older releases, without ``layer_types``.
+        sliding: the rope of layers with a window.
+        full: the rope of the other layers.
+    """
     num_layers = int(raw["num_hidden_layers"])
-    types = raw.get("layer_types") or [default(i) for i in range(num_layers)]
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if unknown or len(types) != num_layers:
+    kinds = raw.get("layer_types") or [
+        "sliding_attention" if slides(i) else "full_attention" for i in range(num_layers)
+    ]
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown or len(kinds) != num_layers:
         raise BadModelFolder(
             f"layers of the kind {', '.join(unknown)} are not supported"
             if unknown
-            else f"layer_types has {len(types)} entries for {num_layers} layers",
+            else f"layer_types has {len(kinds)} entries for {num_layers} layers",
             param="layer_types",
         )
-    return [str(kind) for kind in types]
-
-
-def windowed(
-    raw: RawConfig, kinds: Sequence[str], *, sliding: LayerRope = "global", full: LayerRope = "global"
-) -> tuple[LayerShape, ...]:
-    """Returns layers of these kinds; empty if all are plain. A window as large as the context is dropped.
-
-    Args:
-        raw: the config.
-        kinds: the result of ``layer_types``.
-        sliding: the rope of sliding layers.
-        full: the rope of the other layers.
-    """
     window = int(raw.get("sliding_window") or 0)
     if not 0 < window < int(raw["max_position_embeddings"]):
         window = 0

@@ -10,14 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentflow.engine.models.config import DecoderConfig, RawConfig
-from agentflow.engine.models.families.family import (
-    Family,
-    WeightNames,
-    layer_types,
-    read_ropes,
-    standard_shape,
-    windowed,
-)
+from agentflow.engine.models.families.family import Family, WeightNames, read_ropes, standard_shape, windowed
 from agentflow.errors import BadModelFolder
 
 NAMES = WeightNames(
@@ -57,18 +50,16 @@ def _scores(raw: RawConfig) -> dict[str, float]:
 
 def read_gemma2(raw: RawConfig) -> DecoderConfig:
     """Every other layer has a window."""
-    kinds = layer_types(raw, lambda i: "full_attention" if i % 2 else "sliding_attention")
-    return _shape(raw, layers=windowed(raw, kinds), **_scores(raw))
+    return _shape(raw, layers=windowed(raw, lambda i: i % 2 == 0), **_scores(raw))
 
 
 def read_gemma3(raw: RawConfig) -> DecoderConfig:
     """Five layers of six have a window and the local rope."""
     pattern = int(raw.get("_sliding_window_pattern") or raw.get("sliding_window_pattern") or 6)
-    kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
     rope, local_rope = read_ropes(raw, raw["rope_local_base_freq"])
     return _shape(
         raw,
-        layers=windowed(raw, kinds, sliding="local"),
+        layers=windowed(raw, lambda i: (i + 1) % pattern != 0, sliding="local"),
         rope=rope,
         local_rope=local_rope,
         qk_norm="head",

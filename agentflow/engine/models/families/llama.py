@@ -6,13 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agentflow.engine.models.config import DecoderConfig, LayerShape, RawConfig
-from agentflow.engine.models.families.family import (
-    Family,
-    WeightNames,
-    layer_types,
-    standard_shape,
-    windowed,
-)
+from agentflow.engine.models.families.family import Family, WeightNames, standard_shape, windowed
 from agentflow.errors import BadModelFolder
 
 HYPERCLOVAX = WeightNames(attention_norm="post_norm1", output_norm="post_norm2")
@@ -25,18 +19,14 @@ def read_llama(raw: RawConfig) -> DecoderConfig:
 
 def read_mistral(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. All layers have a window, if the config has one."""
-    return standard_shape(raw, layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")))
+    return standard_shape(raw, layers=windowed(raw))
 
 
 def read_qwen2(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. The layers after the first ``max_window_layers`` have a window, if enabled."""
     layers: tuple[LayerShape, ...] = ()
     if raw.get("use_sliding_window", False):
-
-        def kind(layer: int) -> str:
-            return "sliding_attention" if layer >= int(raw["max_window_layers"]) else "full_attention"
-
-        layers = windowed(raw, layer_types(raw, kind))
+        layers = windowed(raw, lambda i: i >= int(raw["max_window_layers"]))
     return standard_shape(raw, layers=layers)
 
 

@@ -8,14 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from agentflow.engine.models.config import DecoderConfig, ExpertsShape, RawConfig
-from agentflow.engine.models.families.family import (
-    ExpertNames,
-    Family,
-    WeightNames,
-    layer_types,
-    standard_shape,
-    windowed,
-)
+from agentflow.engine.models.families.family import ExpertNames, Family, WeightNames, standard_shape, windowed
 from agentflow.engine.models.families.llama import read_mistral, read_qwen3
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.activations import CLAMP_ALPHA, CLAMP_LIMIT
@@ -28,14 +21,13 @@ MIXTRAL = WeightNames(
         down="block_sparse_moe.experts.{}.w2",
     )
 )
-QWEN3 = WeightNames(
-    experts=ExpertNames(
-        router="mlp.gate",
-        gate="mlp.experts.{}.gate_proj",
-        up="mlp.experts.{}.up_proj",
-        down="mlp.experts.{}.down_proj",
-    )
+QWEN3_EXPERTS = ExpertNames(
+    router="mlp.gate",
+    gate="mlp.experts.{}.gate_proj",
+    up="mlp.experts.{}.up_proj",
+    down="mlp.experts.{}.down_proj",
 )
+QWEN3 = WeightNames(experts=QWEN3_EXPERTS)
 GPT_OSS = WeightNames(
     experts=ExpertNames(
         router="mlp.router", gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj", is_stacked=True
@@ -91,13 +83,8 @@ def read_gpt_oss(raw: RawConfig) -> DecoderConfig:
         raise BadModelFolder(
             f"swiglu_limit must be {CLAMP_LIMIT} and swiglu_alpha {CLAMP_ALPHA}", param="swiglu_limit"
         )
-    kinds = layer_types(raw, lambda i: "full_attention" if i % 2 else "sliding_attention")
-    shape = standard_shape(
-        raw,
-        activation="clamped_swiglu",
-        has_sinks=True,
-        layers=windowed(raw, kinds),
-    )
+    layers = windowed(raw, lambda i: i % 2 == 0)
+    shape = standard_shape(raw, activation="clamped_swiglu", has_sinks=True, layers=layers)
     num_used = int(raw["num_experts_per_tok"])
     return _with_experts(
         shape, ExpertsShape(int(raw["num_local_experts"]), num_used, shape.intermediate_size)

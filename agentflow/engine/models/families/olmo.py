@@ -5,14 +5,7 @@ head of queries and keys."""
 from __future__ import annotations
 
 from agentflow.engine.models.config import DecoderConfig, RawConfig
-from agentflow.engine.models.families.family import (
-    Family,
-    WeightNames,
-    layer_types,
-    read_ropes,
-    standard_shape,
-    windowed,
-)
+from agentflow.engine.models.families.family import Family, WeightNames, read_ropes, standard_shape, windowed
 
 NAMES = WeightNames(
     input_norm="",
@@ -28,9 +21,8 @@ def read_olmo2(raw: RawConfig) -> DecoderConfig:
 
 def read_olmo3(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. Three of four layers have a window and an unscaled rope."""
-    kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % 4 else "full_attention")
     rope, local_rope = read_ropes(raw, raw["rope_theta"])
-    layers = windowed(raw, kinds, sliding="local")
+    layers = windowed(raw, lambda i: (i + 1) % 4 != 0, sliding="local")
     return standard_shape(raw, qk_norm="row", rope=rope, local_rope=local_rope, layers=layers)
 
 
@@ -38,11 +30,10 @@ def read_exaone4(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. In models with windows, the layers without a window do not rotate."""
     has_windows = raw["sliding_window"] is not None
 
-    def kind(layer: int) -> str:  # not called if the config has the types: its pattern may then be "LLLG"
-        pattern = int(raw.get("sliding_window_pattern") or 4)
-        return "sliding_attention" if has_windows and (layer + 1) % pattern else "full_attention"
+    def slides(layer: int) -> bool:  # not called if the config has the types: its pattern may then be "LLLG"
+        return has_windows and (layer + 1) % int(raw.get("sliding_window_pattern") or 4) != 0
 
-    layers = windowed(raw, layer_types(raw, kind), full=None if has_windows else "global")
+    layers = windowed(raw, slides, full=None if has_windows else "global")
     return standard_shape(raw, qk_norm="head", layers=layers)
 
 

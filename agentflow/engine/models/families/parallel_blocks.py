@@ -8,14 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentflow.engine.models.config import DecoderConfig, LayerRope, RawConfig
-from agentflow.engine.models.families.family import (
-    Family,
-    WeightNames,
-    gpt_fields,
-    layer_types,
-    standard_shape,
-    windowed,
-)
+from agentflow.engine.models.families.family import Family, WeightNames, gpt_fields, standard_shape, windowed
 from agentflow.errors import BadModelFolder
 
 GPTJ = WeightNames(
@@ -129,9 +122,9 @@ def read_cohere(raw: RawConfig) -> DecoderConfig:
 def read_cohere2(raw: RawConfig) -> DecoderConfig:
     """Reads the shape. Three of four layers have windows, and the others do not rotate."""
     pattern = int(raw.get("sliding_window_pattern") or 4)
-    kinds = layer_types(raw, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
     sliding: LayerRope = None if raw["sliding_window"] is None else "global"
-    return _cohere(raw, layers=windowed(raw, kinds, sliding=sliding, full=None))
+    layers = windowed(raw, lambda i: (i + 1) % pattern != 0, sliding=sliding, full=None)
+    return _cohere(raw, layers=layers)
 
 
 FAMILIES = (

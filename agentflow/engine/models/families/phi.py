@@ -6,13 +6,7 @@ head, or scale each frequency by a separate factor."""
 from __future__ import annotations
 
 from agentflow.engine.models.config import DecoderConfig, RawConfig
-from agentflow.engine.models.families.family import (
-    Family,
-    WeightNames,
-    layer_types,
-    standard_shape,
-    windowed,
-)
+from agentflow.engine.models.families.family import Family, WeightNames, standard_shape, windowed
 from agentflow.engine.models.rope import rope_parameters
 
 PHI = WeightNames(
@@ -41,7 +35,7 @@ def read_phi3(raw: RawConfig) -> DecoderConfig:
     original = raw["original_max_position_embeddings"]  # takes precedence over the field of the rope
     parameters = rope_parameters(raw) | {"original_max_position_embeddings": original}
     raw = {**raw, "rope_scaling": None, "rope_parameters": parameters}
-    return standard_shape(raw, layers=windowed(raw, layer_types(raw, lambda i: "sliding_attention")))
+    return standard_shape(raw, layers=windowed(raw))
 
 
 FAMILIES = (
