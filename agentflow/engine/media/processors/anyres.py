@@ -48,9 +48,9 @@ def read_resolutions(options: ProcessorOptions, default: Sequence[Size], side: i
     return resolutions
 
 
-def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
-    """Returns the resolution that keeps most pixels of the image, then the one with the least border, then
-    the first."""
+def choose_grid(size: Size, resolutions: Sequence[Size], side: int) -> Size:
+    """Returns the rows and columns of tiles in the resolution that keeps most pixels of the image, then in
+    the one with the least border, then in the first."""
     height, width = size
 
     def worth(resolution: Size) -> tuple[int, int]:
@@ -58,12 +58,13 @@ def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
         kept = min(int(width * scale) * int(height * scale), width * height)
         return kept, kept - resolution[0] * resolution[1]
 
-    return max(resolutions, key=worth)
+    rows, columns = max(resolutions, key=worth)
+    return rows // side, columns // side
 
 
-def cut_tiles(image: Image, resolution: Size, side: int, resample: int) -> Bytes:
+def cut_tiles(image: Image, grid: Size, side: int, resample: int) -> Bytes:
     """Returns [tiles, 3, side, side]: the whole image, distorted to a square, then the tiles row by row."""
-    height, width = resolution
+    height, width = grid[0] * side, grid[1] * side
     scale_x, scale_y = width / image.width, height / image.height
     if scale_x < scale_y:
         inner = min(math.ceil(image.height * scale_x), height), width
@@ -76,16 +77,15 @@ def cut_tiles(image: Image, resolution: Size, side: int, resample: int) -> Bytes
     return np.concatenate([whole[None], cut_squares(pixels, side)])
 
 
-def features_without_border(size: Size, resolution: Size, side: int, patches: int) -> Size:
+def features_without_border(size: Size, grid: Size, patches: int) -> Size:
     """Returns the rows and columns of features of an image without its borders.
 
     Args:
         size: the height and width of the image.
-        resolution: the height and width of all tiles together.
-        side: the side of a tile, in pixels.
+        grid: the rows and columns of tiles.
         patches: the features on the side of a tile.
     """
-    rows, columns = resolution[0] // side * patches, resolution[1] // side * patches
+    rows, columns = grid[0] * patches, grid[1] * patches
     height, width = size
     if width / height > columns / rows:
         kept = int(round(height * (columns / width), 7))
@@ -94,3 +94,9 @@ def features_without_border(size: Size, resolution: Size, side: int, patches: in
         kept = int(round(width * (rows / height), 7))
         columns -= (columns - kept) // 2 * 2
     return rows, columns
+
+
+def fewer_features(size: Size, most: int) -> Size:
+    """Returns the rows and columns to which features are reduced: about ``most``, if there are far more."""
+    ratio = math.sqrt(size[0] * size[1] / most)
+    return (int(size[0] // ratio), int(size[1] // ratio)) if ratio > 1.1 else size

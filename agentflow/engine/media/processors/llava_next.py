@@ -11,7 +11,7 @@ import numpy as np
 
 from agentflow.engine.media.processors.anyres import (
     NEXT_RESOLUTIONS,
-    best_resolution,
+    choose_grid,
     cut_tiles,
     features_without_border,
     read_resolutions,
@@ -60,11 +60,11 @@ class LlavaNextProcessor:
 
     def prepare_image(self, image: Image) -> Prepared:
         size = image.height, image.width
-        resolution = best_resolution(size, self._resolutions)
-        rows, columns = features_without_border(size, resolution, self._side, self._patches)
+        grid = choose_grid(size, self._resolutions, self._side)
+        rows, columns = features_without_border(size, grid, self._patches)
         return Prepared(
             {
-                "pixels": cut_tiles(image, resolution, self._side, self._resample),
+                "pixels": cut_tiles(image, grid, self._side, self._resample),
                 "sizes": np.array(size, dtype=np.int64),
             },
             (in_line(self._num_whole + rows * (columns + 1)),),

@@ -12,9 +12,10 @@ import numpy as np
 
 from agentflow.engine.media.processors.anyres import (
     ONEVISION_RESOLUTIONS,
-    best_resolution,
+    choose_grid,
     cut_tiles,
     features_without_border,
+    fewer_features,
     read_resolutions,
 )
 from agentflow.engine.media.processors.llava import patches_a_side
@@ -71,14 +72,12 @@ class LlavaOnevisionProcessor:
 
     def prepare_image(self, image: Image) -> Prepared:
         size = image.height, image.width
-        resolution = best_resolution(size, self._resolutions)
-        rows, columns = features_without_border(size, resolution, self._side, self._patches)
-        ratio = math.sqrt(rows * columns / (self._max_tiles * self._patches**2))
-        if ratio > 1.1:
-            rows, columns = int(rows // ratio), int(columns // ratio)
+        grid = choose_grid(size, self._resolutions, self._side)
+        kept = features_without_border(size, grid, self._patches)
+        rows, columns = fewer_features(kept, self._max_tiles * self._patches**2)
         return Prepared(
             {
-                "pixels": cut_tiles(image, resolution, self._side, self._resample),
+                "pixels": cut_tiles(image, grid, self._side, self._resample),
                 "sizes": np.array(size, dtype=np.int64),
             },
             (in_line(self._patches**2 + rows * (columns + 1)),),

@@ -8,20 +8,13 @@ to the shape of the grid are cut off. A newline token ends each row.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from agentflow.engine.media.processors.anyres import best_resolution
+from agentflow.engine.media.processors.anyres import features_without_border, fewer_features
 from agentflow.engine.media.processors.pixels import Size
 from agentflow.errors import BadArgument
-
-
-def choose_grid(size: Size, resolutions: Sequence[Size], side: int) -> Size:
-    """Returns the rows and columns of tiles for an image of ``size``."""
-    rows, columns = best_resolution(size, resolutions)
-    return rows // side, columns // side
 
 
 def pack(tiles: Tensor, size: Size, grid: Size, newline: Tensor, max_tiles: int) -> Tensor:
@@ -47,25 +40,13 @@ def pack(tiles: Tensor, size: Size, grid: Size, newline: Tensor, max_tiles: int)
         )
     side, hidden = math.isqrt(tiles.shape[1]), tiles.shape[2]
     image = parts.view(rows, columns, side, side, hidden).transpose(1, 2)
-    image = _without_border(image.reshape(rows * side, columns * side, hidden), size)
-    if max_tiles:
-        ratio = math.sqrt(image.shape[0] * image.shape[1] / (max_tiles * side**2))
-        if ratio > 1.1:
-            image = reduced(image.unsqueeze(0), (int(image.shape[0] // ratio), int(image.shape[1] // ratio)))[
-                0
-            ]
+    kept = features_without_border(size, grid, side)
+    top, left = (rows * side - kept[0]) // 2, (columns * side - kept[1]) // 2
+    image = image.reshape(rows * side, columns * side, hidden)[top : top + kept[0], left : left + kept[1]]
+    if max_tiles and (fewer := fewer_features(kept, max_tiles * side**2)) != kept:
+        image = reduced(image.unsqueeze(0), fewer)[0]
     ends = newline.expand(len(image), 1, hidden)
     return torch.cat((whole, torch.cat((image, ends), dim=1).flatten(0, 1)))
-
-
-def _without_border(image: Tensor, size: Size) -> Tensor:
-    rows, columns = image.shape[:2]
-    height, width = size
-    if width / height > columns / rows:
-        border = (rows - int(round(height * (columns / width), 7))) // 2
-        return image[border : rows - border]
-    border = (columns - int(round(width * (rows / height), 7))) // 2
-    return image[:, border : columns - border]
 
 
 def reduced(images: Tensor, size: Size) -> Tensor:

@@ -16,7 +16,7 @@ from agentflow.engine.models.config import RawConfig
 from agentflow.engine.models.forward.decoder import apply_norm
 from agentflow.engine.models.vision.encoder import Rows
 from agentflow.engine.models.vision.pieces import Pieces, by_rows
-from agentflow.engine.models.vision.siglip import TileEncoder, TileTower, load_tiles, read_tiles
+from agentflow.engine.models.vision.siglip import TileEncoder, TileTower, below_tower, load_tiles, read_tiles
 from agentflow.engine.models.vision.tower import Arrays, TileRange, product_flops
 from agentflow.engine.models.vision.weights import TowerWeights
 from agentflow.engine.store.config_parts import text_config, vision_config
@@ -83,10 +83,7 @@ def load_gemma3(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) ->
             "step computes all tokens of an image: take a model with fewer",
             param="mm_tokens_per_image",
         )
-    below = weights.below(
-        *(f"{before}vision_tower.{after}" for before in ("", "model.") for after in ("vision_model.", ""))
-    )
-    tiles = load_tiles(below, shape, is_normed=True)
+    tiles = load_tiles(below_tower(weights), shape, is_normed=True)
     projector = weights.below("multi_modal_projector.", "model.multi_modal_projector.")
     size = shape.encoder.hidden_size
     matrix = projector.tensor("mm_input_projection_weight", size, hidden).t().contiguous()

@@ -13,16 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from agentflow.engine.media.processors.anyres import NEXT_RESOLUTIONS, ONEVISION_RESOLUTIONS
+from agentflow.engine.media.processors.anyres import NEXT_RESOLUTIONS, ONEVISION_RESOLUTIONS, choose_grid
 from agentflow.engine.media.processors.pixels import Size
 from agentflow.engine.media.settings import PixelScaling
 from agentflow.engine.models.config import RawConfig, read_architectures
-from agentflow.engine.models.vision.any_resolution import choose_grid, pack, reduced
+from agentflow.engine.models.vision.any_resolution import pack, reduced
 from agentflow.engine.models.vision.encoder import Rows
 from agentflow.engine.models.vision.pieces import Pieces, by_rows
 from agentflow.engine.models.vision.siglip import (
     TileEncoder,
     TileTower,
+    below_tower,
     load_tiles,
     plain_activation,
     read_tiles,
@@ -150,9 +151,7 @@ def load_llava(weights: TowerWeights, raw: RawConfig, scaling: PixelScaling) -> 
     vision, hidden = vision_config(raw), int(text_config(raw)["hidden_size"])
     shape = read_tiles(vision)
     layers, keeps_class = _taken_layers(raw, shape.encoder.num_layers)
-    below = weights.below(
-        *(f"{before}vision_tower.{after}" for before in ("", "model.") for after in ("vision_model.", ""))
-    )
+    below = below_tower(weights)
     for unused in range(max(layers), shape.encoder.num_layers):
         below.skip(f"encoder.layers.{unused}.")
     shape = shape.with_layers(max(layers))

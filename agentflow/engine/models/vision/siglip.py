@@ -122,6 +122,13 @@ class TileEncoder:
         return tiles[:, 1:] if self.shape.has_class else tiles
 
 
+def below_tower(weights: TowerWeights) -> TowerWeights:
+    """Returns the tensors of the encoder in the folders of LLaVA and Gemma 3."""
+    return weights.below(
+        *(f"{before}vision_tower.{after}" for before in ("", "model.") for after in ("vision_model.", ""))
+    )
+
+
 def load_tiles(
     weights: TowerWeights, shape: TileShape, *, is_normed: bool, order: Tensor | None = None
 ) -> TileEncoder:

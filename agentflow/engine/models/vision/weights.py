@@ -82,10 +82,7 @@ class TowerWeights:
         weight = self._checkpoint.take_rows(
             [f"{name}.weight" for name in whole], [size] * len(names), num_inputs
         )
-        biases = [self._checkpoint.take_if_there(f"{name}.bias", size) for name in whole]
-        bias = None
-        if any(one is not None for one in biases):  # some of the matrices may have no bias
-            bias = torch.cat([weight.new_zeros(size) if one is None else one for one in biases])
+        bias = self._checkpoint.take_biases([f"{name}.bias" for name in whole], [size] * len(names))
         return self.kernels.linear.pack(weight, bias, gated=gated)
 
     def patches(self, name: str, num_outputs: int, *shape: int) -> LinearWeight:

@@ -81,6 +81,17 @@ class TensorSource(ABC):
             return None
         return self.take(name, *shape) if name in self.names else None
 
+    def take_biases(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor | None:
+        """Returns vectors, joined, with zeros for those that ``take_if_there`` does not return; None if it
+        returns none."""
+        found = [self.take_if_there(name, size) for name, size in zip(names, sizes, strict=True)]
+        if all(one is None for one in found):
+            return None
+        zeros = torch.zeros(max(sizes), dtype=self.dtype, device=self.device)
+        return torch.cat(
+            [zeros[:size] if one is None else one for one, size in zip(found, sizes, strict=True)]
+        )
+
     def are_equal(self, first: str, second: str) -> bool:
         """Whether two tensors that exist have the same shape and values."""
         with self._stored(first) as one, self._stored(second) as other:

@@ -516,14 +516,9 @@ class _Loader:
         """Returns one weight for several matrices with the same input. ``parts``: the number of outputs of
         each matrix. ``order``: from ``qkv_order``."""
         names, sizes = [f"{name}.weight" for name in parts], list(parts.values())
-        biases = [self._checkpoint.take_if_there(f"{name}.bias", size) for name, size in parts.items()]
-        bias = None
-        if (given := next((b for b in biases if b is not None), None)) is not None:
-            bias = given.new_zeros(sum(sizes))
-            for part, read in zip(torch.split(bias, sizes), biases, strict=True):
-                if read is not None:
-                    part.copy_(read)
-            bias = bias if order is None else bias.index_select(0, order.to(bias.device))
+        bias = self._checkpoint.take_biases([f"{name}.bias" for name in parts], sizes)
+        if bias is not None and order is not None:
+            bias = bias.index_select(0, order.to(bias.device))
         outputs, is_transposed = dict(zip(names, sizes, strict=True)), self._names.is_transposed
         packed = self._quantised(
             outputs, num_inputs, bias, is_gated=is_gated, is_transposed=is_transposed, order=order
