@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import anyio
@@ -164,6 +164,9 @@ class ModelConnection:
     def close(self) -> None:
         """Closes the session; the next call opens another one."""
         self.shared.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copied model uses the same session
 
     async def _complete(
         self, call: ModelCall, program: str, objective: Objective | None, max_retries: int

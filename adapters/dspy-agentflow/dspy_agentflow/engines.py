@@ -339,7 +339,7 @@ def _response_of(answer: Answer) -> lm15.Response:
 def _read(arguments: str) -> dict[str, Any]:
     try:
         found = json.loads(arguments)
-    except ValueError:  # truncated by max_tokens
+    except (ValueError, RecursionError):  # truncated by max_tokens, for example
         return {"partial_json": arguments}
     return found if isinstance(found, dict) else {"value": found}
 

@@ -206,7 +206,7 @@ def _call(call_id: str, name: str, arguments: str) -> af.ToolCall:
     try:
         # Written again as constrained decoding does, so that the cache finds the same tokens again.
         return af.ToolCall(name, json.loads(arguments), call_id)
-    except ValueError:
+    except (ValueError, RecursionError):
         return af.ToolCall(name, {}, call_id, arguments)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Self
 
 from langchain_core.embeddings import Embeddings
 from langchain_core.utils import secret_from_env
@@ -58,6 +58,9 @@ class AgentflowEmbeddings(BaseModel, Embeddings):
             key = None if self.api_key is None else self.api_key.get_secret_value()
             self._connection = embedding_connection_to(self.base_url, self.model_name, key)
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return super().__deepcopy__({**(memo or {}), id(self.backend): self.backend})
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """The embeddings of documents, in their order."""

@@ -93,9 +93,9 @@ def to_langchain(answer: Answer) -> AIMessage:
 def _read(arguments: str) -> tuple[dict[str, Any], str]:
     try:
         found = json.loads(arguments)
-    except ValueError as error:  # truncated by max_tokens
+    except (ValueError, RecursionError) as error:  # truncated by max_tokens, for example
         return {}, str(error)
-    return found, ""
+    return (found, "") if isinstance(found, dict) else ({}, "the arguments are no object")
 
 
 def finish_reason_of(answer: Answer, *, has_calls: bool) -> str:

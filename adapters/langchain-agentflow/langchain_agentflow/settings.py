@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from langchain_core.caches import BaseCache
 from langchain_core.utils import secret_from_env
@@ -138,6 +138,9 @@ class ModelSettings(BaseModel):
             if self.cache is None and not hasattr(self.backend, "source"):
                 self.cache = False
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return super().__deepcopy__({**(memo or {}), id(self.backend): self.backend})
 
     def connection(self, model: str | None = None) -> ModelConnection:
         """Returns the connection to the model, which opens with the first call."""

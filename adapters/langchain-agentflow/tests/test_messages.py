@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
-from langchain_agentflow import AgentflowInvalidRequestError, ChatAgentflow
+from langchain_agentflow import Agentflow, AgentflowEmbeddings, AgentflowInvalidRequestError, ChatAgentflow
 from langchain_agentflow.messages import to_agentflow
 from langchain_core.exceptions import ModelInvalidRequestError
 from langchain_core.messages import (
@@ -119,6 +122,23 @@ def test_a_call_that_was_cut_off_is_an_invalid_one():
     assert said.tool_calls == []
     [call] = said.invalid_tool_calls
     assert (call["name"], call["args"]) == ("weather", '{"city": "Os')
+
+
+@pytest.mark.parametrize("arguments", ["[1]", '"a"', "null", pytest.param("[" * 100_000, id="deep")])
+def test_f37_arguments_that_are_no_object_are_an_invalid_call(arguments: str) -> None:
+    call = af.ToolCall("weather", {}, "c1", arguments)
+    said = ChatAgentflow(backend=af.Scripted([af.Reply("", (call,))])).bind_tools([weather]).invoke("Cold?")
+    assert said.tool_calls == []
+    assert [call["name"] for call in said.invalid_tool_calls] == ["weather"]
+
+
+@pytest.mark.parametrize("kind", [ChatAgentflow, Agentflow, AgentflowEmbeddings])
+def test_f37_a_deep_copy_has_the_same_connection(kind: Any) -> None:
+    model = kind(backend=af.Scripted("same"))
+    for other in (copy.deepcopy(model), model.model_copy(deep=True)):
+        assert other.backend is model.backend
+        connections = [getattr(one, "_connection", None) or one._own_connection for one in (model, other)]
+        assert connections[0] is connections[1]
 
 
 def test_the_last_chunk_is_marked_and_the_chunks_are_the_answer():
