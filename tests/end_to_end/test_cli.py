@@ -139,9 +139,18 @@ def test_every_command_has_help_with_examples_and_fits_a_narrow_terminal(monkeyp
 
 BARE_INSTALL = """
 import sys
-missing = "torch starlette uvicorn prometheus_client numpy jinja2 tokenizers psutil"
+missing = "torch starlette uvicorn prometheus_client numpy jinja2 tokenizers psutil httpx2"
 sys.modules.update(dict.fromkeys(missing.split()))
+import anyio
+import agentflow as af
 from agentflow.cli.main import main
+async def connect():
+    async with af.session("openai:gpt-4.1-mini", api_key="k"):
+        pass
+try:
+    anyio.run(connect)
+except af.errors.NotSupported as error:
+    print(error)
 for name in ("serve", "config", "chat", "top", "models", "simulate", "replay", "pull"):
     try:
         main([name, "--help"])
@@ -153,10 +162,11 @@ sys.exit(main(["serve"]))
 """
 
 
-def test_a_bare_install_shows_every_help_and_says_what_a_command_needs():
+def test_f37_a_bare_install_shows_every_help_and_says_what_is_needed():
     result = subprocess.run([sys.executable, "-c", BARE_INSTALL], capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
     assert "pip install 'agentflow-lm[engine,server]'" in only_line(result.stderr)
+    assert "pip install 'agentflow-lm[api]'" in result.stdout
     configuration = result.stdout.rpartition("configuration:\n")[2]
     assert tomllib.loads(configuration)["network"]["port"] == 8410
 

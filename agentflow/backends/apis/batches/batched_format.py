@@ -11,8 +11,8 @@ from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.batches.batch_api import BatchApi
 from agentflow.backends.apis.generation.api_format import ApiFormat, ApiRequest, Call
 from agentflow.backends.apis.generation.conversation import ApiContext
+from agentflow.backends.apis.http.event_stream import EventSink
 from agentflow.backends.apis.http.file_slots import filled_size, without_nonce
-from agentflow.backends.apis.http.transport import EventSink
 from agentflow.errors import BadArgument
 
 _STREAMED = ("stream", "stream_options")

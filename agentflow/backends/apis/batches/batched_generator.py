@@ -14,8 +14,9 @@ from agentflow.backends.apis.generation.api_format import ApiFormat, ApiRequest,
 from agentflow.backends.apis.generation.calls import ApiCalls
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.generation.generator import ApiGenerator
+from agentflow.backends.apis.http.event_stream import EventSink
 from agentflow.backends.apis.http.rate_limits import Demand
-from agentflow.backends.apis.http.transport import ApiTransport, EventSink
+from agentflow.backends.apis.http.transport import ApiTransport
 from agentflow.backends.apis.prices import Billing
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import Capabilities

@@ -25,8 +25,8 @@ from anyio.abc import TaskGroup
 
 from agentflow.backends.apis.batches.batch_api import BatchApi, BatchOutcome, BatchState, Candidate
 from agentflow.backends.apis.http.api_errors import is_transient
+from agentflow.backends.apis.http.event_stream import EventSink
 from agentflow.backends.apis.http.file_slots import filled_size
-from agentflow.backends.apis.http.transport import EventSink
 from agentflow.errors import (
     AgentflowError,
     BadArgument,

@@ -35,9 +35,8 @@ from agentflow.backends.apis.generation.conversation import (
 )
 from agentflow.backends.apis.generation.prefix_gate import PrefixGate
 from agentflow.backends.apis.http.api_errors import ErrorMapping
-from agentflow.backends.apis.http.event_stream import ServerEvent
+from agentflow.backends.apis.http.event_stream import EventSink, ServerEvent
 from agentflow.backends.apis.http.file_slots import slot_part, without_nonce
-from agentflow.backends.apis.http.transport import EventSink
 from agentflow.backends.apis.strict_schema import is_strict, strict_schema
 from agentflow.errors import NotSupported, ProtocolError
 from agentflow.protocol.chat import Message, ToolChoice, ToolSpec

@@ -21,7 +21,7 @@ from agentflow.backends.apis.chat.sampling_fields import SamplingWriter
 from agentflow.backends.apis.generation.api_format import MAX_PLAIN_TOP_LOGPROBS, ApiRequest, Call
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http.api_errors import ErrorMapping
-from agentflow.backends.apis.http.transport import EventSink
+from agentflow.backends.apis.http.event_stream import EventSink
 from agentflow.errors import NotSupported
 from agentflow.protocol.events import TokenLogprob
 

@@ -14,7 +14,7 @@ from agentflow.backends.apis.generation.conversation import (
     ApiContext,
 )
 from agentflow.backends.apis.generation.prefix_gate import PrefixGate
-from agentflow.backends.apis.http.transport import EventSink
+from agentflow.backends.apis.http.event_stream import EventSink
 from agentflow.backends.apis.strict_schema import Unwrap
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import ToolChoice

@@ -19,8 +19,9 @@ from agentflow.backends.apis.answers.visible_text import StopFilter
 from agentflow.backends.apis.generation.api_format import ApiFormat, ApiRequest, Call
 from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.generation.hedging import Lane, Race
+from agentflow.backends.apis.http.event_stream import EventSink
 from agentflow.backends.apis.http.rate_limits import Demand
-from agentflow.backends.apis.http.transport import ApiTransport, EventSink
+from agentflow.backends.apis.http.transport import ApiTransport
 from agentflow.backends.apis.prices import FREE, Billing
 from agentflow.backends.apis.strict_schema import relaxations
 from agentflow.errors import AgentflowError, BadArgument, InvalidValue, NotSupported, RunFailed, ServerLost

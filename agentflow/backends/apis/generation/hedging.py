@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
-from agentflow.backends.apis.http.event_stream import ServerEvent
-from agentflow.backends.apis.http.transport import EventSink
+from agentflow.backends.apis.http.event_stream import EventSink, ServerEvent
 from agentflow.errors import AgentflowError
 from agentflow.runtime.task_group import open_task_group
 

@@ -7,7 +7,7 @@ JSON anyway, which rejects invalid UTF-8.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from agentflow.errors import ProtocolError
 
@@ -22,6 +22,32 @@ class ServerEvent(NamedTuple):
 
     name: str
     data: bytes
+
+
+class EventSink(Protocol):
+    """Receives the events of one attempt."""
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether something was delivered that cannot be taken back."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model has written something. Before, it may reason for minutes without an event."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the stream's last event was received."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the rest of the stream is not wanted."""
+
+    def event(self, event: ServerEvent) -> None:
+        """Receives an event."""
+
+    def close(self) -> None:
+        """The stream ended. Raises the error of an answer that is not complete."""
 
 
 class EventReader:

@@ -13,7 +13,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.request import getproxies
 
 import anyio
@@ -22,7 +22,7 @@ import msgspec
 
 from agentflow.backends.apis.http.api_errors import ErrorMapping, is_endpoint_fault, is_transient
 from agentflow.backends.apis.http.connections import Connections, PooledClient
-from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventReader, ServerEvent
+from agentflow.backends.apis.http.event_stream import MAX_EVENT_BYTES, EventReader, EventSink
 from agentflow.backends.apis.http.file_slots import FilledBody, has_slots
 from agentflow.backends.apis.http.pacing import PacedRequest, RequestPacer
 from agentflow.backends.apis.http.rate_limits import Demand
@@ -66,32 +66,6 @@ _UNTYPED = ("", "text/plain", "application/octet-stream")
 """The types of bodies about which a server says nothing."""
 _OF_EVENTS = (b"data:", b"event:", b":", b"id:")
 """The beginnings of a stream of events."""
-
-
-class EventSink(Protocol):
-    """Receives the events of one attempt."""
-
-    @property
-    def is_visible(self) -> bool:
-        """Whether something was delivered that cannot be taken back."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the model has written something. Before, it may reason for minutes without an event."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the stream's last event was received."""
-
-    @property
-    def is_left(self) -> bool:
-        """Whether the rest of the stream is not wanted."""
-
-    def event(self, event: ServerEvent) -> None:
-        """Receives an event."""
-
-    def close(self) -> None:
-        """The stream ended. Raises the error of an answer that is not complete."""
 
 
 SinkT = TypeVar("SinkT", bound=EventSink)
