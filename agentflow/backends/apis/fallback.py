@@ -15,23 +15,23 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
 from agentflow.backends.apis.addresses.api_address import api_backend
 from agentflow.backends.apis.addresses.asked_server import AskedServer
+from agentflow.backends.apis.generation.context_operations import ContextOperations
+from agentflow.backends.apis.generation.conversation import ApiContext
 from agentflow.backends.apis.http.api_errors import is_endpoint_fault, is_transient
 from agentflow.backends.apis.prices import Costs
 from agentflow.backends.apis.serving import ApiBackend
 from agentflow.backends.local import interpreted
 from agentflow.errors import AgentflowError, BadArgument, NotSupported, Overloaded, short_repr
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
-from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.events import Capabilities, EndpointStats, ErrorInfo, PassedOver, Stats, summed
-from agentflow.protocol.images import Image, Video
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.circuit import no_alternative
 from agentflow.runtime.generator import (
@@ -42,11 +42,9 @@ from agentflow.runtime.generator import (
     OnText,
     Scored,
     StateHint,
-    Upcoming,
 )
 
-if TYPE_CHECKING:  # they import httpx2
-    from agentflow.backends.apis.generation.conversation import ApiContext
+if TYPE_CHECKING:  # it imports httpx2
     from agentflow.backends.apis.generation.generator import ApiGenerator
 
 logger = logging.getLogger(__name__)
@@ -154,15 +152,12 @@ def _generator(backend: object, connection: Connection) -> ApiGenerator:
     return generator
 
 
-class FallbackGenerator:
+class FallbackGenerator(ContextOperations):
     """Generates with the first of several models that can.
 
     Args:
         candidates: The generators, in the order in which they are asked.
     """
-
-    uses_scheduling = False
-    """See ``ApiGenerator``."""
 
     def __init__(self, candidates: Sequence[ApiGenerator]) -> None:
         self._candidates = list(candidates)
@@ -234,7 +229,7 @@ class FallbackGenerator:
                 if seen.is_visible or not is_endpoint_fault(error):
                     raise
                 passed[chosen] = error
-                chosen.leave_ahead(context)
+                context.leave_ahead()
                 if not has_alternative():
                     if len(passed) == 1:
                         raise
@@ -285,45 +280,9 @@ class FallbackGenerator:
         ]
         return msgspec.structs.replace(summed(parts), endpoints=tuple(endpoints))
 
-    # The rest concerns the context alone, or is refused.
-
     def open(self, cache_salt: str, *, program: str = "", label: str = "") -> ApiContext:
         """An empty context."""
         return self._first.open(cache_salt, program=program, label=label)
-
-    def fill(self, context: ApiContext, text: str) -> None:
-        """Appends text."""
-        self._first.fill(context, text)
-
-    def begin_role(
-        self, context: ApiContext, role: str, tool_call_id: str | None = None, name: str | None = None
-    ) -> None:
-        """Opens a turn."""
-        self._first.begin_role(context, role, tool_call_id, name)
-
-    def end_role(self, context: ApiContext) -> None:
-        """Closes the turn."""
-        self._first.end_role(context)
-
-    def image(self, context: ApiContext, image: Image) -> None:
-        """Like ``ApiGenerator.image``."""
-        self._first.image(context, image)
-
-    def video(self, context: ApiContext, video: Video) -> None:
-        """Like ``ApiGenerator.video``."""
-        self._first.video(context, video)
-
-    async def converse(self, context: ApiContext, conversation: Conversation) -> None:
-        """Begins the context with a conversation."""
-        await self._first.converse(context, conversation)
-
-    async def offer_tools(self, context: ApiContext, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> None:
-        """Replaces the tools that replies may call."""
-        await self._first.offer_tools(context, tools, choice)
-
-    async def fork(self, context: ApiContext, count: int) -> list[ApiContext]:
-        """Contexts that share the messages."""
-        return await self._first.fork(context, count)
 
     def hint(self, context: ApiContext, hint: StateHint) -> None:
         """Like ``ApiGenerator.hint``, for the model that is asked next. A scheduling hint, and the end of
@@ -337,33 +296,9 @@ class FallbackGenerator:
         context.model = asked
         asked.hint(context, hint)
 
-    def expect(self, context: ApiContext, upcoming: Sequence[Upcoming]) -> None:
-        """Receives the text and gens that follow the next gen in its turn."""
-        self._first.expect(context, upcoming)
-
-    def text(self, context: ApiContext) -> str:
-        """The content, with turns as ``<role>…</role>``."""
-        return self._first.text(context)
-
-    async def token_ids(self, context: ApiContext) -> list[int]:
-        """``NotSupported``."""
-        return await self._first.token_ids(context)
-
-    async def token_texts(self, context: ApiContext) -> list[str]:
-        """``NotSupported``."""
-        return await self._first.token_texts(context)
-
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         """``NotSupported``: the vectors of two models cannot be compared."""
         raise NotSupported("a session with a fallback makes no embeddings: open one for the embedding model")
-
-    def watching(self) -> NoReturn:
-        """``NotSupported``."""
-        self._first.watching()
-
-    def free(self, context: ApiContext) -> None:
-        """Ends a call that nothing needs any more."""
-        self._first.free(context)
 
 
 class _Seen:

@@ -275,6 +275,16 @@ class ApiContext:
         parts = [self.open_text] if self.parts else []
         return replace(self, parts=parts, trace="", upcoming=(), ahead=None)
 
+    def leave_ahead(self) -> None:
+        """Takes nothing more from the call that went on, which ends with its last user."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.num_users -= 1
+            if not ahead.num_users:
+                ahead.scope.cancel()
+                if ahead.answer is not None:
+                    ahead.leave(0)
+
     def check_decidable(self) -> None:
         """``BadArgument`` in the assistant's turn."""
         if self.role == "assistant":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import NoReturn
 
 import anyio
 import msgspec
@@ -22,6 +21,7 @@ from agentflow.backends.apis.answers.verification import OnUnsupported, found_fa
 from agentflow.backends.apis.generation import decisions
 from agentflow.backends.apis.generation.api_format import MAX_PLAIN_TOP_LOGPROBS, ApiRequest, Call
 from agentflow.backends.apis.generation.calls import ApiCalls
+from agentflow.backends.apis.generation.context_operations import ContextOperations
 from agentflow.backends.apis.generation.conversation import ApiContext, count_chars, prefix_key
 from agentflow.backends.apis.generation.embeddings import ApiEmbedder
 from agentflow.backends.apis.generation.speculation import (
@@ -43,11 +43,10 @@ from agentflow.errors import (
     ServerLost,
 )
 from agentflow.protocol.bounds.client_pattern import CannotCheck
-from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
+from agentflow.protocol.chat import Message
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question, compute_probabilities, question_text
 from agentflow.protocol.events import Capabilities, Stats, Usage
-from agentflow.protocol.images import Image, Video
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.circuit import Circuit
 from agentflow.runtime.generator import (
@@ -71,7 +70,7 @@ MIN_WARMED_TOKENS = 1024
 """The fewest new tokens of a prefix for which a request is sent ahead."""
 
 
-class ApiGenerator:
+class ApiGenerator(ContextOperations):
     """Generates with a model behind an API.
 
     Args:
@@ -88,8 +87,6 @@ class ApiGenerator:
 
     max_questions: float = decisions.MAX_AT_ONCE
     """The most questions of one decide that are asked at the same time."""
-    uses_scheduling = False
-    """Whether scheduling hints have an effect."""
 
     def __init__(
         self,
@@ -132,38 +129,6 @@ class ApiGenerator:
         """An empty context."""
         return ApiContext(cache_salt, program, self, label=label)
 
-    def fill(self, context: ApiContext, text: str) -> None:
-        """Appends text."""
-        context.fill(text)
-
-    def begin_role(
-        self, context: ApiContext, role: str, tool_call_id: str | None = None, name: str | None = None
-    ) -> None:
-        """Opens a turn. ``NotSupported`` after plain text."""
-        self.leave_ahead(context)
-        context.begin_role(role, (tool_call_id, name))
-
-    def end_role(self, context: ApiContext) -> None:
-        """Closes the turn."""
-        self.leave_ahead(context)
-        context.end_role()
-
-    def image(self, context: ApiContext, image: Image) -> None:
-        """Appends an image."""
-        context.show(image)
-
-    def video(self, context: ApiContext, video: Video) -> None:
-        """Appends a video."""
-        context.show(video)
-
-    async def converse(self, context: ApiContext, conversation: Conversation) -> None:
-        """Begins the context with a conversation."""
-        context.converse(conversation)
-
-    async def offer_tools(self, context: ApiContext, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> None:
-        """Replaces the tools that replies may call."""
-        context.tools, context.choice = tools, choice
-
     async def generate(
         self,
         context: ApiContext,
@@ -176,14 +141,14 @@ class ApiGenerator:
         context.open_answer()
         upcoming, context.upcoming = context.upcoming, ()
         if context.is_ahead_inherited and params.temperature != 0:
-            self.leave_ahead(context)  # each branch is a separate draw
+            context.leave_ahead()  # each branch is a separate draw
         if context.ahead is None and self._may_speculate(context, params, constraint, upcoming):
             self._begin_ahead(context, params, upcoming)
         if context.ahead is not None:
             taken = await self._taken(context, params, on_text, constraint, on_reasoning, upcoming)
             if taken is not None:
                 return taken
-            self.leave_ahead(context)
+            context.leave_ahead()
         return await self._answered(context, params, on_text, constraint, on_reasoning, is_reply=False)
 
     async def reply(
@@ -195,13 +160,13 @@ class ApiGenerator:
         on_reasoning: OnText | None = None,
     ) -> Generated:
         """Like ``generate``, but the model may call the context's tools."""
-        self.leave_ahead(context)
+        context.leave_ahead()
         return await self._answered(context, params, on_text, constraint, on_reasoning, is_reply=True)
 
     async def score(self, context: ApiContext, choices: Sequence[str], method: str) -> Scored:
         """Scores the choices by log-probabilities if the API reports them for each. Otherwise the model
         writes one of them: its score is 0, and the score of the others ``UNKNOWN_SCORE``."""
-        self.leave_ahead(context)
+        context.leave_ahead()
         context.open_answer()
         usage, scores = await self._exact_scores(context, tuple(choices), method)
         if scores is not None:
@@ -331,17 +296,6 @@ class ApiGenerator:
         if len(self._unscored) < MAX_UNSCORED:
             self._unscored.add(key)
 
-    async def fork(self, context: ApiContext, count: int) -> list[ApiContext]:
-        """Contexts that share the messages, and at temperature 0 the text of a call that went on."""
-        context.share()
-        forks = [context.forked() for _ in range(count)]
-        ahead = context.ahead
-        if ahead is not None and ahead.is_greedy:
-            for fork in forks:
-                fork.ahead, fork.is_ahead_inherited = ahead, True
-            ahead.num_users += count
-        return forks
-
     def hint(self, context: ApiContext, hint: StateHint) -> None:
         """Takes the trace, and whether the state's calls go on, and warms the prefix of several forks; APIs
         know no other hints."""
@@ -352,22 +306,6 @@ class ApiGenerator:
         if hint.forks is not None and hint.forks >= 2:
             self._warm(context)
 
-    def expect(self, context: ApiContext, upcoming: Sequence[Upcoming]) -> None:
-        """Receives the text and gens that follow the next gen in its turn."""
-        context.upcoming = upcoming
-
-    def text(self, context: ApiContext) -> str:
-        """The content, with turns as ``<role>…</role>``."""
-        return context.text()
-
-    async def token_ids(self, context: ApiContext) -> list[int]:
-        """``NotSupported``."""
-        raise NotSupported(f"{self.capabilities.model} is behind an API that reports no token ids")
-
-    async def token_texts(self, context: ApiContext) -> list[str]:
-        """``NotSupported``."""
-        raise NotSupported(f"{self.capabilities.model} is behind an API that reports no tokens")
-
     async def embed(self, texts: Sequence[str], options: EmbeddingOptions) -> Embeddings:
         """The embeddings of texts. ``NotSupported`` without an embedding model."""
         if self._embedder is None:
@@ -375,14 +313,6 @@ class ApiGenerator:
         made = await self._embedder.embed(texts, options)
         self._calls.total += made.usage
         return made
-
-    def watching(self) -> NoReturn:
-        """``NotSupported``."""
-        raise NotSupported(f"{self.capabilities.model} is behind an API: its scheduler cannot be watched")
-
-    def free(self, context: ApiContext) -> None:
-        """Ends a call that nothing needs any more. The server keeps no state."""
-        self.leave_ahead(context)
 
     async def stats(self) -> Stats:
         """The counters of this session; the counters of the server are not known."""
@@ -564,16 +494,6 @@ class ApiGenerator:
         """The tokens of a prompt that was not sent."""
         nodes = context.messages()
         return sum([count_chars(node.message) for node in nodes]) // CHARS_PER_TOKEN
-
-    def leave_ahead(self, context: ApiContext) -> None:
-        """The context takes nothing more from the call that went on, which ends with its last user."""
-        ahead, context.ahead = context.ahead, None
-        if ahead is not None:
-            ahead.num_users -= 1
-            if not ahead.num_users:
-                ahead.scope.cancel()
-                if ahead.answer is not None:
-                    ahead.leave(0)
 
     async def _answered(
         self,
