@@ -160,7 +160,7 @@ def server_models(content: bytes, url: str) -> list[tuple[str, ...]]:
     try:
         models = json.loads(content)["data"]
         return [_server_row(model) for model in models]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, OSError):
         raise ProtocolError(f"{url} answered {MODELS_PATH} without a list of models") from None
 
 

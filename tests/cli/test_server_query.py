@@ -142,8 +142,22 @@ def test_the_models_of_a_server(url):
     assert [line.split("\t")[0] for line in shown] == ["model", "a", "b·"]
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"data": 3}', b'{"data": [3]}', b'{"data": [{}]}'])
-def test_an_answer_that_is_no_list_of_models_is_told(content):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"data": 3}',
+        b'{"data": [3]}',
+        b'{"data": [{}]}',
+        b"[" * 100_000,
+        b'{"data": [{"id": "a", "created": 1e24}]}',
+        b'{"data": [{"id": "a", "created": -1e18}]}',
+    ],
+    ids=lambda content: content[:60].decode(),
+)
+def test_f37_an_answer_that_is_no_list_of_models_is_told(content):
     with pytest.raises(ProtocolError):
         server_models(content, "http://a")
 

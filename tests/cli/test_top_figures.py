@@ -125,8 +125,21 @@ def test_the_metrics_of_a_server_are_read():
     assert [(tenant.name, tenant.requests) for tenant in found.tenants] == [('a "b"\n\\', 1)]
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>hello</html>", b"up 1\n", b'a{b="c 1\n', b"\xff\xfe"])
-def test_metrics_of_another_program_are_an_error(content):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"<html>hello</html>",
+        b"up 1\n",
+        b'a{b="c 1\n',
+        b"\xff\xfe",
+        b"agentflow_sessions NaN\n",
+        b'agentflow_kv_tokens{model="a",state="free"} 1e400\n',
+        b"agentflow_ttft_seconds_bucket 1\n",
+        b'agentflow_ttft_seconds_bucket{le="x"} 1\n',
+    ],
+)
+def test_f37_metrics_of_another_program_are_an_error(content):
     with pytest.raises(ProtocolError):
         parse_metrics(content, URL, 0.0)
 

@@ -334,7 +334,7 @@ def parse_metrics(content: bytes, url: str, at_s: float) -> Scrape:
 
     try:
         samples = [
-            Sample(sample.name, dict(sample.labels), float(sample.value))
+            _checked(Sample(sample.name, dict(sample.labels), float(sample.value)))
             for family in text_string_to_metric_families(content.decode())
             for sample in family.samples
             if sample.name.startswith("agentflow_")
@@ -346,6 +346,15 @@ def parse_metrics(content: bytes, url: str, at_s: float) -> Scrape:
     if not samples:
         raise ProtocolError(f"{url} has no metrics of an agentflow server")
     return Scrape(at_s, samples)
+
+
+def _checked(sample: Sample) -> Sample:
+    """The sample. ``ValueError`` or ``KeyError`` for numbers that no server of agentflow writes."""
+    if not math.isfinite(sample.value):
+        raise ValueError(sample.value)
+    if sample.name.endswith("_bucket"):
+        float(sample.labels["le"])
+    return sample
 
 
 def render_figures(now: Figures, url: str) -> RenderableType:
