@@ -44,9 +44,12 @@ def refused(capsys: pytest.CaptureFixture[str], *options: str, status: int = 2) 
         (["--to", "http://user:secret@a"], "--to"),
         (["--to", "http://a:99999"], "99999"),
         (["--to", CLOSED, "--to", f"{CLOSED}/v1"], "twice"),
+        (["--to", "http://a\x7f"], "--to"),
+        (["--to", CLOSED, "--api-key", "schlüssel"], "API key"),
+        (["--to", CLOSED, "--admin-key", "a\nb"], "API key"),
     ],
 )
-def test_wrong_options(capsys: pytest.CaptureFixture[str], options: list[str], named: str) -> None:
+def test_f37_wrong_options(capsys: pytest.CaptureFixture[str], options: list[str], named: str) -> None:
     assert named in refused(capsys, *options)
 
 

@@ -84,8 +84,11 @@ def _run(options: argparse.Namespace) -> int:
     from agentflow.server.gateway.target import parse_targets
     from agentflow.server.log import set_up_logs
     from agentflow.server.origin_guard import accept_hosts, private_host
+    from agentflow.server.tenants.keys import checked_key
 
     targets = parse_targets(options.to)
+    api_key = options.api_key or os.environ.get(API_KEY_VARIABLE)
+    admin_key = options.admin_key or os.environ.get(ADMIN_KEY_VARIABLE)
     set_up_logs(options.log_level, "text")
     hosts = options.allowed_host or ([options.host] if is_loopback(options.host) else [])
     gateway = Gateway(
@@ -93,8 +96,8 @@ def _run(options: argparse.Namespace) -> int:
         Connections(None, KEEPALIVE_S),
         limits=GatewayLimits(first_byte_s=options.timeout_s),
         cache_tokens=options.cache_tokens,
-        api_key=options.api_key or os.environ.get(API_KEY_VARIABLE),
-        admin_key=options.admin_key or os.environ.get(ADMIN_KEY_VARIABLE),
+        api_key=api_key and checked_key(api_key),
+        admin_key=admin_key and checked_key(admin_key),
         origins=options.cors_origin,
         knows_host=accept_hosts(hosts) if hosts else private_host,
     )

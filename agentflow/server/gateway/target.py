@@ -197,8 +197,9 @@ def parse_targets(urls: list[str]) -> list[Target]:
 def _address(url: str) -> SplitResult | None:
     """The parts of a server's address; None if it is invalid."""
     try:
+        httpx2.URL(url)  # rejects control characters
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
+    except (ValueError, httpx2.InvalidURL):
         return None
     return parts if is_address and not (parts.query or parts.fragment or parts.username) else None

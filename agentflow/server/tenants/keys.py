@@ -366,7 +366,7 @@ class Tenants:
         self._known = self._read()
 
     def _read(self) -> _KnownTenants:
-        tenant_of = {_hashed_argument(key): DEFAULT_TENANT for key in self._keys}
+        tenant_of = {hashed_key(checked_key(key)): DEFAULT_TENANT for key in self._keys}
         for hashed, tenant in read_keys_file(self._file).items() if self._file is not None else ():
             if tenant.name == DEFAULT_TENANT.name and self._keys:
                 raise BadArgument(
@@ -382,7 +382,8 @@ class Tenants:
         return _KnownTenants(tenant_of, {tenant.name: tenant for tenant in (*own, *tenant_of.values())})
 
 
-def _hashed_argument(key: str) -> str:
+def checked_key(key: str) -> str:
+    """The API key. ``BadArgument`` if it cannot be in a header."""
     if not _API_KEY.fullmatch(key):
         raise BadArgument("an API key must be printable ASCII, not empty, and without spaces at its ends")
-    return hashed_key(key)
+    return key
