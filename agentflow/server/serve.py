@@ -14,7 +14,7 @@ import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
@@ -31,11 +31,10 @@ from uvicorn.server import ServerState
 from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.engine.process.shutdown_budget import DRAIN_S, ShutdownBudget
 from agentflow.errors import AgentflowError, PortInUse, ServerError
-from agentflow.protocol.wire import DEFAULT_PORT
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.app import Access, create_app
 from agentflow.server.config.limits import HttpLimits, ServerLimits
-from agentflow.server.http.acceptor import Acceptor, max_open_connections, with_descriptors
+from agentflow.server.http.acceptor import Acceptor, max_open_connections
 from agentflow.server.http.protocol import TimedHttpProtocol, timed_http_protocol
 from agentflow.server.models.models import EngineModel, OpenModels
 from agentflow.server.service import Service
@@ -99,15 +98,8 @@ class Tls:
 
 
 def serve(
-    open_models: OpenModels,
+    running: AbstractAsyncContextManager[RunningServer],
     *,
-    host: str = DEFAULT_HOST,
-    port: int = DEFAULT_PORT,
-    limits: ServerLimits | None = None,
-    http_limits: HttpLimits | None = None,
-    access: Access | None = None,
-    shared: SharedStore | None = None,
-    tls: Tls | None = None,
     shutdown: ShutdownBudget | None = None,
     on_ready: Callable[[RunningServer], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
@@ -115,14 +107,7 @@ def serve(
     ``shutdown.drain_s``. A second signal stops the server immediately.
 
     Args:
-        open_models: opens the models.
-        host: the address to listen on.
-        port: the port to listen on.
-        limits: limits of connections and sessions.
-        http_limits: limits of the HTTP APIs.
-        access: the tenants, and the pages and host names that may use the server.
-        shared: the store that several servers share.
-        tls: the certificate, for HTTPS.
+        running: the server, as by ``running_server``.
         shutdown: the time budget of the shutdown.
         on_ready: runs when the server is ready, until it stops; by default the addresses are printed.
 
@@ -130,25 +115,11 @@ def serve(
         PortInUse: the port is in use.
         ServerError: the address cannot be bound for another reason.
     """
-
-    limits = with_descriptors(limits or ServerLimits())
     budget = shutdown or ShutdownBudget(DRAIN_S)
 
     async def main() -> None:
         with anyio.CancelScope() as scope, Signals(scope) as signals:
-            async with (
-                running_server(
-                    open_models,
-                    host=host,
-                    port=port,
-                    limits=limits,
-                    http_limits=http_limits,
-                    access=access,
-                    shared=shared,
-                    tls=tls,
-                ) as server,
-                open_task_group() as group,
-            ):
+            async with running as server, open_task_group() as group:
                 group.start_soon(_reload_keys, server.service, signals.until_hang_up)
                 collect_garbage_rarely()
                 group.start_soon(on_ready or _print_addresses, server)

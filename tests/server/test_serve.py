@@ -197,7 +197,7 @@ def test_an_occupied_port_is_one_clear_line_before_anything_is_loaded(
         port = taken.getsockname()[1]
         opening = Opening(EngineFailed("loaded"))
         with pytest.raises(PortInUse) as caught:
-            serve(one_model(opening), port=port)
+            serve(running_server(one_model(opening), port=port))
     assert f"port {port} of 127.0.0.1" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert capsys.readouterr() == ("", "")

@@ -59,7 +59,7 @@ async def open_generator():
 if sys.argv[1:]:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
-serve_module.serve(one_model(open_generator), port=0)
+serve_module.serve(serve_module.running_server(one_model(open_generator), port=0))
 print("returned", flush=True)
 """
 

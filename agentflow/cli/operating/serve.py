@@ -47,23 +47,23 @@ def run_serve(
     """Serves until SIGINT or SIGTERM. Errors of models, keys or certificates are raised before anything is
     loaded. ``on_ready`` runs once the server is ready; without one, it prints its addresses."""
     from agentflow.engine.process.shutdown_budget import ShutdownBudget
-    from agentflow.server.serve import serve
+    from agentflow.server.http.acceptor import with_descriptors
+    from agentflow.server.serve import running_server, serve
 
     network = config.network
     shutdown = ShutdownBudget(config.overload.drain_s)
     parts = server_parts(config, shutdown)
-    serve(
+    running = running_server(
         parts.open_models,
         host=network.host,
         port=network.port,
-        limits=config.server_limits,
+        limits=with_descriptors(config.server_limits),
         http_limits=config.http_limits,
         access=parts.access,
         shared=parts.shared,
         tls=_tls(network),
-        shutdown=shutdown,
-        on_ready=on_ready,
     )
+    serve(running, shutdown=shutdown, on_ready=on_ready)
 
 
 @dataclass(frozen=True, slots=True)
