@@ -11,7 +11,6 @@ websockets.
 from __future__ import annotations
 
 import logging
-import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -41,6 +40,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.events import Capabilities, ErrorInfo
 from agentflow.protocol.wire import (
+    API_KEY,
     SESSION_PARAM,
     SESSION_PATH,
     TAKEN_OVER,
@@ -59,9 +59,6 @@ from agentflow.runtime.backoff import pauses_s
 from agentflow.runtime.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
-
-# Valid in a header without escaping.
-_API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 class Remote:
@@ -102,7 +99,7 @@ class Remote:
     ) -> None:
         if encoding not in ("msgpack", "json"):
             raise BadArgument(f"Remote: encoding must be 'msgpack' or 'json', not {encoding!r}")
-        if api_key is not None and not (isinstance(api_key, str) and _API_KEY.fullmatch(api_key)):
+        if api_key is not None and not (isinstance(api_key, str) and API_KEY.fullmatch(api_key)):
             raise BadArgument("Remote: api_key must be printable ASCII, and not empty")
         self.uri = _parsed(url)
         self.url = shown_url(self.uri)

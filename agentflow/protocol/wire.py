@@ -14,9 +14,10 @@ malformed frame ends the session.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
@@ -35,6 +36,8 @@ SESSION_PATH = "/v1/session"
 SESSION_PARAM = "session"
 # Clients that offer subprotocols, such as pages with a ticket, must offer this one; the server selects it.
 SUBPROTOCOL = "agentflow.v2"
+API_KEY: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
+"""A key that can be in a header without escaping."""
 # A private close code (RFC 6455, section 7.4.2): another connection has taken the session over.
 TAKEN_OVER = 4001
 

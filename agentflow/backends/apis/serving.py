@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import math
-import re
 import ssl
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -43,6 +42,7 @@ from agentflow.protocol.backend import Connection, Deliver
 from agentflow.protocol.batches import BatchNotes
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.sampling import is_number, is_whole
+from agentflow.protocol.wire import API_KEY
 from agentflow.runtime.circuit import Circuit
 from agentflow.runtime.task_group import open_task_group
 
@@ -51,9 +51,6 @@ if TYPE_CHECKING:  # they import httpx2
     from agentflow.backends.apis.generation.api_format import ApiFormat
     from agentflow.backends.apis.generation.embeddings import ApiEmbedder
     from agentflow.backends.apis.http.transport import ApiTransport
-
-# Valid in a header without escaping.
-_API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ class ApiSettings:
                 shown = for_display(self.url) if param == "url" else getattr(self, param)
                 raise BadArgument(f"{name}: {param} must be {expected}, not {shown!r:.200}", param=param)
         if self.api_key is not None and not (
-            isinstance(self.api_key, str) and _API_KEY.fullmatch(self.api_key)
+            isinstance(self.api_key, str) and API_KEY.fullmatch(self.api_key)
         ):
             raise BadArgument(f"{name}: api_key must be printable ASCII, and not empty", param="api_key")
         return self

@@ -46,6 +46,7 @@ import msgspec
 from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT
 from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, NotAuthorized, RateLimited
+from agentflow.protocol.wire import API_KEY
 from agentflow.server.addresses import client_network
 from agentflow.server.tenants.rate_limit import Bucket
 from agentflow.server.tenants.tickets import SessionTickets, TicketStore
@@ -205,9 +206,6 @@ def _client(address: str | None) -> str | None:
 KEY_BYTES = 32
 DEFAULT_TENANT = Tenant("default", sees_metrics=True, manages_adapters=True)
 """The tenant of the keys on the command line."""
-
-# Characters that a header transmits unchanged.
-_API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 def new_key() -> tuple[str, str]:
@@ -384,6 +382,6 @@ class Tenants:
 
 def checked_key(key: str) -> str:
     """The API key. ``BadArgument`` if it cannot be in a header."""
-    if not _API_KEY.fullmatch(key):
+    if not API_KEY.fullmatch(key):
         raise BadArgument("an API key must be printable ASCII, not empty, and without spaces at its ends")
     return key
