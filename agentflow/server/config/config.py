@@ -173,11 +173,14 @@ def load_config(flags: Flags, environment: Mapping[str, str]) -> Effective:
 
 def _check_names(given: Mapping[str, str]) -> None:
     known = [MODEL_VARIABLE, FILE_VARIABLE, *(setting.variable for setting in all_settings().values())]
+    ends = [name.removeprefix(VARIABLE_PREFIX) for name in known]
     for name in given:
         if name not in known:
-            near = near_match(name, known)
-            hint = f": did you mean {near}?" if near else ": `agentflow serve --help` lists the settings"
-            raise BadArgument(f"the environment variable {name} is not a setting{hint}")
+            near = near_match(name.removeprefix(VARIABLE_PREFIX), ends)
+            hint = "`agentflow serve --help` lists the settings"
+            if near:
+                hint = f"did you mean {VARIABLE_PREFIX}{near}?"
+            raise BadArgument(f"the environment variable {name} is not a setting: {hint}")
 
 
 def _from_flag(flags: Flags, name: str) -> tuple[Any, str] | None:

@@ -178,6 +178,10 @@ def test_engine_options_are_those_of_the_model():
             {"environment": {"AGENTFLOW_SERVE_PROT": "1"}},
             ("AGENTFLOW_SERVE_PROT ", "AGENTFLOW_SERVE_PORT?"),
         ),
+        (
+            {"environment": {"AGENTFLOW_SERVE_FOO": "1"}},  # the prefix alone is like every setting
+            ("AGENTFLOW_SERVE_FOO is not a setting: `agentflow serve --help` lists",),
+        ),
         ({"tls_cert": "c.pem"}, ("tls_key",)),
         ({"tls_key_password": "x"}, ("tls_key_password", "tls_key")),
         ({"keys_file": "/no/such"}, ("keys_file", "/no/such")),
