@@ -244,6 +244,8 @@ class Outputs:
         top_logprobs: list[TopTokens | None] = [*request.top_logprobs]
         if text_end is not None:
             ending = text_end.finish()
+            if text_end.stopped:  # perhaps only now: no call follows
+                reason = "stop"
             token_ids, text = ending.ids, ending.text
             reencoded: list[None] = [None] * (len(token_ids) - ending.kept)
             logprobs = [*logprobs[: ending.kept], *reencoded] if logprobs else []

@@ -332,6 +332,7 @@ def test_f37_no_stop_is_in_the_mark_of_a_call(how: dict[str, Any], text: str, cu
     delivered = "".join([end_of_text.push(token) for token in BYTES.encode(text)])
     ending = end_of_text.finish()
     assert (ending.text, delivered + ending.rest) == (cut, cut)
+    assert end_of_text.stopped == (cut != text)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,16 @@ def over(*apis: Api) -> Any:
     return pytest.mark.parametrize("api", apis, ids=[api.name for api in apis])
 
 
-server = module_fixture(scripted_server, lambda before: REPORT if "sunny" in before else CALLS)
+COMPARED = "1 <"
+
+
+def scripted(before: str) -> str:
+    if "compare" in before:
+        return COMPARED
+    return REPORT if "sunny" in before else CALLS
+
+
+server = module_fixture(scripted_server, scripted)
 """Its model calls the weather tool twice, and reports when it has a result."""
 
 
@@ -86,10 +95,21 @@ def test_tools_that_may_not_be_called(server: ApiServer, api: Api, stream: bool)
 @over(CHAT, MESSAGES, OLLAMA)
 def test_f31b_no_stop_applies_inside_a_call(server: ApiServer, api: Api, stream: bool) -> None:
     """Half of a call would be another call."""
-    answer = ask(server, api, ASKED, tools=TOOLS, stop=["Oslo", '"', "}", "}}"], stream=stream)
+    answer = ask(server, api, ASKED, tools=TOOLS, stop=["Oslo", '"', "}}", "<", "call>"], stream=stream)
     assert (answer.arguments, answer.reason) == (BOTH, "calls")
     prose = ask(server, api, ASKED, tools=TOOLS, stop=["me"], stream=stream)
     assert (prose.text, prose.calls, prose.reason) == ("Let ", [], "stop")
+
+
+@STREAMS
+@over(CHAT, MESSAGES, OLLAMA)
+def test_f37_a_stop_that_might_have_begun_a_call_ends_the_answer(
+    server: ApiServer, api: Api, stream: bool
+) -> None:
+    asked = [{"role": "user", "content": "Please compare."}]
+    most = len(TOKENIZER.encode(COMPARED))
+    answer = ask(server, api, asked, tools=TOOLS, stop=["<"], max_tokens=most, stream=stream)
+    assert (answer.text, answer.calls, answer.reason) == ("1 ", [], "stop")
 
 
 @over(CHAT, RESPONSES, MESSAGES, OLLAMA)
