@@ -169,7 +169,7 @@ class Embedded:
 
     @property
     def source(self) -> str:
-        """The model and the options that change its answers."""
+        """The model and the options that change its answers. For the keys of caches."""
         names = ("model", "dtype", "quantize", "kv_dtype", "chat_template", "loras", "adapter", "device")
         return repr({name: self._options[name] for name in names})
 

@@ -117,7 +117,7 @@ class Remote:
 
     @property
     def source(self) -> str:
-        """The server and the model."""
+        """The server and the model. For the keys of caches."""
         return repr((self.url, self.model))
 
     @asynccontextmanager

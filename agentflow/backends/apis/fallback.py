@@ -92,7 +92,7 @@ class Fallback:
 
     @property
     def source(self) -> str:
-        """The sources of all models."""
+        """The sources of all models. For the keys of caches."""
         return repr([backend.source for backend in self._backends])
 
     def with_costs(self, costs: Costs) -> Fallback:

@@ -151,7 +151,7 @@ class ApiBackend:
 
     @property
     def source(self) -> str:
-        """The address, the model and the options that change its answers."""
+        """The address, the model and the options that change its answers. For the keys of caches."""
         options = {name: value for name, value in vars(self).items() if name not in ("_settings", "_facts")}
         return repr((type(self).__name__, for_display(self._settings.url), self._settings.model, options))
 

@@ -744,9 +744,11 @@ export interface HintOp {
 
 /**
  * From now on, the state and its forks share a limit. Ops beyond it fail with `deadline_exceeded` or
- * `budget_exceeded`. Several limits apply together; a further one of the same state can only tighten its
- * first. Takes effect immediately. An invalid limit fails the state with `bad_argument`; for state 0 it
- * ends the session (`protocol_error`).
+ * `budget_exceeded`. Tokens are counted while they are generated: a running generation that gets tokens
+ * beyond the limit ends with `budget_exceeded`. Models behind APIs report their tokens at the end; until
+ * then, the deltas of the answer count, as a lower bound. Several limits apply together; a further one
+ * of the same state can only tighten its first. Takes effect immediately. An invalid limit fails the
+ * state with `bad_argument`; for state 0 it ends the session (`protocol_error`).
  */
 export interface LimitOp {
   op: "limit";

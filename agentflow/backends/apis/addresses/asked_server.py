@@ -50,7 +50,7 @@ class AskedServer:
 
     @property
     def source(self) -> str:
-        """The address and the model."""
+        """The address and the model. For the keys of caches."""
         return self._api.source
 
     def with_costs(self, costs: Costs) -> AskedServer:
