@@ -208,6 +208,18 @@ async def test_embeddings_that_the_server_does_not_count_are_estimated() -> None
         assert 10 < (await flow.stats()).cost < 100
 
 
+async def test_f37_a_lost_request_is_in_the_costs_of_the_session_with_those_before_it() -> None:
+    prices = {SMALL: af.Price(input=1e6, output=0), "gpt-4.1-mini": af.Price(input=1, output=1)}
+
+    def script(request: Received) -> Answer:
+        return embedded(request) if len(request.body) < 1_000 else Answer(b"{}")
+
+    async with opened(script, session={"prices": prices}) as (flow, server):
+        with pytest.raises(ProtocolError):
+            await flow.embed(["a", "x" * 260_000])  # two requests
+        assert (await flow.stats()).cost == 1.0 + len(server.received[1].body) // 4
+
+
 async def test_embeddings_that_are_left_cost_about_their_input() -> None:
     prices = {SMALL: af.Price(input=1e6, output=0), "gpt-4.1-mini": af.Price(input=1, output=1)}
     hold, text = Hold(), "x" * 400

@@ -77,6 +77,10 @@ class ApiCalls:
         self.num_hedged = 0
         self._unchecked: set[int] = set()  # hashes of constraints that cannot be checked
 
+    def count(self, usage: Usage) -> None:
+        """Adds the usage of a call that is made elsewhere."""
+        self.total += usage
+
     async def request(self, context: ApiContext, call: Call) -> ApiRequest:
         """The request for a call, made in a thread if its constraint takes long to translate."""
         try:

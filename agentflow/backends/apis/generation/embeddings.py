@@ -7,16 +7,15 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import anyio
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN
 from agentflow.backends.apis.answers.reported_usage import read_count
 from agentflow.backends.apis.capability_table import EmbeddingFacts
-from agentflow.backends.apis.http.rate_limits import Demand
+from agentflow.backends.apis.generation.posted_calls import post_charged
 from agentflow.backends.apis.http.transport import ApiTransport
 from agentflow.backends.apis.prices import FREE, Billing
-from agentflow.errors import AgentflowError, BadArgument, NotSupported, ProtocolError, ServerLost
+from agentflow.errors import BadArgument, NotSupported, ProtocolError
 from agentflow.protocol.events import Usage
 from agentflow.runtime.generator import EmbeddingOptions, Embeddings
 
@@ -42,12 +41,16 @@ class ApiEmbedder:
         model: The model's name.
         facts: Its limits.
         billing: The costs of the calls.
+
+    Attributes:
+        total: The usage of all calls.
     """
 
     def __init__(
         self, transport: ApiTransport, model: str, facts: EmbeddingFacts, billing: Billing = FREE
     ) -> None:
         self.model = model
+        self.total = Usage()
         self._transport = transport
         self._facts = facts
         self._billing = billing
@@ -107,28 +110,24 @@ class ApiEmbedder:
         if dimensions is not None:
             fields["dimensions"] = dimensions
         body = msgspec.json.encode(fields)
-        await self._billing.until_ready(len(body), 0)
-        with self._billing.charged(len(body), 0) as charged:
+
+        def read(found: Any) -> tuple[_Answer, Usage]:
             try:
-                found = await self._transport.post("embeddings", body, demand=Demand(len(body)))
-                answer = self._answer(found)
-            except (ProtocolError, ServerLost, anyio.get_cancelled_exc_class()):  # it may have been computed
-                charged(Usage(len(body) // CHARS_PER_TOKEN))
-                raise
-            except AgentflowError:
-                charged(Usage())
-                raise
+                answer = msgspec.convert(found, _Answer)
+            except msgspec.ValidationError as error:
+                raise self._wrong(str(error)) from error
             counted = read_count(answer.usage, "prompt_tokens", "total_tokens")
             if counted is None:  # a server that counts nothing must not make a cap useless
                 counted = len(body) // CHARS_PER_TOKEN
-            usage = charged(Usage(prompt_tokens=counted))
+            return answer, Usage(prompt_tokens=counted)
+
+        answer, usage = await post_charged(
+            self._transport, self._billing, "embeddings", body, read, self._count
+        )
         return Embeddings(self._vectors(answer, len(texts), dimensions), usage)
 
-    def _answer(self, found: Any) -> _Answer:
-        try:
-            return msgspec.convert(found, _Answer)
-        except msgspec.ValidationError as error:
-            raise self._wrong(str(error)) from error
+    def _count(self, usage: Usage) -> None:
+        self.total += usage
 
     def _vectors(self, answer: _Answer, count: int, dimensions: int | None) -> list[bytes]:
         rows = sorted(

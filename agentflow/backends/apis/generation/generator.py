@@ -24,6 +24,7 @@ from agentflow.backends.apis.generation.calls import ApiCalls
 from agentflow.backends.apis.generation.context_operations import ContextOperations
 from agentflow.backends.apis.generation.conversation import ApiContext, count_chars, prefix_key
 from agentflow.backends.apis.generation.embeddings import ApiEmbedder
+from agentflow.backends.apis.generation.posted_calls import post_charged
 from agentflow.backends.apis.generation.speculation import (
     Ahead,
     call_params,
@@ -31,7 +32,6 @@ from agentflow.backends.apis.generation.speculation import (
     is_useful,
     sampled_otherwise,
 )
-from agentflow.backends.apis.http.rate_limits import Demand
 from agentflow.errors import (
     AgentflowError,
     BadArgument,
@@ -40,7 +40,6 @@ from agentflow.errors import (
     ProtocolError,
     RequestRefused,
     RunFailed,
-    ServerLost,
 )
 from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.chat import Message
@@ -225,21 +224,15 @@ class ApiGenerator(ContextOperations):
             messages = [Message("user", context.open_text)]
         key = prefix_key(context.program.encode(), context.cache_salt.encode())
         body = decisions.request_body(self.capabilities.model, messages, questions, key)
-        await self._calls.billing.until_ready(len(body), 0)
-        with self._calls.billing.charged(len(body), 0) as charged:  # the model writes nothing
-            try:
-                found = await self._calls.transport.post(decisions.PATH, body, demand=Demand(len(body)))
-                server = self._calls.transport.errors.server
-                guess = Usage(len(body) // CHARS_PER_TOKEN)
-                probabilities, usage = decisions.read_answers(found, questions, server, guess)
-            except (ProtocolError, ServerLost, anyio.get_cancelled_exc_class()):  # it may have been computed
-                self._calls.total += charged(Usage(len(body) // CHARS_PER_TOKEN))
-                raise
-            except AgentflowError:
-                charged(Usage())
-                raise
-            usage = charged(usage)
-        self._calls.total += usage
+        calls, guess = self._calls, Usage(len(body) // CHARS_PER_TOKEN)
+        probabilities, usage = await post_charged(
+            calls.transport,
+            calls.billing,
+            decisions.PATH,
+            body,
+            lambda found: decisions.read_answers(found, questions, calls.transport.errors.server, guess),
+            calls.count,
+        )
         return Decided(probabilities, usage, "endpoint")
 
     async def _decided(self, context: ApiContext, question: Question) -> Decided:
@@ -310,13 +303,11 @@ class ApiGenerator(ContextOperations):
         """The embeddings of texts. ``NotSupported`` without an embedding model."""
         if self._embedder is None:
             raise NotSupported(f"{self.capabilities.model} makes no embeddings here: give embed_model=")
-        made = await self._embedder.embed(texts, options)
-        self._calls.total += made.usage
-        return made
+        return await self._embedder.embed(texts, options)
 
     async def stats(self) -> Stats:
         """The counters of this session; the counters of the server are not known."""
-        total = self._calls.total
+        total = self._calls.total + (Usage() if self._embedder is None else self._embedder.total)
         return Stats(
             self.capabilities.model,
             steps=None,
