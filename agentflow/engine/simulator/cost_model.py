@@ -13,6 +13,7 @@ import numpy as np
 
 from agentflow.engine.batch import Batch
 from agentflow.errors import BadArgument
+from agentflow.protocol.unreadable import UNREADABLE
 
 Amounts: TypeAlias = tuple[float, float, float, float, float]
 """The factors of a cost model's coefficients, in their order."""
@@ -46,7 +47,7 @@ class CostModel:
         """Reads a model. Raises ``BadArgument`` if the file is not one."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (*UNREADABLE, OSError) as error:
             raise BadArgument(f"cannot read the cost model {path}: {error}", param="cost") from error
 
 

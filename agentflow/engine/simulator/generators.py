@@ -541,11 +541,15 @@ GENERATORS: dict[str, Callable[..., list[Arrival]]] = {
 
 
 def make_arrivals(name: str, parameters: Mapping[str, float | int]) -> list[Arrival]:
-    """Returns the requests of a generator. Raises ``BadArgument`` for an unknown name or parameter."""
+    """Returns the requests of a generator. Raises ``BadArgument`` for an unknown name or parameter,
+    or a value that the generator cannot use."""
     if name not in GENERATORS:
         raise BadArgument(f"unknown workload generator {name!r}; known: {', '.join(GENERATORS)}")
     known = inspect.signature(GENERATORS[name]).parameters
     for parameter in parameters:
         if parameter not in known:
             raise BadArgument(f"{name} has no parameter {parameter!r}; it has: {', '.join(known)}")
-    return GENERATORS[name](**parameters)
+    try:
+        return GENERATORS[name](**parameters)
+    except (ValueError, TypeError, ArithmeticError, IndexError) as error:
+        raise BadArgument(f"{name}: a parameter has an unsuitable value: {error}") from error

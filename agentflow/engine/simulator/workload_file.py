@@ -10,12 +10,13 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Annotated, BinaryIO, cast
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from agentflow.engine.request import Objective
 from agentflow.engine.simulator.generators import make_arrivals
 from agentflow.engine.simulator.workload import Arrival, Workload
 from agentflow.errors import BadArgument
+from agentflow.protocol.unreadable import UNREADABLE
 
 VERSION = 1
 MIN_SHARED = 16
@@ -36,7 +38,7 @@ MAX_REMEMBERED = 64
 class _Header(msgspec.Struct):
     agentflow_workload: int
     name: str = ""
-    kv_tokens: int = 65_536
+    kv_tokens: Annotated[int, msgspec.Meta(ge=1)] = 65_536
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
@@ -62,7 +64,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
 class _Generated(msgspec.Struct, forbid_unknown_fields=True):
     generator: str
     parameters: dict[str, float | int] = {}
-    kv_tokens: int = 65_536
+    kv_tokens: Annotated[int, msgspec.Meta(ge=1)] = 65_536
     name: str = ""
 
 
@@ -154,7 +156,7 @@ def read_workload(path: Path) -> Workload:
             return Workload(header.name, arrivals, header.kv_tokens, is_truncated)
     except OSError as error:
         raise BadArgument(f"cannot read the workload {path}: {error.strerror or error}") from error
-    except (msgspec.MsgspecError, EOFError, IndexError) as error:
+    except (*UNREADABLE, EOFError, IndexError, OverflowError, zlib.error) as error:
         raise BadArgument(f"{path} is not a workload: {error}") from error
 
 

@@ -120,12 +120,15 @@ def test_a_shared_beginning_is_written_once(tmp_path):
         ("{}", "is not a workload"),
         ('{"generator": "nobody"}', "known: hot-and-cold"),
         ('{"generator": "chat", "parameters": {"turn": 1}}', "no parameter 'turn'; it has: num_chats"),
+        ('{"generator": "chat", "parameters": {"seed": -5}}', "unsuitable value"),
+        ('{"generator": "chat", "kv_tokens": -5}', "kv_tokens"),
+        ('{"generator": "\udcff"}', "is not a workload"),
     ],
 )
-def test_an_invalid_workload_is_a_one_line_error(tmp_path, capsys, content, message):
+def test_f37_an_invalid_workload_is_a_one_line_error(tmp_path, capsys, content, message):
     path = tmp_path / "w.json"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, errors="surrogateescape")
     assert cli.main(["simulate", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
