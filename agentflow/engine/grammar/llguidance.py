@@ -18,10 +18,12 @@ from agentflow.engine.grammar.grammar import TokenWords, is_allowed, make_mask
 from agentflow.errors import RequestRefused
 
 # Limits for one step (the library spends about 14,000 units of fuel, or 20,000 items, in a millisecond; an
-# ambiguous grammar costs the square of the items at one position) and for one lexer (1 to 2 kB a state).
+# ambiguous grammar costs the square of the items at one position) and for one lexer. Most need few hundred
+# states, so each grammar begins with a small lexer.
 ITEMS_IN_ROW: Final = 500
 STEP_ITEMS: Final = 50_000
 STEP_FUEL: Final = 200_000
+FIRST_LEXER_STATES: Final = 1_500
 LEXER_STATES: Final = 20_000
 START_FUEL: Final = 5_000_000
 GRAMMAR_SYMBOLS: Final = 200_000
@@ -42,20 +44,22 @@ character of the grammar. So renewing costs a step a few milliseconds at most, o
 
 _LEAST_GRAMMAR_BYTES: Final = 200_000
 _BYTES_PER_CHAR: Final = 200
+_BYTES_PER_STATE: Final = 600
+"""Measured: 220 to 530."""
 NOWHERE_TO_GO: Final = "the grammar reaches a position where no token can follow"
 
 
 AnswerT = TypeVar("AnswerT")
 
 
-def parser_limits(num_alternatives: int = 0) -> LLParserLimits:
+def parser_limits(num_alternatives: int, lexer_states: int) -> LLParserLimits:
     """The limits of one text under one grammar (see ``CompiledConstraint.num_alternatives``)."""
     return LLParserLimits(
         max_items_in_row=ITEMS_IN_ROW + _ITEMS_PER_ALTERNATIVE * num_alternatives,
         initial_lexer_fuel=START_FUEL,
         step_lexer_fuel=STEP_FUEL,
         step_max_items=STEP_ITEMS,
-        max_lexer_states=LEXER_STATES,
+        max_lexer_states=lexer_states,
         max_grammar_size=GRAMMAR_SYMBOLS,
         verbose_errors=False,
     )
@@ -117,15 +121,17 @@ class LlguidanceGrammar:
 
     def __init__(self, payload: str, vocabulary: LlguidanceVocabulary, num_alternatives: int = 0) -> None:
         self._vocabulary = vocabulary
-        self._limits = parser_limits(num_alternatives)
+        self._num_alternatives = num_alternatives
         self._payload = payload
-        self.fresh = self.made()
+        self._lexer_states = FIRST_LEXER_STATES
+        self.fresh = self._small = self.made()
         """The parser of the empty text. Its copies share the lexer, and with it the lexer's limits."""
 
     @property
     def nbytes(self) -> int:
-        """An estimate, on the large side: the library does not report it."""
-        return _LEAST_GRAMMAR_BYTES + _BYTES_PER_CHAR * self.num_chars
+        """An estimate, on the large side: the library does not report it. ``fresh`` may reach all states."""
+        at_first = _LEAST_GRAMMAR_BYTES + _BYTES_PER_CHAR * self.num_chars
+        return at_first + _BYTES_PER_STATE * self._lexer_states
 
     @property
     def num_chars(self) -> int:
@@ -136,6 +142,15 @@ class LlguidanceGrammar:
         """A matcher at the start of a new text."""
         return LlguidanceMatcher(self, self._vocabulary.text_tokens)
 
+    def enlarged(self, spent: LLMatcher) -> LLMatcher | None:
+        """Returns ``fresh`` with a larger lexer if ``spent`` has the small one, else None."""
+        if spent is not self._small:
+            return None
+        if self.fresh is spent:
+            self._lexer_states = LEXER_STATES
+            self.fresh = self.made()
+        return self.fresh
+
     def renew(self, spent: LLMatcher) -> None:
         """Replaces ``fresh`` if it still is the parser whose lexer is ``spent``."""
         if self.fresh is spent:
@@ -144,7 +159,8 @@ class LlguidanceGrammar:
     def made(self) -> LLMatcher:
         """Makes a parser of the empty text with a separate lexer."""
         tokenizer = self._vocabulary.ll_tokenizer
-        made = LLMatcher(tokenizer, self._payload, log_level=0, limits=self._limits)
+        limits = parser_limits(self._num_alternatives, self._lexer_states)
+        made = LLMatcher(tokenizer, self._payload, log_level=0, limits=limits)
         if made.is_error():
             message = f"the grammar cannot be used: {_first_line(made.get_error())}"
             raise RequestRefused(message, param="constraint")
@@ -155,8 +171,8 @@ class LlguidanceMatcher:
     """The position of one text in its grammar (see ``grammar.Matcher``).
 
     All texts under a grammar share a lexer, which keeps the states that it has reached, up to a limit. At the
-    limit, the text is read again with a separate lexer. A text is rejected only if it alone needs too many
-    states, so a long text does not affect others.
+    limit, the text is read again with a larger lexer, which is shared, too, and then with a separate one. A
+    text is rejected only if it alone needs too many states, so a long text does not affect others.
     """
 
     def __init__(self, grammar: LlguidanceGrammar, text_tokens: TokenWords) -> None:
@@ -225,12 +241,18 @@ class LlguidanceMatcher:
         """Moves the text to a new lexer. Returns False if that is impossible, or was done too few tokens
         ago."""
         num_taken = len(self._taken)
-        if num_taken < self._may_renew_at or not self._matcher.get_error().startswith(_LEXER_ERROR):
+        if not self._matcher.get_error().startswith(_LEXER_ERROR):
             return False
-        pause = num_taken * _TOKENS_PER_TAKEN + self._grammar.num_chars * _TOKENS_PER_CHAR
-        self._may_renew_at = num_taken + max(_TOKENS_FOR_A_LEXER, int(pause))
-        self._grammar.renew(self._origin)
-        again = self._grammar.made()
+        if (larger := self._grammar.enlarged(self._origin)) is not None:
+            self._origin = larger
+            again = larger.deep_copy()
+        elif num_taken < self._may_renew_at:
+            return False
+        else:
+            pause = num_taken * _TOKENS_PER_TAKEN + self._grammar.num_chars * _TOKENS_PER_CHAR
+            self._may_renew_at = num_taken + max(_TOKENS_FOR_A_LEXER, int(pause))
+            self._grammar.renew(self._origin)
+            again = self._grammar.made()
         if again.try_consume_tokens(self._taken) != num_taken or again.is_error():
             return False
         self._matcher = again

@@ -289,6 +289,22 @@ def test_one_texts_lexer_states_end_no_other_text(monkeypatch):
         other.accept(ord("-"))
 
 
+def test_f37_the_memory_of_lexers_is_bounded_with_the_grammars():
+    """A lexer takes 4 to 10 MB at its limit, of which the estimate had nothing."""
+    grammar = LlguidanceGrammar(LONG, BYTE_VOCABULARY)
+    other = grammar.matcher()
+    write_words(other, 2)
+    before = grammar.nbytes
+    assert before > 600 * llguidance_grammar.FIRST_LEXER_STATES
+    write_words(grammar.matcher(), 500)
+    assert grammar.nbytes - before > 10_000_000
+    fresh = grammar.matcher()
+    write_words(fresh, 2)
+    for matcher in (fresh, other):  # the other one's lexer is spent
+        write_words(matcher, 498)
+    assert ids_of(other.mask()) == ids_of(fresh.mask())
+
+
 def test_a_text_goes_on_with_a_new_lexer_where_its_own_states_are_few(monkeypatch):
     """Masks look at states around the text, which it does not need any more."""
     monkeypatch.setattr(llguidance_grammar, "LEXER_STATES", 5000)

@@ -49,6 +49,7 @@ from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
 from agentflow.engine.grammar.llguidance import (
     ALL_TOKENS_ALLOWED,
+    LEXER_STATES,
     NOWHERE_TO_GO,
     LlguidanceGrammar,
     LlguidanceMatcher,
@@ -426,7 +427,7 @@ def _refuse_what_the_library_does(grammar: str, kind: str, count: int) -> None:
         compiled = LlguidanceGrammar(grammar, vocabulary, count)
     except RequestRefused as error:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(
-            grammar, vocabulary.ll_tokenizer, limits=parser_limits(count)
+            grammar, vocabulary.ll_tokenizer, limits=parser_limits(count, LEXER_STATES)
         )
         raise BadArgument(f"{kind}: {_explained(messages[0]) if is_error else error}") from None
     if warnings := compiled.fresh.get_grammar_warnings():
