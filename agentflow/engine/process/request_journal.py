@@ -10,6 +10,7 @@ wait: a suspect that makes progress is cleared, and a suspect whose trial crashe
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -115,11 +116,20 @@ class RequestJournal:
         self._clock = clock
         self._queued: dict[int, Unfinished] = {}
         self._sent: dict[int, Unfinished] = {}
-        self._of_state = StateIndex()  # queued and sent requests
-        self._num_suspects = 0
+        self._reset()
         self._missing: set[str] = set()  # adapters that the process does not have yet
         self.media: set[str] = set()
-        """The images that the process has."""
+        """The images that the process has. ``medium_sent`` adds one."""
+
+    def _reset(self) -> None:
+        """No request is queued or sent."""
+        self._of_state = StateIndex()  # queued and sent requests
+        self._num_suspects = 0
+        self._num_of_adapter: Counter[str] = Counter()  # requests, by the identity of their adapter
+        # Queued requests that may be ready, and some that are no longer queued. The others wait for an
+        # adapter or an image.
+        self._candidates: dict[int, Unfinished] = {}
+        self._of_medium: dict[str, dict[int, Unfinished]] = {}  # some that wait for it, by its identity
 
     def __len__(self) -> int:
         return len(self._queued) + len(self._sent)
@@ -135,9 +145,10 @@ class RequestJournal:
 
     def adopt(self, entry: Unfinished) -> None:
         """Queues a request that may have run in another process."""
-        self._queued[entry.submit.request_id] = entry
+        self._queued[entry.submit.request_id] = self._candidates[entry.submit.request_id] = entry
         self._of_state.add(entry)
         self._num_suspects += entry.is_suspect
+        self._num_of_adapter[entry.submit.adapter] += 1
 
     def give_up(self, *, suspects: bool = False, adapter: str | None = None) -> list[Unfinished]:
         """Drops and returns the queued requests; suspects only if ``suspects``. ``adapter``: only those that
@@ -148,7 +159,8 @@ class RequestJournal:
             if (suspects or not entry.is_suspect) and adapter in (None, entry.submit.adapter)
         ]
         if len(given) == len(self):
-            self._queued, self._of_state, self._num_suspects = {}, StateIndex(), 0
+            self._queued = {}
+            self._reset()
         else:
             for entry in given:
                 self._remove(self._queued, entry.submit.request_id)
@@ -161,8 +173,7 @@ class RequestJournal:
 
     def needs(self, adapter: str) -> bool:
         """Whether an unfinished request uses the adapter with this identity."""
-        entries = [*self._queued.values(), *self._sent.values()]
-        return any(entry.submit.adapter == adapter for entry in entries)
+        return self._num_of_adapter[adapter] > 0
 
     def wait_for(self, adapters: Iterable[str]) -> None:
         """Holds back requests that use the adapters with these identities, which a new process is loading."""
@@ -171,6 +182,9 @@ class RequestJournal:
     def adapter_loaded(self, adapter: str) -> None:
         """Releases the requests that wait for the adapter with this identity."""
         self._missing.discard(adapter)
+        self._candidates |= {
+            number: entry for number, entry in self._queued.items() if entry.submit.adapter == adapter
+        }
 
     def adapter_gone(self, adapter: str) -> list[Failed]:
         """Drops the requests that use an adapter that cannot be loaded. Returns their answers."""
@@ -183,12 +197,11 @@ class RequestJournal:
     def take_ready(self) -> list[Submit]:
         """Returns the requests to send to the process now. Their adapters and images must be in the
         process."""
-        if not self._queued:
-            return []
         if not self._num_suspects:
-            released = list(self._queued.values())
+            released = [self._queued[number] for number in self._candidates if number in self._queued]
+            self._candidates.clear()
         elif any(entry.is_suspect for entry in self._sent.values()):
-            released = []  # a trial is running
+            return []  # a trial is running
         else:
             released = [next(entry for entry in self._queued.values() if entry.is_suspect)]
         if self._missing:
@@ -201,12 +214,23 @@ class RequestJournal:
         return [entry.as_submitted(now_s) for entry in released]
 
     def _has_media(self, entry: Unfinished) -> bool:
-        return self.media.issuperset(run.identity for run in entry.submit.media)
+        """Whether the process has the images of the request. If not, it waits for one of them."""
+        for run in entry.submit.media:
+            if run.identity not in self.media:
+                self._of_medium.setdefault(run.identity, {})[entry.submit.request_id] = entry
+                return False
+        return True
 
     def missing_media(self) -> set[str]:
-        """Returns the images of queued requests that the process does not have."""
-        runs = [run for entry in self._queued.values() for run in entry.submit.media]
+        """Returns the images that the process does not have, of the requests that ``take_ready`` looks at
+        next."""
+        runs = [run for entry in self._candidates.values() for run in entry.submit.media]
         return {run.identity for run in runs} - self.media
+
+    def medium_sent(self, identity: str) -> None:
+        """The process has an image: releases the requests that wait for it."""
+        self.media.add(identity)
+        self._candidates |= self._of_medium.pop(identity, {})
 
     def update_hint(self, update: UpdateHint) -> None:
         """Updates the unfinished requests of a state with its new hint, which also applies in another
@@ -269,6 +293,7 @@ class RequestJournal:
         ended = [aborted(entry.submit.request_id) for entry in self._sent.values() if entry.is_aborted]
         self._queued = dict(sorted((self._queued | self._sent).items()))  # ids grow with each submission
         self._sent = {}
+        self._candidates, self._of_medium = self._queued.copy(), {}
         self._missing.clear()
         for failed in ended:
             self._remove(self._queued, failed.request_id)
@@ -296,7 +321,8 @@ class RequestJournal:
     def fail_all(self, why: str) -> list[Failed]:
         """Fails and drops all requests."""
         ended = [Failed(request_id, EngineDown.code, why) for request_id in sorted(self._queued | self._sent)]
-        self._queued, self._sent, self._of_state, self._num_suspects = {}, {}, StateIndex(), 0
+        self._queued, self._sent = {}, {}
+        self._reset()
         return ended
 
     def _remove(self, entries: dict[int, Unfinished], request_id: int) -> None:
@@ -304,6 +330,9 @@ class RequestJournal:
         if entry is not None:
             self._of_state.remove(entry)
             self._num_suspects -= entry.is_suspect
+            self._num_of_adapter[entry.submit.adapter] -= 1
+            if not self._num_of_adapter[entry.submit.adapter]:
+                del self._num_of_adapter[entry.submit.adapter]
 
 
 def _later(submit: Submit, elapsed_s: float, since_ttft_s: float) -> Submit:

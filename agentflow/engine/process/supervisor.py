@@ -611,7 +611,7 @@ class EngineSupervisor:
             self._connection.drop_medium(identity)
 
     def _medium_sent(self, identity: str) -> None:
-        self._journal.media.add(identity)
+        self._journal.medium_sent(identity)
         if identity not in self._media:  # dropped meanwhile
             self._drop_medium(identity)
         self._send_ready()

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.counted_lines import counted_lines
 
+from agentflow.engine.media_run import SubmittedRun
 from agentflow.engine.messages import Failed, Finished, Progress, Started, UpdateHint
 from agentflow.engine.process.request_journal import MAX_DEATHS, RequestJournal
 from agentflow.engine.request import Origin, Submit
@@ -256,3 +258,90 @@ def test_deadly_requests_fail_and_all_others_finish(seed, deadly, width):
     assert set(done) == set(range(10)) - set(failed)
     if len(deadly) <= 1:
         assert failed == deadly
+
+
+@pytest.mark.parametrize("waits_for", ["image", "adapter", "no longer needed adapter"])
+def test_f37_a_request_costs_the_same_however_many_others_wait(waits_for):
+    """Each of them, and each frame of the process, asks which ones may be sent."""
+    num_lines = {}
+    for num_waiting in (100, 400):
+        journal = RequestJournal()
+        adapter = "late" if waits_for == "adapter" else ""
+        journal.wait_for(["late"])
+        with counted_lines() as lines:
+            for number in range(num_waiting):
+                media = [SubmittedRun(f"image {number}", 0, 1, b"")] if waits_for == "image" else []
+                journal.add(Submit(number, [number], None, adapter=adapter, media=media))
+                assert journal.missing_media() == {run.identity for run in media}
+                assert len(journal.take_ready()) == (waits_for == "no longer needed adapter")
+                assert not journal.needs("other")
+            for number in range(num_waiting):
+                if waits_for == "image":
+                    journal.medium_sent(f"image {number}")
+                    assert ids(journal.take_ready()) == [number]
+            if adapter:
+                journal.adapter_loaded("late")
+                assert ids(journal.take_ready()) == [*range(num_waiting)]
+        assert len(journal) == num_waiting
+        num_lines[num_waiting] = lines.num
+    assert num_lines[400] < 5 * num_lines[100]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "add", "sent", "loaded", "abort", "die", "replace", "give up"]),
+            st.integers(0, 3),
+            st.sets(st.integers(0, 3), max_size=2),
+        ),
+        max_size=40,
+    )
+)
+def test_requests_are_sent_as_soon_as_the_process_has_their_images_and_adapters(steps):
+    """Against a look at all requests that are queued."""
+    journal, number = RequestJournal(), 0
+    queued: dict[int, Submit] = {}
+    sent: dict[int, Submit] = {}
+    missing: set[str] = set()
+    for step, which, images in steps:
+        name = str(which)
+        match step:
+            case "add":
+                number += 1
+                media = [SubmittedRun(str(image), 0, 1, b"") for image in sorted(images)]
+                queued[number] = Submit(number, [number], None, adapter=name, media=media)
+                journal.add(queued[number])
+            case "sent":
+                journal.medium_sent(name)
+            case "loaded":
+                missing.discard(name)
+                journal.adapter_loaded(name)
+            case "abort":
+                first = next(iter(queued), None)
+                if first is not None:
+                    assert not journal.abort(first)
+                    del queued[first]
+            case "die" | "replace":
+                assert (journal.process_died()[0] if step == "die" else journal.process_replaced()) == []
+                queued, sent, missing = dict(sorted((queued | sent).items())), {}, {name}
+                journal.media.clear()
+                journal.wait_for(missing)
+            case "give up":
+                given = journal.give_up(adapter=name)
+                assert [entry.submit for entry in given] == [
+                    one for one in queued.values() if one.adapter == name
+                ]
+                queued = {key: one for key, one in queued.items() if one.adapter != name}
+        ready = {
+            key: one
+            for key, one in queued.items()
+            if one.adapter not in missing and journal.media.issuperset(run.identity for run in one.media)
+        }
+        assert sorted(ids(journal.take_ready())) == sorted(ready)
+        queued = {key: one for key, one in queued.items() if key not in ready}
+        sent |= ready
+        assert len(journal) == len(queued) + len(sent)
+        users = {one.adapter for one in (queued | sent).values()}
+        assert all(journal.needs(adapter) == (adapter in users) for adapter in "0123")
+    journal.fail_all("it is down")
+    assert not any(journal.needs(adapter) for adapter in "0123")
