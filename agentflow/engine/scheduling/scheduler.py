@@ -478,20 +478,12 @@ class Scheduler:
         self.wants_media = True
         if self._in_flight.launched or not self.media.begin(identity, self.running.values()):
             return False
-        num_left, slice_s = self.media.num_left(identity), self.media.slice_s(identity)
-        is_first = draft.num_tokens == draft.num_decode and not self.media.planned
-        least = 1 if is_first else 0
-        if slice_s is None:  # the first slice shows its duration
-            count = min(num_left, least)
-        else:
-            spare_s = PROMPT_STEP_S if draft.spare_s == math.inf else draft.spare_s
-            num_now = int(spare_s / CHUNKS_PER_STEP / slice_s) or int(spare_s >= slice_s)
-            count = min(num_left, max(least, num_now))
-            draft.spare_s = spare_s - count * slice_s
+        num_left, count = self.media.num_left(identity), draft.count_slices(identity, self.media)
         if not count:
             return False
         num_new = self.media.plan(identity, count)
-        num_tokens = self.cost.tokens_within(num_new * (slice_s or 0.0), 0, is_first=False)
+        new_s = num_new * (self.media.slice_s(identity) or 0.0)
+        num_tokens = self.cost.tokens_within(new_s, 0, is_first=False)
         if not 0 < num_tokens < 2**31:  # a cost is unknown
             num_tokens = num_new * MIN_CHUNK
         if num_new:

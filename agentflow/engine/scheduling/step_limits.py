@@ -228,6 +228,20 @@ class Draft:
         self.spare_s -= needed_s
         return num_tokens
 
+    def count_slices(self, identity: str, media: MediaWork) -> int:
+        """How many slices of an encoding that has begun the step has time for, at most for about the time of
+        a chunk. Subtracts their time from ``spare_s``. A step always gets one, if it has nothing else beside
+        decoding."""
+        num_left, slice_s = media.num_left(identity), media.slice_s(identity)
+        least = 0 if self.num_tokens > self.num_decode or media.planned else 1
+        if slice_s is None:  # the first slice shows its duration
+            return min(num_left, least)
+        spare_s = PROMPT_STEP_S if self.spare_s == math.inf else self.spare_s
+        num_now = int(spare_s / CHUNKS_PER_STEP / slice_s) or int(spare_s >= slice_s)
+        count = min(num_left, max(least, num_now))
+        self.spare_s = spare_s - count * slice_s
+        return count
+
     def _whole_runs(self, request: Request, start: int, num_tokens: int, media: MediaWork | None) -> int:
         """A number of tokens near ``num_tokens`` with which no run that attends both ways is divided, and no
         run without features begins. The step's first chunk may be a whole run that is longer; others wait for
