@@ -159,6 +159,7 @@ class Engine:
         self._unready: dict[str, dict[int, Submit]] = {}  # by the keys of the grammars that are being built
         self._ready: deque[tuple[int, Submit]] = deque()  # the submits whose grammars are built
         self._awaited: dict[int, str] = {}  # the keys of the grammars in ``_unready`` and ``_ready``
+        self._awaiting: dict[int, dict[int, Request]] = {}  # the requests that wait for them, by state and id
         self._started: set[int] = set()
         self._delivery_error: Exception | None = None
         self._in_flight: deque[_InFlight] = deque()  # oldest first
@@ -501,13 +502,12 @@ class Engine:
         else:
             assert constraint is not None
             unready[request.id], self._awaited[request.id] = message, constraint.key
+            self._awaiting.setdefault(request.origin.state, {})[request.id] = request
 
     def _update_hint(self, update: UpdateHint) -> None:
         """Updates the hint of a state's requests, including requests whose grammar is not built yet."""
-        for request_id in self._awaited:
-            request = self._requests[request_id]
-            if request.origin.state == update.state:
-                request.origin = update.apply_to(request.origin)
+        for request in self._awaiting.get(update.state, {}).values():
+            request.origin = update.apply_to(request.origin)
         self.scheduler.update_hint(*astuple(update))
 
     def _grammar_built(self, built: BuiltGrammar) -> None:
@@ -527,7 +527,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return
-        self._awaited.pop(request_id, None)
+        self._stop_waiting(request)
         try:
             self._outputs.begin(request, message)
             self.scheduler.add(request)
@@ -537,6 +537,16 @@ class Engine:
             self._fail(request.id, _as_failure(error, "cannot accept the request"))
         if request.status is Status.FINISHED:
             self._drop(request.id)
+
+    def _stop_waiting(self, request: Request) -> str | None:
+        """The request no longer waits for its grammar. Returns the key of the grammar, if it did."""
+        key = self._awaited.pop(request.id, None)
+        if key is not None:
+            siblings = self._awaiting[request.origin.state]
+            del siblings[request.id]
+            if not siblings:
+                del self._awaiting[request.origin.state]
+        return key
 
     def _announce(self, batch: Batch) -> None:
         new = self.scheduler.running.keys() - self._started
@@ -593,7 +603,7 @@ class Engine:
         request = self._requests.get(request_id)
         self._outputs.drop(request_id)
         self._started.discard(request_id)
-        key = self._awaited.pop(request_id, None)
+        key = None if request is None else self._stop_waiting(request)
         messages = None if key is None else self._unready.get(key)
         if key is not None and messages is not None:  # the grammar is not built yet
             messages.pop(request_id, None)

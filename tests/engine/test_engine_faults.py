@@ -15,6 +15,7 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.counted_lines import counted_lines
 from support.engine.stepped_engine import SteppedEngine
 from support.examples import examples
 from support.plain_model import PLAIN_IDS, alone, fake_logprob, plain_model_engine
@@ -29,7 +30,7 @@ from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.messages import UpdateHint
+from agentflow.engine.messages import Abort, UpdateHint
 from agentflow.engine.request import Origin, Request, Submit
 from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
@@ -484,6 +485,34 @@ def test_requests_that_run_go_on_while_thousands_of_others_come(waits_for_gramma
         assert engine.step()
         num_turns += 1
     assert num_turns > 2
+
+
+def test_f37_a_hint_costs_the_same_however_many_requests_wait_for_a_grammar() -> None:
+    constraint = CompiledConstraint("yes", "dfa", build_dfa(parse_regex("(?:yes)+")).to_bytes())
+    num_lines = {}
+    for num_waiting in (100, 400):
+        engine = SteppedEngine(plain_runner(), None).engine
+        engine._builder._thread = threading.current_thread()  # it builds nothing
+        for number in range(1, num_waiting + 1):
+            origin = Origin(state=number)
+            engine.send(
+                Submit(number, [7], SamplingParams(max_tokens=1), origin=origin, constraint=constraint)
+            )
+        engine.send(UpdateHint(5, 6, 7, "throughput"))
+        engine.send(Abort(6))
+        engine.take_messages()
+        while not engine._inbox.empty():
+            engine.take_messages()
+        assert engine._requests[5].origin.program == 6
+        assert engine._awaiting.keys() == engine._awaited.keys() == engine._requests.keys()
+        with counted_lines() as lines:
+            engine._update_hint(UpdateHint(8, 6, 7, "throughput"))
+        num_lines[num_waiting] = lines.num
+        engine.send(BuiltGrammar("yes", engine._grammars.make(constraint)))
+        while not engine._inbox.empty() or engine._ready:
+            engine.take_messages()
+        assert not engine._awaiting
+    assert num_lines[400] == num_lines[100]
 
 
 class ClosedRunner(FakeRunner):
