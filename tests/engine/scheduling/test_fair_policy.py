@@ -1,6 +1,7 @@
 """``fair-lpm``: the bound on overtaking that its docstring proves, the tenants' shares, and the order
 within a tenant."""
 
+import gc
 import math
 import random
 from collections import Counter
@@ -473,6 +474,31 @@ def test_times_stay_in_order_when_old_entries_are_dropped():
         heaps.gone(waiting.pop(made.id))
     assert len(found) == 100
     assert found == sorted(found)
+
+
+def test_f37_requests_with_times_are_forgotten_with_the_last_of_their_tenant():
+    """They may have long prompts. Many tenants come and go while others wait."""
+
+    def num_alive() -> int:
+        gc.collect()
+        return sum([type(one) is Request for one in gc.get_objects()])
+
+    before = num_alive()
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
+    for number in range(10):
+        policy.add(request(number, 10, 0, "waits"))
+    for number in range(10, 400):
+        tenant = str(number // 40)
+        made = request(number, 10, 0, tenant, deadline=1e9, patience_end=1e9, priority=number % 2)
+        policy.add(made)
+        if number % 3 and number % 40 < 39:
+            policy.remove(made)
+        if number % 40 == 39:
+            for one in [one for one in policy if one.tenant == tenant]:
+                policy.remove(one)
+    del made, one
+    assert len(policy) == 10
+    assert num_alive() - before == 10
 
 
 def test_a_deadline_goes_before_ended_patience():

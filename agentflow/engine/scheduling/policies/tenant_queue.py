@@ -53,7 +53,7 @@ import itertools
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -551,7 +551,7 @@ class TimeHeaps:
     """Waiting requests by a time, the earliest first. ``heaps``: one for each priority, with old entries.
     ``waiting``: the ids of the requests that still wait."""
 
-    def __init__(self, waiting: Container[int]) -> None:
+    def __init__(self, waiting: Collection[int]) -> None:
         self.heaps: dict[int, list[tuple[float, int, Request]]] = {}
         self._num_gone: dict[int, int] = {}  # requests since old entries were dropped
         self._waiting = waiting
@@ -563,7 +563,11 @@ class TimeHeaps:
 
     def gone(self, request: Request) -> None:
         """The request, with a time or without, no longer waits. Drops old entries once they may be the
-        most."""
+        most, or if no request waits."""
+        if not self._waiting:
+            self.heaps.clear()
+            self._num_gone.clear()
+            return
         priority = request.origin.priority
         heap = self.heaps.get(priority)
         if heap is None:
