@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.engine.plain_constrained import PlainConstrained
+from support.examples import examples
 from support.fake_engine import TOKENIZER, FakeEngine
 from support.faults import has_param
 from support.logit_runner import alone_by_logits, logit_engine
@@ -109,8 +110,13 @@ async def ask(client: EngineClient, asked: Asked) -> None:
     check_end(asked, end, "".join(deltas))
 
 
-@pytest.mark.parametrize("budget", [256, 8])
-@given(st.lists(ASKED, min_size=1, max_size=10), st.sampled_from([4096, 150]), st.booleans())
+@examples(140)
+@given(
+    st.sampled_from([256, 8]),
+    st.lists(ASKED, min_size=1, max_size=10),
+    st.sampled_from([4096, 150]),
+    st.booleans(),
+)
 def test_constrained_requests_in_any_batch_give_what_each_gives_alone(
     budget: int, asked: Sequence[Asked], slots: int, ahead: bool
 ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from support.examples import examples
@@ -320,7 +320,7 @@ def test_scaling_has_the_defaults_of_transformers(family: Family) -> None:
     assert (list(scaling.mean), list(scaling.std)) == (list(defaults.image_mean), list(defaults.image_std))
 
 
-@settings(deadline=None, max_examples=25)
+@examples(50)
 @given(sizes=st.lists(SIZES, min_size=1, max_size=3), glue=st.sampled_from(["", "a", "\n", " b\n"]))
 def test_the_ids_of_a_prompt_are_those_of_transformers(
     family: Family, sizes: list[tuple[int, int]], glue: str

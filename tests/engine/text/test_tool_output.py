@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentflow.engine.text.tool_format import FALLBACK, ToolFormat
 from agentflow.engine.text.tool_output import JsonExtent, ToolOutput
@@ -99,6 +100,7 @@ def cut(text: str, data: st.DataObject) -> list[str]:
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("constrained", [True, False])
+@examples(50)
 @given(some=calls, before=st.sampled_from(["", "I look.", "a <b> {c} [d]", "x\n\n"]), data=st.data())
 def test_calls_are_read_as_they_were_written(name, constrained, some, before, data):
     form = FORMS[name]

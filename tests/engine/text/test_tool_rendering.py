@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.engine.conversations import TEMPLATES as PLAIN_TEMPLATES
 from support.engine.conversations import messages_of, replay, scripts, state_of
 from support.engine.tool_template_shapes import SPECIAL, TEMPLATES, TOKENIZER
+from support.examples import examples
 from support.faults import has_param
 
 from agentflow.engine.text.chat_template import ChatTemplate
@@ -87,6 +88,7 @@ def tamed(value: Any, words: dict[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+@examples(50)
 @given(said=conversations(hostile, NAMES | hostile.filter(bool)))
 def test_untrusted_text_gives_no_special_token(
     name: str, said: tuple[tuple[ToolSpec, ...], list[Message]]

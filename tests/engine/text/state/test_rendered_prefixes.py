@@ -17,6 +17,7 @@ from support.engine.conversations import (
     letters,
     say,
 )
+from support.examples import examples
 
 from agentflow.engine.text.state.rendered_prefixes import TOKENS_PER_ENTRY, RenderedPrefixes
 from agentflow.engine.text.state.text_spans import Span
@@ -172,6 +173,7 @@ def test_special_tokens_that_take_white_space_are_not_cut(strips: str):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+@examples(50)
 @given(data=st.data())
 def test_random_conversations(name: str, data: st.DataObject):
     """Whatever was said before, a prompt has the special tokens and the text that it would have alone, and it
@@ -197,6 +199,7 @@ def test_random_conversations(name: str, data: st.DataObject):
 
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
+@examples(50)
 @given(turns=alternating())
 def test_the_tokens_through_a_turn_end_where_the_text_of_the_next_one_begins(
     name: str, is_known: bool, turns: Turns
