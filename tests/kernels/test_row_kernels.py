@@ -88,8 +88,13 @@ def test_add_rms_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, seed:
 
 @QUICK_KERNELS
 @DTYPES
-@pytest.mark.parametrize("has_bias", [False, True])
-@given(st.integers(1, 40), st.sampled_from([1, 16, 17, 40, 64]), st.sampled_from(ACTIVATIONS), SEEDS)
+@given(
+    st.booleans(),
+    st.integers(1, 40),
+    st.sampled_from([1, 16, 17, 40, 64]),
+    st.sampled_from(ACTIVATIONS),
+    SEEDS,
+)
 def test_products_with_gates(
     kernels: Kernels,
     dtype: torch.dtype,
@@ -164,8 +169,7 @@ def test_rope_and_write(dtype: torch.dtype, num_rows: int, seed: int) -> None:
 
 @QUICK_KERNELS
 @DTYPES
-@pytest.mark.parametrize("has_bias", [False, True])
-@given(st.integers(1, 40), st.sampled_from([(40, 24), (1, 1), (31, 33), (96, 64)]), SEEDS)
+@given(st.booleans(), st.integers(1, 40), st.sampled_from([(40, 24), (1, 1), (31, 33), (96, 64)]), SEEDS)
 def test_linear(
     kernels: Kernels, dtype: torch.dtype, has_bias: bool, num_rows: int, sizes: tuple[int, int], seed: int
 ) -> None:

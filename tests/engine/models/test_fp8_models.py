@@ -40,7 +40,7 @@ def opened(
 def greedy(runner: TorchRunner, max_chunk: int = 4096) -> list[list[int]]:
     driver = Driver(runner)
     walkers = [driver.add(prompt) for prompt in PROMPTS]
-    driver.generate(walkers, 6, max_chunk=max_chunk)
+    driver.generate(walkers, 4, max_chunk=max_chunk)
     return [walker.generated for walker in walkers]
 
 
