@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import io
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
 import agentflow as af
+
+ROOT = Path(__file__).parents[2]
+# Those of adapters run in the adapters' own environments (`make test-adapters` tests them), the third one on
+# a server.
+OF_FRAMEWORKS = {"langchain_agent", "dspy_rag", "pydantic_ai_agent"}
+EXAMPLES = sorted(
+    path.stem
+    for path in (ROOT / "examples").glob("*.py")
+    if path.stem not in {"example_session", "passages", *OF_FRAMEWORKS}
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "long_document": {"text": "A fox found a key. The key opened a door.\n\n" * 5}
+}
+"""Of an example's ``main``, besides the session and the console."""
 
 
 class Asked:

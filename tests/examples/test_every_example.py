@@ -10,22 +10,12 @@ from typing import Any
 import pytest
 from example_session import example_parser, figures, run_example
 from msgspec.structs import replace
-from scripted_example import scripted, shown
+from scripted_example import EXAMPLES, OPTIONS, ROOT, scripted, shown
 from support.commands import run_python
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.runtime.generator import Scored
-
-ROOT = Path(__file__).parents[2]
-# Those of adapters run in the adapters' own environments (`make test-adapters` tests them), the third one on
-# a server.
-OF_FRAMEWORKS = {"langchain_agent", "dspy_rag", "pydantic_ai_agent"}
-EXAMPLES = sorted(
-    path.stem
-    for path in (ROOT / "examples").glob("*.py")
-    if path.stem not in {"example_session", "passages", *OF_FRAMEWORKS}
-)
 
 
 def make(*options: str) -> subprocess.CompletedProcess[str]:
@@ -104,8 +94,8 @@ async def test_the_markup_in_a_models_text_is_shown_literally(anyio_backend, nam
     }
     backend = scripted(str)
     backend.generator = FirstChoice(lambda prompt: said.get(name, "[/] [red"))
-    options = {"text": "A text."} if name == "long_document" else {}
-    assert "[/] [red" in await shown(importlib.import_module(name).main, backend, **options)
+    page = await shown(importlib.import_module(name).main, backend, **OPTIONS.get(name, {}))
+    assert "[/] [red" in page
 
 
 def test_a_missing_server_is_reported(capsys):
