@@ -459,3 +459,6 @@ if __name__ == "__main__":  # .ci/run compiles what the tests load while it inst
             with pytest.MonkeyPatch.context() as patch:
                 use_level(patch, made.level)
                 native_library.load_library(made.level)
+    if IS_TRAPPED:  # one test has them where nothing traps tiles
+        native_library.FLAGS = quick_flags("amx")
+        native_library.load_library("amx")
