@@ -11,9 +11,8 @@ from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-
 from build import ProjectBuilder
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PAGE = "agentflow/server/ui/static/"
