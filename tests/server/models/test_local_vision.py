@@ -34,7 +34,7 @@ from agentflow.server.models.open_models import open_models
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
 
 KV_TOKENS = 3000
-MAX_TOKENS = 12
+MAX_TOKENS = 6
 Folders = Callable[[str], VisionFolder]
 
 
