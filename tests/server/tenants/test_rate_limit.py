@@ -138,7 +138,7 @@ class TenantGateMachine(RuleBasedStateMachine):
 
 
 TestTenantGate = TenantGateMachine.TestCase
-TestTenantGate.settings = settings(max_examples=25, stateful_step_count=40)
+TestTenantGate.settings = settings(max_examples=12, stateful_step_count=40)
 
 
 def use(
