@@ -11,7 +11,7 @@ from support.fake_engine import ConstrainedEngine
 from support.reasoning_models import CHANNEL_MODEL, in_channels
 from support.server.http_clients import only_asyncio
 from support.server.module_servers import module_fixture
-from test_engine_reasoning import JSON, CheckResumed, ask, asking, deltas_of, generator_of, resuming
+from test_engine_reasoning import JSON, CheckResumed, ask, ask_each, asking, deltas_of, generator_of, resuming
 
 import agentflow as af
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
@@ -43,8 +43,8 @@ async def test_reasoning_are_apart_from_the_answer_and_stops_are_of_the_answer()
         for stop in ("stop", "Hello", "final"):
             stopped = await ask(generator, asking(SCRIPT, params={"stop": (stop,)}))
             assert (stopped.reasoning, stopped.text) == (REASONING, ANSWER.partition(stop)[0])
-        for length in range(1, answer.usage.output_tokens, 4):
-            cut = await ask(generator, asking(SCRIPT, max_tokens=length))
+        lengths = range(1, answer.usage.output_tokens, 4)
+        for cut in await ask_each(generator, [asking(SCRIPT, max_tokens=length) for length in lengths]):
             assert cut.finish_reason == "length"
             assert (REASONING + ANSWER).startswith(cut.reasoning + cut.text)
         # Without reasoning, without a head, and with several messages of each kind.

@@ -222,7 +222,8 @@ def resuming(model: ReasoningModel) -> Iterator[CheckResumed]:
         start_blocking_portal("asyncio") as portal,
         portal.wrap_async_context_manager(generator_of(model)) as generator,
     ):
-        yield lambda request, num_tokens: portal.call(check_resumed, generator, request, num_tokens)
+        whole: dict[str, tuple[Answer, Journal]] = {}
+        yield lambda request, num_tokens: portal.call(check_resumed, generator, whole, request, num_tokens)
 
 
 check_qwen_resumed = module_fixture(resuming, QWEN_MODEL)
@@ -238,13 +239,21 @@ def test_a_request_that_is_resumed_goes_on_where_it_was(
     check_qwen_resumed(asking(script, constraint=constraint, reasoning_budget=budget), num_tokens)
 
 
-async def check_resumed(generator: EngineGenerator, request: CompletionRequest, num_tokens: int) -> None:
-    """The request has the same output when it is resumed after ``num_tokens``."""
-    journal = Journal()
-    generator.observe(journal)
-    whole = await ask(generator, request)
+async def check_resumed(
+    generator: EngineGenerator,
+    known: dict[str, tuple[Answer, Journal]],
+    request: CompletionRequest,
+    num_tokens: int,
+) -> None:
+    """The request has the same output when it is resumed after ``num_tokens``. ``known``: the outputs and
+    journals of requests, which are the same for each number of tokens."""
+    if repr(request) not in known:
+        journal = Journal()
+        generator.observe(journal)
+        known[repr(request)] = await ask(generator, request), journal
+        journal.num_left = None
+    whole, journal = known[repr(request)]
     resumed = journal.after(num_tokens)
-    journal.num_left = None
     if resumed is None:
         return
     end = await generator._client._call(resumed, None)
