@@ -7,8 +7,10 @@ call knows only its parent; when the root ends, its program ends. The calls of a
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
@@ -74,6 +76,15 @@ class RunTree(BaseCallbackHandler):
     def __init__(self) -> None:
         self._roots: OrderedDict[UUID, UUID] = OrderedDict()
         self._at_end: dict[UUID, set[ModelConnection]] = {}
+        self._after_fork()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()  # in a forked process no thread releases the old one
+
+    def __reduce__(self) -> tuple[Callable[[], RunTree], tuple[()]]:
+        return _singleton, ()  # copies of callbacks refer to the same object
 
     def root_of(self, parent_id: UUID | None) -> UUID | None:
         """Returns the root run of a model call; None if the call has no parent, or if the root began without
@@ -82,18 +93,23 @@ class RunTree(BaseCallbackHandler):
 
     def end_with(self, root: UUID, connection: ModelConnection) -> None:
         """Ends the root's program on this connection when the root ends."""
-        if root in self._roots:
-            self._at_end.setdefault(root, set()).add(connection)
+        with self._lock:
+            if root in self._roots:
+                self._at_end.setdefault(root, set()).add(connection)
 
     def _begin(self, run_id: UUID, parent_run_id: UUID | None) -> None:
-        self._roots[run_id] = run_id if parent_run_id is None else self._roots.get(parent_run_id, run_id)
-        while len(self._roots) > MAX_RUNS:
-            self._end(next(iter(self._roots)))
+        with self._lock:
+            self._roots[run_id] = run_id if parent_run_id is None else self._roots.get(parent_run_id, run_id)
+            oldest = next(iter(self._roots)) if len(self._roots) > MAX_RUNS else None
+        if oldest is not None:
+            self._end(oldest)
 
     def _end(self, run_id: UUID) -> None:
-        if self._roots.pop(run_id, None) == run_id:
-            for connection in self._at_end.pop(run_id, ()):
-                connection.end_program(str(run_id))
+        with self._lock:
+            is_root = self._roots.pop(run_id, None) == run_id
+            connections = self._at_end.pop(run_id, set()) if is_root else set()
+        for connection in connections:
+            connection.end_program(str(run_id))
 
     def on_chain_start(
         self, serialized: Any, inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
@@ -145,6 +161,12 @@ class RunTree(BaseCallbackHandler):
 
 
 RUNS: Final = RunTree()
+
+
+def _singleton() -> RunTree:
+    return RUNS
+
+
 _runs: ContextVar[RunTree | None] = ContextVar("agentflow_runs", default=RUNS)
 register_configure_hook(_runs, inheritable=True)
 

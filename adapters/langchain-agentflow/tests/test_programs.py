@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from contextlib import asynccontextmanager
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from langchain_agentflow import Agentflow, ChatAgentflow
-from langchain_agentflow.programs import RUNS
+from langchain_agentflow.programs import RUNS, RunTree
 from langchain_core.callbacks import CallbackManager
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnableParallel
@@ -155,3 +157,27 @@ def test_a_text_model_in_a_chain_belongs_to_it(heard):
     RunnableParallel(a=model, b=model).invoke("x")
     assert len(set(heard.programs)) == 1
     assert heard.objectives == {None}
+
+
+def test_f37_a_call_that_begins_while_its_root_ends_is_part_of_the_program() -> None:
+    runs, root = RunTree(), uuid4()
+    ended: list[str] = []
+
+    class Connection:
+        """The root ends in another thread while the call is recorded."""
+
+        end_program = staticmethod(ended.append)
+
+        def __hash__(self) -> int:
+            if not ending.is_alive() and not ended:
+                ending.start()
+                ending.join(0.2)  # it waits for the record
+            return 0
+
+    ending = threading.Thread(target=runs.on_chain_end, args=({},), kwargs={"run_id": root})
+    runs.on_chain_start({}, {}, run_id=root)
+    runs.end_with(root, Connection())  # type: ignore[arg-type]
+    ending.join()
+    assert ended == [str(root)]
+    assert not runs._at_end
+    assert copy.deepcopy(runs) is RUNS
