@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -175,6 +176,21 @@ def test_a_model_that_is_not_here_can_be_pulled(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
     result = call_cli("models")
     assert result.stdout.splitlines()[1].split("\t")[:3] == ["smollm2-135m", "no", "90 MB"]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 269060552\n",
+        b"\xff" * 16,
+        (100_000).to_bytes(8, "little") + b"[" * 100_000,
+    ],
+    ids=["git-lfs", "ff", "deep"],
+)
+def test_f37_a_folder_without_its_weights_is_damaged(weights: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert describe_model(tmp_path, _Room())[1] == "damaged"
 
 
 def test_a_damaged_folder_is_said_to_be_one(tmp_path):

@@ -9,9 +9,7 @@ If the models do not fit, nothing is loaded.
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from typing import Any
 from agentflow.engine.store.adapter_folder import adapter_bytes
 from agentflow.engine.store.config_parts import text_config
 from agentflow.engine.store.embedding_folder import read_embedding_folder
-from agentflow.engine.store.model_folder import json_object, weight_files
+from agentflow.engine.store.model_folder import json_object, safetensors_header, weight_files
 from agentflow.engine.store.weight_scheme import Scheme, read_scheme
 from agentflow.errors import BadArgument, BadModelFolder
 
@@ -335,21 +333,16 @@ def _vision_parameters(folder: Path, config: Mapping[str, Any]) -> int:
 
 
 def _num_parameters(folder: Path, scheme: Scheme | None, beginnings: tuple[str, ...] = ("",)) -> int:
-    """Counts parameters by the headers of the safetensors files: 8 bytes of length, then JSON. ``scheme``:
-    how they are quantised. ``beginnings``: count tensors whose names start with one of these."""
+    """Counts parameters by the headers of the safetensors files. ``scheme``: how they are quantised.
+    ``beginnings``: count tensors whose names start with one of these."""
     total = 0
     for file in (folder / name for name in weight_files(folder)):
-        with file.open("rb") as stream:
-            try:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                header: dict[str, Any] = json.loads(stream.read(length))
-            except (struct.error, ValueError) as error:
-                raise BadModelFolder(f"{file} is not a safetensors file: {error}", param=file.name) from None
+        tensors, _ = safetensors_header(file)
         try:
             total += sum(
                 math.prod(entry["shape"]) * _values_in_each(name, scheme)
-                for name, entry in header.items()
-                if name != "__metadata__" and name.startswith(beginnings)
+                for name, entry in tensors.items()
+                if name.startswith(beginnings)
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise BadModelFolder(

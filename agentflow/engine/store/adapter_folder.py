@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from agentflow.engine.store.hub_names import cached_snapshot, hub_name
-from agentflow.engine.store.model_folder import json_object, pickles_in, safetensors_fault
+from agentflow.engine.store.model_folder import json_object, pickles_in, safetensors_fault, safetensors_header
 from agentflow.errors import BadArgument, BadModelFolder, UnknownModel
 from agentflow.protocol.sampling import is_whole
 
@@ -125,10 +123,8 @@ def adapter_bytes(folder: Path, item_bytes: int) -> int:
         folder: an adapter that ``check_adapter`` accepts.
         item_bytes: the bytes of a weight.
     """
-    with (folder / WEIGHTS).open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    shapes: list[list[int]] = [one.get("shape") for name, one in header.items() if name != "__metadata__"]
+    tensors, _ = safetensors_header(folder / WEIGHTS)
+    shapes: list[list[int]] = [one.get("shape") for one in tensors.values()]
     for shape in shapes:
         if not isinstance(shape, list) or not all(is_whole(size, 0, _MAX_DIMENSION) for size in shape):
             raise BadModelFolder(f"{folder}: {WEIGHTS} is damaged: a shape is {shape!r:.100}", param=WEIGHTS)

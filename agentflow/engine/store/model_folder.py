@@ -139,23 +139,33 @@ def safetensors_fault(file: Path) -> str | None:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
             return f"{file.name} is not a file"
-        size = status.st_size
-        with file.open("rb") as content:
-            header_bytes = int.from_bytes(content.read(8), "little")
-            is_whole = header_bytes <= min(size - 8, MAX_HEADER_BYTES)
-            header = json.loads(content.read(header_bytes)) if is_whole else None
+        tensors, first = safetensors_header(file)
     except FileNotFoundError:
         return f"{file.name} is missing"
-    except (OSError, ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
+    except (OSError, BadModelFolder):
         return f"{file.name} is not a safetensors file (a Git LFS pointer? then run `git lfs pull`)"
     try:
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        whole = size == 8 + header_bytes + max(ends, default=0)
+        whole = status.st_size == first + max([one["data_offsets"][1] for one in tensors.values()], default=0)
     except (TypeError, KeyError, IndexError):
         whole = False
     return None if whole else f"{file.name} is truncated or damaged"
+
+
+def safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Returns the entries of the tensors in a safetensors file, by name, and the place where their values
+    begin: the file has 8 bytes of length, JSON, and the values. Raises ``BadModelFolder`` if it is no such
+    file, and ``OSError`` if it cannot be read."""
+    with file.open("rb") as content:
+        num_bytes = int.from_bytes(content.read(8), "little")
+        is_whole = num_bytes <= min(file.stat().st_size - 8, MAX_HEADER_BYTES)
+        try:
+            header = json.loads(content.read(num_bytes)) if is_whole else None
+        except (ValueError, RecursionError):
+            header = None
+    if not isinstance(header, dict):
+        raise BadModelFolder(f"{file} is not a safetensors file", param=file.name)
+    header.pop("__metadata__", None)
+    return header, 8 + num_bytes
 
 
 def json_object(file: Path) -> dict[str, Any] | None:
