@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -110,20 +110,12 @@ class Recorded:
     Then the file is renamed. Live graphs and ``Want`` ops are not recorded. Ops that are sent together, and
     events that are delivered together, are written together; a process that is killed loses at most the lines
     of one write. If the disk fails, the recording ends with an error in the log, and the program continues.
-    ``clock``: in seconds."""
+    """
 
-    def __init__(
-        self,
-        backend: Backend,
-        path: str | PathLike[str],
-        seed: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, backend: Backend, path: str | PathLike[str], seed: int) -> None:
         self._backend = backend
         self._path = _check_path(path, "record")
         self._seed = seed
-        self._clock = clock
         self._writer: _Writer | None = None  # while a session is open
         self._model = ""  # the default
 
@@ -135,7 +127,7 @@ class Recorded:
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens the file, then the backend."""
-        writer = self._writer = _Writer(self._path, self._clock)
+        writer = self._writer = _Writer(self._path)
         try:
             receive = writer.recording(deliver)
 
@@ -230,10 +222,9 @@ class _RecordedConnection:
 class _Writer:
     """The open file. Only opening it raises. A forked child writes nothing."""
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._clock = clock
-        self._started_s = clock()
+        self._started_s = time.monotonic()
         self._has_failed = False
         self._pid = os.getpid()
         self._is_locked = False
@@ -265,7 +256,7 @@ class _Writer:
 
     def now_s(self) -> float:
         """Seconds since the start."""
-        return round(self._clock() - self._started_s, 6)
+        return round(time.monotonic() - self._started_s, 6)
 
     def without_bytes(self, op: Op) -> Op:
         """The op as it is recorded: the bytes of images are in a folder next to the file, by digest."""
@@ -286,7 +277,7 @@ class _Writer:
 
     def begin(self, seed: int, models: Mapping[str, Capabilities]) -> None:
         """Writes the header, renames the file, and starts the clock."""
-        self._started_s = self._clock()
+        self._started_s = time.monotonic()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         header = Header(VERSION, __version__, started, seed, next(iter(models)), dict(models))
         try:

@@ -117,7 +117,7 @@ class DecodeGraphs:
         attention: AttentionBackend,
         num_heads: int,
         num_kv_heads: int,
-        windows: Sequence[int] = (0,),
+        windows: Sequence[int],
     ) -> None:
         self._forward = forward
         self._attention = attention

@@ -21,14 +21,14 @@ class MediaFeatures:
     Args:
         tower: computes features.
         hidden_size: of the text model.
-        slice_flops: the operations of a slice of an encoding to aim for; None: a few milliseconds of work.
     """
 
-    def __init__(self, tower: Tower, hidden_size: int, slice_flops: float | None = None) -> None:
+    def __init__(self, tower: Tower, hidden_size: int) -> None:
         self.tower = tower
         self._row_bytes = hidden_size * tower.dtype.itemsize * (1 + tower.num_deep)
         is_cpu = tower.device.type == "cpu"
-        self.slice_flops = slice_flops or (CPU_SLICE_FLOPS if is_cpu else GPU_SLICE_FLOPS)
+        self.slice_flops = CPU_SLICE_FLOPS if is_cpu else GPU_SLICE_FLOPS
+        """The operations of a slice of an encoding to aim for."""
         self._features: dict[str, Features] = {}
 
     def encode(self, medium: PreparedMedium) -> TowerEncoding:
