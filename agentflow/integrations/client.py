@@ -255,7 +255,7 @@ class CalledProgram:
     calls, and the cache keeps the prefixes of the last ``MAX_KEPT`` calls. Without a ``name``, no prefixes
     are kept."""
 
-    def __init__(self, session: Session, name: str = "", objective: Objective | None = None) -> None:
+    def __init__(self, session: Session, name: str, objective: Objective | None) -> None:
         self.session = session
         self._name = name
         self._objective = objective
@@ -344,14 +344,8 @@ class SharedSession:
     >>> await shared.arun(lambda flow: flow.run(judge, essay))  # from any event loop
     """
 
-    def __init__(
-        self,
-        open_session: Callable[[], Session],
-        name: str = "agentflow session",
-        *,
-        has_backend: bool = False,
-    ) -> None:
-        self.loop = BackgroundLoop(name)
+    def __init__(self, open_session: Callable[[], Session], *, has_backend: bool = False) -> None:
+        self.loop = BackgroundLoop("agentflow session")
         self._open_session = open_session
         self._has_backend = has_backend
         self._substitute: Substitute | None = None

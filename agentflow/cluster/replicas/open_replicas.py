@@ -47,9 +47,9 @@ def new_router(shape: EngineShape, loaded: Loaded) -> RoutingPolicy:
 @asynccontextmanager
 async def open_replicas(
     replicas: Sequence[EngineOptions],
-    shutdown: ShutdownBudget | None = None,
-    start_child: StartChild = start_child_process,
-    turn: PlacingTurn | None = None,
+    shutdown: ShutdownBudget | None,
+    start_child: StartChild,
+    turn: PlacingTurn | None,
 ) -> AsyncIterator[EngineClient]:
     """Loads a model in several processes and serves it within the scope.
 
@@ -156,7 +156,10 @@ async def replicated_engine(
         for number, start in enumerate(starts)
     ]
     replicas = ReplicaSet(
-        supervisors, devices or [""] * len(starts), exits_when_down=exits_when_down, turn=turn
+        supervisors,
+        devices or [""] * len(starts),
+        exits_when_down=exits_when_down,
+        turn=turn or PlacingTurn(),
     )
     async with open_task_group() as group:
         group.start_soon(replicas.run)

@@ -143,15 +143,15 @@ class ReplicaSet:
         supervisors: Sequence[EngineSupervisor],
         devices: Sequence[str],
         *,
-        exits_when_down: bool = False,
-        turn: PlacingTurn | None = None,
+        exits_when_down: bool,
+        turn: PlacingTurn,
     ) -> None:
         self._replicas = [
             Replica(number, supervisor, device)
             for number, (supervisor, device) in enumerate(zip(supervisors, devices, strict=True))
         ]
         self._exits_when_down = exits_when_down
-        self._turn = turn or PlacingTurn()
+        self._turn = turn
         self._router: RoutingPolicy | None = None
         self._client: EngineClient | None = None
         self._queries = ReplicaQueries(dict(enumerate(supervisors)), anyio.current_time)

@@ -11,6 +11,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from agentflow.cluster.routing.feed import Update
 from agentflow.cluster.routing.load import RoutedRequest
@@ -138,17 +139,16 @@ class _KnowsSent(RoundRobin):
 class RayPrefixAware(_KnowsSent):
     """``PrefixCacheAffinityRouter`` of Ray Serve 2.60. Unless queues differ by more than
     ``imbalanced_threshold`` (by default never), the replicas that were sent the longest matching prefix, if
-    it is at least ``match_rate_threshold`` of the prompt, else the replicas that were sent the least; of
+    it is at least ``MATCH_RATE`` of the prompt, else the replicas that were sent the least; of
     these the one with the shortest queue. Of two random replicas if queues differ. Its tree is of prompts
     only, and by default nothing leaves it."""
 
-    def __init__(
-        self, imbalanced_threshold: float = float("inf"), match_rate_threshold: float = 0.1, seed: int = 0
-    ) -> None:
+    MATCH_RATE: Final = 0.1
+
+    def __init__(self, imbalanced_threshold: float = float("inf")) -> None:
         super().__init__()
         self._imbalanced_threshold = imbalanced_threshold
-        self._match_rate_threshold = match_rate_threshold
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
 
     def _choose(self, call: RoutedRequest) -> ReplicaNumber:
         chosen = self._shortest(self._candidates(call))
@@ -160,7 +160,7 @@ class RayPrefixAware(_KnowsSent):
         if max(queues) - min(queues) > self._imbalanced_threshold:
             return self._random.sample(self.replicas, min(2, len(self.replicas)))
         num_matched, owners = self._sent.match(call.key, call.run)
-        if num_matched >= self._match_rate_threshold * call.num_tokens and owners:
+        if num_matched >= self.MATCH_RATE * call.num_tokens and owners:
             return list(owners)
         return self._sent.smallest()
 
