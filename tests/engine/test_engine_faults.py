@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
@@ -18,20 +20,33 @@ from hypothesis import strategies as st
 from support.counted_lines import counted_lines
 from support.engine.stepped_engine import SteppedEngine
 from support.examples import examples
+from support.fake_engine import TOKENIZER
 from support.plain_model import PLAIN_IDS, alone, fake_logprob, plain_model_engine
 from support.plain_model import runner as plain_runner
 
 from agentflow.engine import engine as engine_module
 from agentflow.engine import request as request_module
+from agentflow.engine.adapters import AdapterRead
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.client import EngineClient
 from agentflow.engine.constrained.grammar_builder import BuiltGrammar, GrammarBuilder
 from agentflow.engine.constrained.grammar_cache import GrammarCache
+from agentflow.engine.engine import Engine
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.messages import Abort, UpdateHint
-from agentflow.engine.request import Origin, Request, Submit
+from agentflow.engine.messages import (
+    Abort,
+    CloseState,
+    Failed,
+    Finished,
+    FromEngine,
+    LoadAdapter,
+    UnloadAdapter,
+    UpdateHint,
+)
+from agentflow.engine.request import Objective, Origin, Request, Submit
+from agentflow.engine.runner import OutOfMemory, ReadAdapter
 from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
@@ -513,6 +528,106 @@ def test_f37_a_hint_costs_the_same_however_many_requests_wait_for_a_grammar() ->
             engine.take_messages()
         assert not engine._awaiting
     assert num_lines[400] == num_lines[100]
+
+
+OPS = ["submit", "submit", "abort", "hint", "close", "load", "unload", "preempt", "step", "step", "step"]
+
+
+@examples(100)
+@given(
+    plan=st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 2**16)), min_size=50, max_size=90),
+    num_slots=st.sampled_from([90, 400]),
+    tpot_target_ms=st.sampled_from([None, 1]),
+    ahead=st.booleans(),
+    memory_fails=st.floats(0.0, 0.5),
+)
+def test_nothing_is_left_of_requests_that_ended_in_any_way(
+    plan, num_slots, tpot_target_ms, ahead, memory_fails
+) -> None:
+    chances = random.Random(plan[0][1])
+
+    def on_step(batch: Batch) -> None:
+        if len(batch.token_ids) > 1 and chances.random() < memory_fails:
+            raise OutOfMemory("the step")
+
+    ended: Counter[int] = Counter()
+
+    def deliver(messages: list[FromEngine]) -> None:
+        ended.update([one.request_id for one in messages if isinstance(one, Finished | Failed)])
+
+    config = SchedulerConfig(max_running=3, token_budget=12, tpot_target_ms=tpot_target_ms)
+    runner = plain_runner(num_slots=num_slots, max_context=80, launches_ahead=ahead, on_step=on_step)
+    engine, scheduler = (made := Engine(runner, TOKENIZER, config, deliver)), made.scheduler
+    loaded: list[str] = []
+
+    def pump() -> bool:
+        while not engine._inbox.empty():
+            engine.take_messages()
+        has_run = engine.step()
+        if not has_run:
+            engine._deliver_outbox()
+        return has_run
+
+    num_sent = 0
+    for op, number in plan:
+        match op:
+            case "submit":
+                num_sent += 1
+                objective: Objective = "latency" if number % 3 else "throughput"
+                adapter = loaded[number % len(loaded)] if loaded and not number % 4 else ""
+                origin = Origin(
+                    str(number % 2),
+                    "",
+                    objective,
+                    number % 5,
+                    number % 3,
+                    program=number % 4,
+                    adapter=adapter,
+                )
+                params = SamplingParams(max_tokens=1 + number % 20, ignore_eos=True) if number % 5 else None
+                prompt = [5 + number % 2] * (1 + number % 40)
+                choices = [[5, 6], [7]] if not number % 10 else ()
+                engine.send(Submit(num_sent, prompt, params, origin=origin, adapter=adapter, choices=choices))
+            case "abort":
+                engine.send(Abort(1 + number % (num_sent + 1)))
+            case "hint":
+                engine.send(UpdateHint(number % 5, number % 4, number % 3, "latency", tpot_s=0.01))
+            case "close":
+                engine.send(CloseState(number % 5, is_dropped=number % 2 > 0))
+            case "load":
+                loaded.append(f"id {number % 2}")
+                message = LoadAdapter(10**6 + number, "name", "folder")
+                engine._inbox.put(AdapterRead(message, ReadAdapter(loaded[-1], None)))
+            case "unload" if loaded:
+                engine.send(UnloadAdapter(loaded.pop(number % len(loaded))))
+            case "preempt" if scheduler.running and not scheduler._in_flight.launched:
+                scheduler.preempt([*scheduler.running.values()][number % len(scheduler.running)])
+            case "step":
+                pump()
+    for adapter in loaded:
+        engine.send(UnloadAdapter(adapter))
+    while pump():
+        pass
+    for number in engine._requests:  # of paused programs, whose time is long
+        engine.send(Abort(number))
+    pump()
+    for state in range(5):
+        engine.send(CloseState(state))
+    pump()
+    assert ended.keys() - {*range(10**6, 2 * 10**6)} == {*range(1, num_sent + 1)}
+    assert set(ended.values()) <= {1}
+    scheduler.check_idle()
+    pace = scheduler._pace
+    left = [
+        (engine._requests, engine._started, engine._in_flight, engine._adapters._num_uses, runner.adapters),
+        (engine._outputs._texts, engine._outputs._constrained, engine._outputs._finish_reasons),
+        (scheduler.waiting._tenants, scheduler._in_flight.launched, scheduler._prefills._at),
+        (scheduler._prefills.awaited, scheduler._sampling._with_logprobs, scheduler._sampling.adapted),
+        (scheduler.memory.liveness._arrivals, scheduler.memory.liveness._gaps),
+        (scheduler.memory.liveness.programs, pace and pace._urgent_waiting, len(scheduler.memory.liveness)),
+    ]
+    assert not any(itertools.chain(*left))
+    assert not any(node.needs for node in scheduler.memory.cache.nodes())
 
 
 class ClosedRunner(FakeRunner):
