@@ -153,11 +153,7 @@ class ConstrainedRequest:
         if self._text is not None:
             start = len(self._data_before)
             self._text.forced += [(first - start, end - start) for first, end in generated_forced]
-        return self._update()
-
-    def update(self) -> Jump | None:
-        """Returns the tokens that are forced after the ``read`` ones."""
-        return self._update()
+        return self.update()
 
     @property
     def must_answer(self) -> bool:
@@ -217,7 +213,8 @@ class ConstrainedRequest:
             words = words | self._vocabulary.beginning_with(bytes([space]))
         return words
 
-    def _update(self) -> Jump | None:
+    def update(self) -> Jump | None:
+        """Returns the tokens that are forced after the ``read`` ones."""
         reasoning, text, jump = self._reasoning, self._text, None
         is_spent = self._budget is not None and reasoning is not None and reasoning.num_inside >= self._budget
         if is_spent and self._is_within_reasoning:
@@ -359,7 +356,8 @@ class ChannelRequest(ConstrainedRequest):
     def _is_spent(self) -> bool:
         return self._budget is not None and self._channels.num_inside >= self._budget
 
-    def _update(self) -> Jump | None:
+    def update(self) -> Jump | None:
+        """See ``ConstrainedRequest.update``."""
         channels, text, jump = self._channels, self._text, None
         # With tools, the model decides what follows its reasoning.
         answer = "" if self._reasoning_format.calls else self._reasoning_format.answer

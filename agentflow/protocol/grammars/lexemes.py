@@ -24,6 +24,7 @@ from agentflow.protocol.grammars.parts import (
     Row,
     Text,
     Times,
+    characters,
     names_in,
 )
 
@@ -73,6 +74,7 @@ class Lexer:
         regular: All other rules, which may be terminals, except the ones without characters.
         whole: The rules that are terminals where other rules contain them.
         divided: The literals that are not terminals. Their characters are.
+        alphabet: The characters that the grammar distinguishes.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Lexer:
         self.too_large: set[str] = set()
         self.whole: set[str] = set()
         self.divided: set[str] = set()
-        self._alphabet = _Alphabet(rules)
+        self.alphabet = _Alphabet(rules)
         self._places: dict[Lexeme, _Places] = {}
         self._readings: dict[tuple[Lexeme, Lexeme], tuple[bool, int]] = {}
         self._steps_left = max_steps
@@ -135,14 +137,6 @@ class Lexer:
     def placed(self, lexeme: Lexeme) -> _Places:
         """Returns the places of a lexeme, or of a rule that is neither recursive nor too large."""
         return self._places[lexeme]
-
-    def lead_bits(self, ranges: Ranges) -> int:
-        """Returns the first bytes of characters as bits."""
-        return self._alphabet.lead_bits(ranges)
-
-    def class_bits(self, ranges: Ranges) -> int:
-        """Returns the classes of characters as bits."""
-        return self._alphabet.class_bits(ranges)
 
     def spend(self, num_steps: int) -> None:
         """Counts steps of the comparison. Raises ``TooLarge`` if there have been too many."""
@@ -246,11 +240,12 @@ class _Alphabet:
         edges = {0}
         for part in rules.values():
             for lexeme in _leaves(part):
-                for first, last in _ranges(lexeme):
+                for first, last in lexeme.ranges if isinstance(lexeme, Chars) else ():
                     edges |= {first, last + 1}
         self._edges = sorted(edges)
 
     def class_bits(self, ranges: Ranges) -> int:
+        """Returns the classes of characters as bits."""
         found = 0
         for first, last in ranges:
             low, high = bisect.bisect_left(self._edges, first), bisect.bisect_left(self._edges, last + 1)
@@ -258,6 +253,7 @@ class _Alphabet:
         return found
 
     def lead_bits(self, ranges: Ranges) -> int:
+        """Returns the first bytes of characters as bits."""
         found = 0
         for first, last in ranges:
             found |= (2 << chr(last).encode()[0]) - (1 << chr(first).encode()[0])
@@ -282,7 +278,7 @@ class _Placing:
             case Chars(ranges):
                 return self._char(ranges)
             case Text(text):
-                return self._row([Chars(((ord(char), ord(char)),)) for char in text])
+                return self._place(characters(text))
             case Row(parts):
                 return self._row(parts)
             case Choice(options):
@@ -301,8 +297,8 @@ class _Placing:
         found = self._found
         if len(found.chars) >= self._lexer.max_places:
             raise TooLarge
-        found.chars.append(self._lexer.class_bits(ranges))
-        found.leads.append(self._lexer.lead_bits(ranges))
+        found.chars.append(self._lexer.alphabet.class_bits(ranges))
+        found.leads.append(self._lexer.alphabet.lead_bits(ranges))
         found.after.append(0)
         bit = 1 << (len(found.chars) - 1)
         return bit, bit, False
@@ -318,7 +314,7 @@ class _Placing:
         found.after += [bits << offset for bits in places.after]
         return places.first << offset, places.last << offset, places.may_be_empty
 
-    def _row(self, parts: tuple[GrammarPart, ...] | list[Chars]) -> tuple[int, int, bool]:
+    def _row(self, parts: tuple[GrammarPart, ...]) -> tuple[int, int, bool]:
         first, last, may_be_empty = 0, 0, True
         for part in parts:
             one = self._place(part)
@@ -460,15 +456,6 @@ class _Order:
                 self._walk(inner, follow if most == 1 else follow | self._start(inner)[0])
 
 
-def characters(text: str) -> Row:
-    """Returns a literal as a row of its characters.
-
-    >>> characters("ab")
-    Row(parts=(Chars(ranges=((97, 97),)), Chars(ranges=((98, 98),))))
-    """
-    return Row(tuple([Chars(((ord(char), ord(char)),)) for char in text]))
-
-
 def _leaves(part: GrammarPart) -> Iterator[Text | Chars]:
     waiting = [part]
     while waiting:
@@ -479,15 +466,9 @@ def _leaves(part: GrammarPart) -> Iterator[Text | Chars]:
                 waiting.append(inner)
             case Text(text) as leaf:
                 yield leaf
-                yield from [Chars(((ord(char), ord(char)),)) for char in set(text)]
+                waiting += characters(text).parts
             case Chars() as leaf:
                 yield leaf
-
-
-def _ranges(lexeme: Text | Chars) -> Ranges:
-    if isinstance(lexeme, Chars):
-        return lexeme.ranges
-    return tuple([(ord(char), ord(char)) for char in lexeme.text])
 
 
 def _union(sets: list[int], places: int) -> int:

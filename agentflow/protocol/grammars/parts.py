@@ -58,6 +58,15 @@ GrammarPart: TypeAlias = "Text | Chars | Row | Choice | Times | Named"
 EMPTY: Final = Row(())
 
 
+def characters(text: str) -> Row:
+    """Returns a literal as a row of its characters.
+
+    >>> characters("ab")
+    Row(parts=(Chars(ranges=((97, 97),)), Chars(ranges=((98, 98),))))
+    """
+    return Row(tuple([Chars(((ord(char), ord(char)),)) for char in text]))
+
+
 def names_in(part: GrammarPart) -> Iterator[str]:
     """Yields the names of the rules that a part contains."""
     waiting = [part]

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from agentflow.protocol.bounds.client_pattern import CannotCheck
-from agentflow.protocol.grammars.parts import Chars, Choice, GrammarPart, Named, Row, Text, Times
+from agentflow.protocol.grammars.parts import (
+    Chars,
+    Choice,
+    GrammarPart,
+    Named,
+    Row,
+    Text,
+    Times,
+    characters,
+)
 
 START: Final = "start"
 MAX_STATES: Final = 10_000
@@ -148,9 +157,7 @@ class Recognizer:
                 chars = self._classes.setdefault(part, _Class(part))
                 return self._state(_State(chars, after=[after]))
             case Text(text):
-                for char in reversed(text):
-                    after = self._network(Chars(((ord(char), ord(char)),)), after)
-                return after
+                return self._network(characters(text), after)
             case Named(name):
                 return self._state(_State(rule=name, after=[after]))
             case Row(parts):

@@ -16,7 +16,7 @@ from agentflow.engine.grammar.compiler.gbnf import read_gbnf
 from agentflow.engine.grammar.regex import Alternation, CharSet, Concatenation, Regex, Repeat, literal
 from agentflow.errors import BadArgument
 from agentflow.protocol.grammars.char_ranges import MAX_CODE_POINT, Ranges, all_but, without_surrogates
-from agentflow.protocol.grammars.lexemes import Lexemes, characters
+from agentflow.protocol.grammars.lexemes import Lexemes
 from agentflow.protocol.grammars.parts import (
     EMPTY,
     Chars,
@@ -26,6 +26,7 @@ from agentflow.protocol.grammars.parts import (
     Row,
     Text,
     Times,
+    characters,
     names_in,
 )
 
