@@ -164,7 +164,7 @@ REMARKS = {
         "divided by their time. Workloads run on the whole engine in one process, with token ids as "
         "prompts: `without` is the time without one part divided by the time with all parts. "
         "`over_flashinfer` and `over_cascade`: the time of FlashInfer's attention divided by "
-        "agentflow's. [Kernels](internals/kernels.md#how-a-forward-pass-runs-on-a-gpu) describes what "
+        "agentflow's. [Kernels](internals/kernels.md#measurements-on-gpus) describes what "
         "was tried."
     ),
     "ablation": (

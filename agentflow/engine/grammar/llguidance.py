@@ -18,8 +18,8 @@ from agentflow.engine.grammar.grammar import TokenWords, is_allowed, make_mask
 from agentflow.errors import RequestRefused
 
 # Limits for one step (the library spends about 14,000 units of fuel, or 20,000 items, in a millisecond; an
-# ambiguous grammar costs the square of the items at one position) and for one lexer. Most need few hundred
-# states, so each grammar begins with a small lexer.
+# ambiguous grammar costs the square of the items at one position) and for one lexer. Most need a few
+# hundred states, so each grammar begins with a small lexer.
 ITEMS_IN_ROW: Final = 500
 STEP_ITEMS: Final = 50_000
 STEP_FUEL: Final = 200_000

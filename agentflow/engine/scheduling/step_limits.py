@@ -230,8 +230,8 @@ class Draft:
 
     def count_slices(self, identity: str, media: MediaWork) -> int:
         """How many slices of an encoding that has begun the step has time for, at most for about the time of
-        a chunk. Subtracts their time from ``spare_s``. A step always gets one, if it has nothing else beside
-        decoding."""
+        a chunk. Subtracts their time from ``spare_s``. A step that only decodes always gets
+        one."""
         num_left, slice_s = media.num_left(identity), media.slice_s(identity)
         least = 0 if self.num_tokens > self.num_decode or media.planned else 1
         if slice_s is None:  # the first slice shows its duration

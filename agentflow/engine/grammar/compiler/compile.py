@@ -290,7 +290,7 @@ def _of_grammar(source: str) -> Regex | str:
     """Returns a grammar in GBNF as an expression, unless a rule contains itself: an expression has the masks
     of a DFA, and the library's parser counts every token that a rule may read."""
     if "root" in _RULE_OF_EBNF.findall(source):
-        with suppress(BadArgument):  # of the whole grammar, below
+        with suppress(BadArgument):  # ``_of_lark`` raises it for the whole grammar
             if (regex := regex_of_gbnf(source)) is not None:
                 return regex
     return _of_lark(source)
