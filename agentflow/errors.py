@@ -563,8 +563,8 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error, its cause or the error that was being handled when it was raised, the cause of that
-    one, and so on: at most ``MAX_CAUSES`` errors.
+    """Yields the error and its causes, at most ``MAX_CAUSES`` errors. Without a cause, the error that was
+    being handled counts as one.
 
     >>> error = OSError("no space")
     >>> error.__context__ = KeyError("a")

@@ -23,8 +23,8 @@ _Placed: TypeAlias = tuple[Request, int, Rank]
 
 
 class MatchOrder:
-    """The order. ``holds_back_paced``: in this step, requests that ``pace`` holds back together are blocked,
-    except those that are cached completely."""
+    """The requests in this order. ``holds_back_paced``: in this step, requests that ``pace`` holds back
+    together are blocked, except those that are cached completely."""
 
     def __init__(self, short_tokens: int) -> None:
         self.holds_back_paced = False
@@ -170,7 +170,7 @@ class MatchOrder:
         return None if found is None else found[0]
 
     def _plant_few(self) -> None:
-        """All of the few go into trees, or none if there is a fault. The trees were empty."""
+        """Moves the few requests to new trees. After an exception, they still wait without trees."""
         trees = self._new_trees()
         for one in self._few:
             _plant(trees, one)
