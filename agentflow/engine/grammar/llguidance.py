@@ -32,6 +32,10 @@ ALL_TOKENS_ALLOWED: Final = '%llguidance {"no_forcing": true}'
 """The last line of each grammar. Without it, a mask contains only one of the tokens that begin a forced text.
 """
 
+CAN_BE_ENDLESS: Final = "// Forced text may have no end."
+"""A line of grammars under which nothing is forced. The library does not return from a forced text that has
+no end."""
+
 _ITEMS_PER_ALTERNATIVE: Final = 4
 """An optional member of an object takes this many items wherever it may come next."""
 
@@ -123,6 +127,7 @@ class LlguidanceGrammar:
         self._vocabulary = vocabulary
         self._num_alternatives = num_alternatives
         self._payload = payload
+        self.forces = CAN_BE_ENDLESS not in payload
         self._lexer_states = FIRST_LEXER_STATES
         self.fresh = self._small = self.made()
         """The parser of the empty text. Its copies share the lexer, and with it the lexer's limits."""
@@ -227,6 +232,8 @@ class LlguidanceMatcher:
 
     def forced(self) -> bytes:
         """See ``Matcher.forced``."""
+        if not self._grammar.forces:
+            return b""
         return self._asked(lambda matcher: b"" if matcher.is_stopped() else matcher.compute_ff_bytes())
 
     def _asked(self, ask: Callable[[LLMatcher], AnswerT]) -> AnswerT:

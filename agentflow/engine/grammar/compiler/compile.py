@@ -23,6 +23,7 @@ from llguidance import LLMatcher
 from msgspec.structs import replace
 
 from agentflow.engine.grammar.compiler.ebnf import lark_of_gbnf, regex_of_gbnf
+from agentflow.engine.grammar.compiler.endless_text import marked
 from agentflow.engine.grammar.compiler.explicit_schema import (
     Schema,
     check_schema,
@@ -306,7 +307,7 @@ def _of_lark(source: str, end: str = "") -> str:
     if attribute := _ATTRIBUTE_OF_GEN.search(source):
         raise BadArgument(f"grammar: {attribute[1]} must be set on the gen, not on a rule")
     try:
-        grammar = f"{lark_of_gbnf(source, end) if names else source}\n{ALL_TOKENS_ALLOWED}"
+        grammar = f"{lark_of_gbnf(source, end) if names else marked(source)}\n{ALL_TOKENS_ALLOWED}"
     except BadArgument as error:
         raise BadArgument(f"grammar: {error}") from None
     _check_terminals(grammar)
