@@ -169,9 +169,20 @@ class Embedded:
 
     @property
     def source(self) -> str:
-        """The model and the options that change its answers. For the keys of caches."""
-        names = ("model", "dtype", "quantize", "kv_dtype", "chat_template", "loras", "adapter", "device")
-        return repr({name: self._options[name] for name in names})
+        """The models and the options that change their answers. For the keys of caches."""
+        names = (
+            "model",
+            "task",
+            "dtype",
+            "quantize",
+            "kv_dtype",
+            "chat_template",
+            "loras",
+            "adapter",
+            "device",
+        )
+        embed_model = (self._embedding_options or {}).get("model")
+        return repr({"embed_model": embed_model, **{name: self._options[name] for name in names}})
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

@@ -3,6 +3,7 @@ sessions."""
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ from agentflow.integrations.client import (
     EmbedCall,
     ModelCall,
     ModelConnection,
+    cache_key,
     connection_through,
     connection_to,
     embedding_connection_to,
@@ -316,3 +318,19 @@ def test_f37_a_shared_session_follows_the_substitute_of_sessions(monkeypatch):
     finally:
         connection.close()
         own.close()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (af.Embedded("m", embed_model="e1"), af.Embedded("m", embed_model="e2")),
+        (af.Embedded("m"), af.Embedded("m", task="embed")),
+        (af.Embedded("m"), af.Embedded("m", quantize="int8")),
+        (af.OpenAI("m", api_key="k", embed_model="e1"), af.OpenAI("m", api_key="k", embed_model="e2")),
+        (af.OpenAI("m", api_key="k"), af.OpenAI("n", api_key="k")),
+        (af.OpenAICompatible("http://a/v1", "m"), af.OpenAICompatible("http://b/v1", "m")),
+    ],
+)
+def test_f37_backends_with_other_answers_have_other_keys(one, other) -> None:
+    assert cache_key(one) != cache_key(other)
+    assert cache_key(one) == cache_key(copy.copy(one))

@@ -151,9 +151,10 @@ class ApiBackend:
 
     @property
     def source(self) -> str:
-        """The address, the model and the options that change its answers. For the keys of caches."""
+        """The address, the models and the options that change their answers. For the keys of caches."""
         options = {name: value for name, value in vars(self).items() if name not in ("_settings", "_facts")}
-        return repr((type(self).__name__, for_display(self._settings.url), self._settings.model, options))
+        models = (self._settings.model, self._settings.embed_model)
+        return repr((type(self).__name__, for_display(self._settings.url), *models, options))
 
     def with_costs(self, costs: Costs) -> Self:
         """The backend with the prices and the cap of one session. For the session."""
