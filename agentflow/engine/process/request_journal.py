@@ -126,7 +126,7 @@ class RequestJournal:
         self._of_state = StateIndex()  # queued and sent requests
         self._num_suspects = 0
         self._num_of_adapter: Counter[str] = Counter()  # requests, by the identity of their adapter
-        # Queued requests that may be ready, and some that are no longer queued. The others wait for an
+        # Requests that may be ready, and some that were sent meanwhile. Other queued requests wait for an
         # adapter or an image.
         self._candidates: dict[int, Unfinished] = {}
         self._of_medium: dict[str, dict[int, Unfinished]] = {}  # some that wait for it, by its identity
@@ -224,8 +224,8 @@ class RequestJournal:
     def missing_media(self) -> set[str]:
         """Returns the images that the process does not have, of the requests that ``take_ready`` looks at
         next."""
-        runs = [run for entry in self._candidates.values() for run in entry.submit.media]
-        return {run.identity for run in runs} - self.media
+        queued = [self._queued[number] for number in self._candidates if number in self._queued]
+        return {run.identity for entry in queued for run in entry.submit.media} - self.media
 
     def medium_sent(self, identity: str) -> None:
         """The process has an image: releases the requests that wait for it."""
@@ -333,6 +333,12 @@ class RequestJournal:
             self._num_of_adapter[entry.submit.adapter] -= 1
             if not self._num_of_adapter[entry.submit.adapter]:
                 del self._num_of_adapter[entry.submit.adapter]
+            self._candidates.pop(request_id, None)
+            for run in entry.submit.media:
+                waiting = self._of_medium.get(run.identity, {})
+                waiting.pop(request_id, None)
+                if not waiting:
+                    self._of_medium.pop(run.identity, None)
 
 
 def _later(submit: Submit, elapsed_s: float, since_ttft_s: float) -> Submit:

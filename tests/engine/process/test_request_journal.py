@@ -290,7 +290,7 @@ def test_f37_a_request_costs_the_same_however_many_others_wait(waits_for):
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["add", "add", "sent", "loaded", "abort", "die", "replace", "give up"]),
+            st.sampled_from(["add", "add", "vanish", "sent", "loaded", "abort", "die", "replace", "give up"]),
             st.integers(0, 3),
             st.sets(st.integers(0, 3), max_size=2),
         ),
@@ -306,11 +306,14 @@ def test_requests_are_sent_as_soon_as_the_process_has_their_images_and_adapters(
     for step, which, images in steps:
         name = str(which)
         match step:
-            case "add":
+            case "add" | "vanish":
                 number += 1
                 media = [SubmittedRun(str(image), 0, 1, b"") for image in sorted(images)]
                 queued[number] = Submit(number, [number], None, adapter=name, media=media)
                 journal.add(queued[number])
+                if step == "vanish":
+                    assert not journal.abort(number)
+                    del queued[number]
             case "sent":
                 journal.medium_sent(name)
             case "loaded":
@@ -332,6 +335,7 @@ def test_requests_are_sent_as_soon_as_the_process_has_their_images_and_adapters(
                     one for one in queued.values() if one.adapter == name
                 ]
                 queued = {key: one for key, one in queued.items() if one.adapter != name}
+        assert journal.missing_media() <= {run.identity for one in queued.values() for run in one.media}
         ready = {
             key: one
             for key, one in queued.items()
