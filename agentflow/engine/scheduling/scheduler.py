@@ -69,7 +69,7 @@ scheduled in chunks, like a prompt."""
 MAX_DISPLACED = 64
 """A request may evict this many tokens that open states need next if the batch has room."""
 MAX_UNENCODED = 64
-"""A step tries no more requests after this many whose images it has no time to encode."""
+"""After this many requests whose images it has no time to encode, a step plans no further encodings."""
 NewPolicy = Callable[[PeekCache, int, Clock], Policy]
 """Makes a policy for a scheduler with this token budget and clock."""
 POLICIES: Mapping[str, NewPolicy] = {
@@ -180,6 +180,7 @@ class Scheduler:
         self.retries = Retries(self._in_flight, whole_prompts=config.whole_prompts)
         self._planned: Request | None = None  # whose turn it is while a step is planned
         self._held_back: list[Request] = []  # waiting requests that do not fit in this step
+        self._num_unencoded = 0  # requests of the step, held back by their images
 
     @property
     def counters(self) -> Counters:
@@ -393,7 +394,7 @@ class Scheduler:
         draft.spare_s = self._prompt_seconds(draft)
         chunk = max(MIN_CHUNK, draft.num_free // CHUNKS_PER_STEP)
         self._admission = None
-        num_unencoded = 0
+        self._num_unencoded = 0
         self.waiting.start_step()
         if self._pace is not None:
             self._pace.start_step(self.running.values() if may_admit else ())
@@ -414,8 +415,7 @@ class Scheduler:
                 if (run := self._missing_run(request, draft)) is not None:
                     if not self._encode(request, run.identity, draft):
                         self._hold_back(request)
-                        num_unencoded += 1
-                        may_admit = num_unencoded < MAX_UNENCODED
+                        self._num_unencoded += 1
                     continue
                 if not self._admit(request):
                     self._hold_back(request)
@@ -748,6 +748,12 @@ class Scheduler:
         if self._pace is not None and self._pace.holds_back(request):
             self._hold_back(request)
             return True
+        if self._num_unencoded >= MAX_UNENCODED and self.media is not None and request.media:
+            if match is None:
+                match = self._num_cached(request)
+            if self.media.missing(request, match) is not None:
+                self._hold_back(request)
+                return True
         if not self.config.use_cache or not self._prefills.requests:
             return False
         if match is None:
