@@ -108,12 +108,7 @@ class MatchOrder:
             return
         self._num_trees = 4
         trees = self._new_trees()
-        planted = {
-            request: tree
-            for tree in self._trees
-            for node in tree.nodes.values()
-            for request in node.requests.values()
-        }
+        planted = {node.requests[number]: tree for tree in self._trees for number, node in tree.nodes.items()}
         for request in sorted(planted, key=_arrival):
             tree = planted[request]
             is_short, rank = tree is self._trees[0], tree.nodes[request.id].rank
