@@ -117,8 +117,8 @@ class Remote:
 
     @property
     def source(self) -> str:
-        """The server and the model. For the keys of caches."""
-        return repr((self.url, self.model))
+        """The server and the models. For the keys of caches."""
+        return repr((self.url, self.model, self.embed_model))
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

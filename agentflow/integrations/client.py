@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequ
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
+from weakref import WeakValueDictionary, finalize
 
 import anyio
 from anyio.abc import TaskStatus
@@ -462,14 +462,20 @@ def connection_through(backend: Backend) -> ModelConnection:
         return connection
 
 
-_cache_keys: WeakKeyDictionary[Backend, str] = WeakKeyDictionary()
+_cache_keys: dict[int, str] = {}  # by the id of a backend that exists
 
 
 def cache_key(backend: Backend) -> str:
     """Returns a text that distinguishes a backend from others in the keys of caches. It is equal in all
     processes if the backend has ``source``; otherwise only this object has it, as a script does."""
     source: str | None = getattr(backend, "source", None)
-    return source or _cache_keys.setdefault(backend, secrets.token_hex(8))
+    if source:
+        return source
+    known = _cache_keys.get(id(backend))
+    if known is None:
+        finalize(backend, _cache_keys.pop, id(backend), None)
+        known = _cache_keys[id(backend)] = secrets.token_hex(8)
+    return known
 
 
 def _after_fork() -> None:

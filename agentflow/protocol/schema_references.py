@@ -27,7 +27,11 @@ def point_references(schema: dict[str, Any]) -> None:
     (None, {'$ref': '#/$defs/Gr%C3%B6%C3%9Fe', '$defs': {'Größe': {'type': 'integer'}}})
     """
     targets = _Targets(schema)
-    for part in targets.parts:  # grows
+    pointed: set[int] = set()
+    for part in targets.parts:  # grows, perhaps by parts of earlier ones
+        if id(part.schema) in pointed:
+            continue
+        pointed.add(id(part.schema))
         if (path := targets.resolve(part)) is not None:
             part.schema["$ref"] = pointer(targets.hold(path))
     for part in targets.parts:

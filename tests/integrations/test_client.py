@@ -7,6 +7,7 @@ import copy
 import gc
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -328,9 +329,22 @@ def test_f37_a_shared_session_follows_the_substitute_of_sessions(monkeypatch):
         (af.Embedded("m"), af.Embedded("m", quantize="int8")),
         (af.OpenAI("m", api_key="k", embed_model="e1"), af.OpenAI("m", api_key="k", embed_model="e2")),
         (af.OpenAI("m", api_key="k"), af.OpenAI("n", api_key="k")),
+        (af.Remote("ws://a", embed_model="e1"), af.Remote("ws://a", embed_model="e2")),
         (af.OpenAICompatible("http://a/v1", "m"), af.OpenAICompatible("http://b/v1", "m")),
     ],
 )
 def test_f37_backends_with_other_answers_have_other_keys(one, other) -> None:
     assert cache_key(one) != cache_key(other)
     assert cache_key(one) == cache_key(copy.copy(one))
+
+
+def test_f37_each_backend_without_a_source_has_its_key() -> None:
+    @dataclass
+    class Equal:
+        pass
+
+    one, other = Equal(), Equal()
+    assert one == other
+    assert cache_key(one) == cache_key(one) != cache_key(other)
+    del one
+    assert cache_key(Equal()) != cache_key(other)

@@ -95,7 +95,7 @@ def _read(arguments: str) -> tuple[dict[str, Any], str]:
         found = json.loads(arguments)
     except (ValueError, RecursionError) as error:  # truncated by max_tokens, for example
         return {}, str(error)
-    return (found, "") if isinstance(found, dict) else ({}, "the arguments are no object")
+    return (found, "") if isinstance(found, dict) else ({}, "the arguments are not an object")
 
 
 def finish_reason_of(answer: Answer, *, has_calls: bool) -> str:

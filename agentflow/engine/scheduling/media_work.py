@@ -16,8 +16,9 @@ budget alone may exceed it.
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 
 from agentflow.engine.media_run import MediaRun, PreparedMedium
@@ -25,8 +26,8 @@ from agentflow.engine.request import Request
 from agentflow.engine.runner import MediaEncoding, MediaRunner
 
 GRACE_STEPS = 64
-MEMORY = 0.9
-"""The weight that the latest slices keep after another encoding step."""
+NUM_TIMES = 9
+"""The time of a slice is learned from this many encodings of a step."""
 MOST_OF_PLANNED = 1.2
 """A slice begins if it probably ends within this many times the time that was planned for all."""
 
@@ -65,8 +66,7 @@ class MediaWork:
         self._num_steps = 0
         self._fresh: dict[str, int] = {}  # the step of the last slice, until the features are used
         self._left_over: Counter[str] = Counter()  # slices that were planned and not run
-        # Sums over the latest slices, of their operations in a second and its square.
-        self._rates = self._squared_rates = 0.0
+        self._times: deque[float] = deque(maxlen=NUM_TIMES)  # the seconds of an operation
         self.planned: dict[str, int] = {}
         self.feature_bytes = 0
         self.pixel_bytes = 0
@@ -166,11 +166,11 @@ class MediaWork:
         return self._begun[identity].num_slices - self.planned.get(identity, 0)
 
     def slice_s(self, identity: str) -> float | None:
-        """The seconds of a slice; None: unknown. Fitted to the latest slices in relative terms, in which one
-        that was stalled, as the first one often is, hardly counts."""
-        if not self._rates:
+        """The seconds of a slice; None: unknown. The median of the latest ones: some are stalled, as the
+        first one often is, and the first and the last one of an image are short."""
+        if not self._times:
             return None
-        return self._rates / self._squared_rates * self._begun[identity].flops_per_slice
+        return statistics.median_low(self._times) * self._begun[identity].flops_per_slice
 
     def plan(self, identity: str, count: int) -> int:
         """The step runs ``count`` more slices of the encoding. Returns how many of them no step has planned
@@ -205,9 +205,7 @@ class MediaWork:
                 continue
             self._left_over[identity] += count - num_run
             if took_s > 0:
-                rate = num_run * encoding.flops_per_slice / took_s
-                self._rates = MEMORY * self._rates + rate
-                self._squared_rates = MEMORY * self._squared_rates + rate * rate
+                self._times.append(took_s / (num_run * encoding.flops_per_slice))
             if not encoding.num_slices:
                 del self._begun[identity], self._left_over[identity]
                 self.num_encoded += 1

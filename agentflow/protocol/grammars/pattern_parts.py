@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-_ESCAPE: Final = r"\\(?:[pPu]\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)"
+_ESCAPE: Final = r"\\(?:[pPux]\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)"
 # A bracket that comes first is part of the set.
 _PART: Final = re.compile(rf"{_ESCAPE}|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _MEMBERS: Final = re.compile(rf"({_ESCAPE}|.)(?:-({_ESCAPE}|.))?", re.DOTALL)
@@ -37,7 +37,7 @@ def _rust_part(part: str, pattern: str, at: int) -> str:
         return part[1]
     if _NO_REPEAT.match(pattern, at):
         return r"\{"
-    if part[0] != "[" or len(part) == 1:
+    if part[0] != "[" or part in ("[", "[]", "[^]"):  # the latter are refused: only ECMAScript has them
         return part
     begin = 2 if part.startswith("[^") else 1
     begin += part.startswith("]", begin)

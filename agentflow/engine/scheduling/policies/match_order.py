@@ -106,19 +106,18 @@ class MatchOrder:
         self.holds_back_paced = True
         if self._num_trees > 2:
             return
-        self._num_trees = 4
-        trees = self._new_trees()
+        trees = [WaitingTree() for _ in range(4)]
         planted = {node.requests[number]: tree for tree in self._trees for number, node in tree.nodes.items()}
         for request in sorted(planted, key=_arrival):
             tree = planted[request]
             is_short, rank = tree is self._trees[0], tree.nodes[request.id].rank
             _plant(trees, _Few(request, request.reusable_run(), tree.count_match(request), rank, is_short))
-        self._trees = trees
+        self._trees, self._num_trees = trees, 4
 
     @property
-    def has_complete(self) -> bool:
-        """Whether a request may be cached completely, and is not held back."""
-        return bool(self._few) or any(tree.has_complete() for tree in self._trees)
+    def has_complete_paced(self) -> bool:
+        """Whether a request that ``pace`` holds back may be cached completely. It is not blocked then."""
+        return bool(self._few) or any(tree.has_complete() for tree in self._trees[2:])
 
     def first(self, is_blocked: IsBlocked) -> Request | None:
         """The first request that is not blocked. A long request that the cache has made short since it

@@ -418,7 +418,9 @@ class TenantQueue:
             siblings = self._groups.get((priority, group))
             if siblings is None:
                 continue
-            if self.by_match.holds_back_paced and not (siblings.num_unpaced or self.by_match.has_complete):
+            if self.by_match.holds_back_paced and not (
+                siblings.num_unpaced or self.by_match.has_complete_paced
+            ):
                 continue
             sibling = siblings.first(self.count_match, is_blocked)
             if sibling is not None:
