@@ -298,7 +298,8 @@ class BudgetExceeded(LimitExceeded):
 
     code = "budget_exceeded"
     usage: Any = None
-    """The ``af.Usage`` of the answer that the limit cut at its end, which is in no variable's; else None."""
+    """The ``af.Usage`` of the answer that the limit cut, which is in no variable's; else None. Of an answer
+    that several generations together cut, it has only the output tokens."""
 
 
 class Cancelled(AgentflowError):

@@ -346,13 +346,13 @@ class _ReplayConnection:
             return None
         if is_new:
             return ErrorInfo.of(self._differs(state.place(state.num_ops), "a cancellation", "more"))
-        if recorded.is_closed:  # the recorded program had the answer: the file was changed
-            return ErrorInfo.of(
-                BadRecording(f"{self._recording.path} has no answer for {state.place()}, which was closed")
-            )
         if self._recording.is_truncated:
             return ErrorInfo.of(
                 ReplayDiffers(f"{state.place()}: the recording ends before this had an answer")
+            )
+        if recorded.is_closed:  # the recorded program had the answer: the file was changed
+            return ErrorInfo.of(
+                BadRecording(f"{self._recording.path} has no answer for {state.place()}, which was closed")
             )
         return None
 

@@ -343,7 +343,7 @@ class SeveralConnection:
                 yield state.backend, op
                 for fork in state.with_forks():
                     if fork.is_import and fork.lost is None:
-                        yield fork.backend, ops.Cancel(fork.number)
+                        yield fork.backend, ops.Cancel(fork.number, op.failure)
             case ops.Close() if op.state in self._states:
                 state = self._states[op.state]
                 if state.lost is None:

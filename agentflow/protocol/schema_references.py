@@ -27,11 +27,7 @@ def point_references(schema: dict[str, Any]) -> None:
     (None, {'$ref': '#/$defs/Gr%C3%B6%C3%9Fe', '$defs': {'Größe': {'type': 'integer'}}})
     """
     targets = _Targets(schema)
-    pointed: set[int] = set()
-    for part in targets.parts:  # grows, perhaps by parts of earlier ones
-        if id(part.schema) in pointed:
-            continue
-        pointed.add(id(part.schema))
+    for part in targets.parts:  # grows
         if (path := targets.resolve(part)) is not None:
             part.schema["$ref"] = pointer(targets.hold(path))
     for part in targets.parts:
@@ -65,6 +61,7 @@ class _Targets:
         self.parts: list[_SchemaPart] = []
         self._root = root
         self._places: dict[SchemaPath, SchemaPath] = {}
+        self._place_of: dict[int, SchemaPath] = {}  # by the id of a schema: it is walked once
         self._of_uri: dict[str, SchemaPath] = {"": ()}
         self._of_anchor: dict[tuple[SchemaPath, str], SchemaPath] = {}
         # "id" is the older name of "$id" (draft 4), and means nothing in later drafts.
@@ -78,8 +75,11 @@ class _Targets:
         pending: list[tuple[Any, SchemaPath, str, SchemaPath]] = [(start, at, "", ())]
         while pending:
             schema, path, base, base_path = pending.pop()
-            self._places[path] = path
             if not isinstance(schema, dict):
+                self._places[path] = path
+                continue
+            self._places[path] = self._place_of.setdefault(id(schema), path)
+            if self._places[path] != path:
                 continue
             own = None if self._has_refs_alone and "$ref" in schema else schema.get(self._id)
             uri, _, anchor = own.partition("#") if isinstance(own, str) else ("", "", "")
@@ -112,6 +112,8 @@ class _Targets:
         if path in self._places:
             return self._places[path]
         schema, definitions = find_part(path, self._root), self._root.get("$defs", {})
+        if id(schema) in self._place_of:
+            return self._place_of[id(schema)]
         is_schema = isinstance(schema, dict | bool) and path[-1] not in HOLD_NAMED
         if not is_schema or not isinstance(definitions, dict):
             return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
@@ -141,6 +142,7 @@ FORMATS: Final = frozenset([*PATTERN_OF_FORMAT, "email", "hostname", "ipv4", "ip
 """All formats. For formats without a pattern here, llguidance has grammars."""
 
 _MOST_REFERENCES: Final = 8
+_INDEX: Final = re.compile("0|[1-9][0-9]{0,8}")
 _ALONE: Final = ANNOTATIONS | {"$ref"}
 
 
@@ -201,7 +203,7 @@ def find_part(path: SchemaPath, root: Any) -> Any:
     """The part of ``root`` to which the keys lead; None if there is none."""
     part = root
     for step in path:
-        if isinstance(part, list) and step.isdecimal() and int(step) < len(part):
+        if isinstance(part, list) and _INDEX.fullmatch(step) and int(step) < len(part):
             part = part[int(step)]
         elif isinstance(part, dict) and step in part:
             part = part[step]

@@ -197,9 +197,11 @@ def deadline_exceeded() -> DeadlineExceeded:
     return DeadlineExceeded("the deadline has passed")
 
 
-def exceeded(budgets: Sequence[Budget]) -> LimitExceeded:
-    """The error of an op that a limit ended while it ran."""
-    return deadline_exceeded() if earliest_deadline(budgets) <= anyio.current_time() else _exceeded()
+def exceeded(budgets: Sequence[Budget], num_tokens: int) -> LimitExceeded:
+    """The error of an op that a limit ended while it ran. ``num_tokens``: that it had generated."""
+    if earliest_deadline(budgets) <= anyio.current_time():
+        return deadline_exceeded()
+    return _exceeded(Usage(output_tokens=num_tokens))
 
 
 def exceeded_with(error: BaseException, text: str, budgets: Sequence[Budget]) -> LimitExceeded | None:
@@ -229,12 +231,13 @@ class Spending:
 
     Args:
         budgets: The budgets at this time. A budget that is new among them is charged with all tokens.
-        on_exceeded: Called when the generation has tokens beyond a budget, perhaps several times.
+        on_exceeded: Called with the number of its tokens when the generation has tokens beyond a budget,
+            perhaps several times.
     """
 
     __slots__ = ("_budgets", "_charged", "_num_tokens", "_on_exceeded")
 
-    def __init__(self, budgets: Callable[[], Sequence[Budget]], on_exceeded: Callable[[], object]) -> None:
+    def __init__(self, budgets: Callable[[], Sequence[Budget]], on_exceeded: Callable[[int], object]) -> None:
         self._budgets = budgets
         self._on_exceeded = on_exceeded
         self._num_tokens = 0
@@ -245,7 +248,7 @@ class Spending:
         self._num_tokens += num_tokens
         budgets = self._budgets()
         if budgets and self._charge(budgets):
-            self._on_exceeded()
+            self._on_exceeded(self._num_tokens)
 
     def end(self, usage: Usage, *, was_truncated: bool) -> None:
         """Charges the rest of the usage. ``was_truncated``: a budget truncated the generation.

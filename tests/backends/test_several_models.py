@@ -823,3 +823,18 @@ async def test_f37_what_other_models_used_leaves_less_to_a_running_generation() 
         with pytest.raises(af.BudgetExceeded):
             await s["x"]
         assert s["x"].text == words(4)  # the fourth exceeds it
+
+
+async def test_f37_tokens_of_generations_that_a_limit_ends_are_not_left_to_other_models() -> None:
+    models = {"slow": af.Scripted(lambda prompt: words(6)), "quick": af.Scripted(lambda prompt: words(8))}
+    async with af.session(models=models) as flow, flow.state() as s, flow.state(model="quick") as other:
+        flow.limit(output_tokens=8)
+        branches = s.fork(2)
+        for branch in branches:
+            branch += af.gen("x")
+        for branch in branches:
+            await branch.settled()
+        other += af.gen("y")
+        with pytest.raises(af.BudgetExceeded):
+            await other["y"]
+        assert other["y"].text == ""

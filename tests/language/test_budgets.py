@@ -54,10 +54,12 @@ async def test_forks_share_the_budget_of_their_parent():
     assert_idle(backend)
 
 
-async def test_concurrent_gens_share_a_budget():
+@pytest.mark.parametrize(("budget", "num_ended"), [(4, 0), (5, 1), (6, 2)])
+async def test_concurrent_gens_share_a_budget(budget: int, num_ended: int):
+    """With 4 tokens, both have two when the third of either exceeds the budget."""
     backend = Stepped(lambda prompt: words(3))
     async with af.session(backend=backend) as flow, flow.state() as s:
-        s.limit(output_tokens=5)
+        s.limit(output_tokens=budget)
         branches = s.fork(2)
         for branch in branches:
             branch += af.gen("x", max_tokens=3)
@@ -67,8 +69,8 @@ async def test_concurrent_gens_share_a_budget():
             try:
                 ends.append(await branch["x"])
             except af.BudgetExceeded as error:
-                ends.append(type(error))
-        assert sorted(ends, key=str) == [af.BudgetExceeded, words(3)]
+                ends.append(error.usage.output_tokens)
+        assert sorted(ends, key=str) == [3] * (2 - num_ended) + [words(3)] * num_ended
     assert_idle(backend)
 
 

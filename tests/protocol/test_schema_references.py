@@ -11,12 +11,14 @@ import jsonschema
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.counted_lines import counted_lines
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.hoisting import hoisted
 from agentflow.protocol.schema_references import point_references
+from agentflow.protocol.schema_walk import resolved
 from benchmarks.constrained.text_walks import takes
 
 OPTION = {"type": "object", "required": ["kind"], "additionalProperties": False}
@@ -147,3 +149,24 @@ def test_pointers_stay_when_they_are_made_again() -> None:
     point_references(again)
     assert again == schema
     assert schema["$defs"]["x/y/z"] == {"$ref": "other#a"}
+
+
+def test_f37_a_part_that_many_references_share_is_walked_once() -> None:
+    num_lines = {}
+    for size in (10, 40):
+        inner: Any = {"properties": {f"p{number}": {"type": "null"} for number in range(40 * size)}}
+        for _ in range(size):
+            inner = {"properties": {"a": inner}}
+        # Each reference leads to a part of the others' targets.
+        parts = [f"#/components/S{'/properties/a' * number}" for number in range(size)]
+        schema = {"components": {"S": inner}, "anyOf": [{"$ref": reference} for reference in parts]}
+        with counted_lines() as lines:
+            point_references(schema)
+        assert len(schema["$defs"]) == 1
+        num_lines[size] = lines.num
+    assert num_lines[40] < 8 * num_lines[10]
+
+
+def test_f37_an_index_of_many_digits_leads_nowhere() -> None:
+    assert resolved({"$ref": f"#/anyOf/{'1' * 5_000}"}, {"anyOf": [{"type": "null"}]}) == {}
+    assert resolved({"$ref": "#/anyOf/00"}, {"anyOf": [{"type": "null"}]}) == {}

@@ -221,7 +221,7 @@ async def test_f37_limits_count_the_tokens_of_generations_that_run(data):
                 budgets[index].tighten(Budget(output_tokens=most))
             case "begin":
                 exceeded: list[int] = []
-                spending = Spending(lambda: budgets, lambda at=exceeded: at.append(1))
+                spending = Spending(lambda: budgets, exceeded.append)
                 running[number] = spending, [0]
             case "count" if running:
                 spending, tokens = data.draw(st.sampled_from(list(running.values())))

@@ -470,7 +470,7 @@ class Interpreter(Generic[ContextT]):
                     with anyio.CancelScope(deadline=deadline) as state.scope:
                         await self._attempt(state, pending, deadline)
                     if state.scope.cancelled_caught and state.error is None:
-                        self._fail(state, pending, exceeded(state.budgets))
+                        self._fail(state, pending, exceeded(state.budgets, state.num_aborted))
                     state.scope = None
             if state.error is not None:
                 # Skipping an op takes microseconds, so the clock is not checked after each.

@@ -226,3 +226,21 @@ async def test_f37_a_limit_of_tokens_ends_answers_while_they_are_written() -> No
         for branch in branches:
             with pytest.raises(BudgetExceeded):
                 await branch["x"]
+
+
+@pytest.mark.parametrize("constraint", [{}, {"regex": "a+"}])
+async def test_f37_an_answer_that_is_lost_and_asked_for_again_counts_once_against_a_limit(
+    constraint: dict[str, str],
+) -> None:
+    """Nothing of it was visible: reasoning that is not streamed, or an answer that is checked first."""
+    words = ["aaaaaaaa"] * 12
+    beginning = answers.text_chunks(*words) if constraint else answers.reasoning_chunks(*words)
+    usage = answers.chunk(usage=answers.usage(5, 13))
+    whole = answers.stream(beginning, answers.text_chunks("a"), answers.ending(), usage)
+    options: dict[str, Any] = {"max_retries": 2, "on_unsupported": "retry"}
+    script = [answers.stream(beginning, done=False), whole]
+    async with openai_session(script, "m", **options) as (flow, _), flow.state() as s:
+        s.limit(output_tokens=20)
+        s += af.user("Hi") + af.assistant(af.gen("x", **constraint))
+        await s["x"]
+        assert s["x"].usage.output_tokens == 13

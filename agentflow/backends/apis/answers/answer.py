@@ -171,6 +171,12 @@ class AnswerCollector:
         """A token of the text."""
         self._tokens.append(token)
 
+    def take_back(self) -> None:
+        """The answer is lost: its tokens do not count against limits."""
+        if self._meter is not None and self._num_counted:
+            self._meter(-self._num_counted)
+            self._num_counted = 0
+
     def finish(self, reason: str) -> None:
         """The answer ends: ``eos``, ``stop`` or ``length``."""
         self.finish_reason = reason

@@ -168,6 +168,7 @@ class ApiCalls:
             def new_sink() -> EventSink:
                 nonlocal charged
                 if answers and answers[-1].num_deltas:  # the answer was lost, and another one is paid
+                    answers[-1].take_back()
                     charge_left(is_lost=True)
                     charged = scopes.enter_context(self.billing.charged(request.most_tokens, most))
                 answers.append(new_answer())
@@ -185,6 +186,8 @@ class ApiCalls:
                 demand = Demand(request.num_chars, call.params.max_tokens, lambda: _counted(answers))
                 is_new = await self.send(request, new_sink, headers, context, demand)
             except AgentflowError as error:
+                if answers:
+                    answers[-1].take_back()
                 if answers and (answers[-1].num_deltas or isinstance(error, RunFailed)):
                     charge_left(is_lost=isinstance(error, ServerLost))
                 else:

@@ -464,6 +464,7 @@ class ApiGenerator(ContextOperations):
             reason in ("", "length") or not await _is_kept(constraint, answer.text)
         )
         if wrong or (not reason and not answer.is_visible):
+            answer.take_back()
             self._num_failed_speculations += 1
             if not self.capabilities.continuation:
                 raise ahead.error or disagreement(self.capabilities.model, turn, ahead.text)

@@ -62,6 +62,11 @@ _ANCHOR: Final = re.compile(r"(?<!\[)\^|\$")
 
 
 @remembered
+def is_gbnf(source: str) -> bool:
+    """Whether the grammar has rules of GBNF."""
+    return _GBNF_RULE.search(source) is not None
+
+
 def gbnf_of_grammar(source: str) -> str:
     """Returns a grammar in GBNF with the same texts; one in GBNF unchanged.
 

@@ -434,14 +434,16 @@ async def test_long_constraints_are_translated_outside_the_event_loop(
 
 
 async def test_a_grammar_is_sent_in_the_notation_of_lark() -> None:
-    grammar = 'start: "yes" | "no"'
-    async with compatible([answers.text_stream("no")]) as (flow, server), flow.state() as s:
-        s += af.user("Hi") + af.assistant(af.gen("x", grammar=grammar))
-        assert await s["x"] == "no"
+    """One in GBNF is sent as it is: the server tells them apart by ``::=``."""
+    grammars = ['start: "yes" | "no"', 'root ::= "yes" | "no"']
+    async with compatible([answers.text_stream("no")] * 2) as (flow, server), flow.state() as s:
+        for grammar in grammars:
+            s += af.user("Hi") + af.assistant(af.gen("x", grammar=grammar))
+            assert await s["x"] == "no"
         s += af.user("Hi") + af.assistant(af.gen("y", grammar='start: "::="'))  # the server would guess EBNF
         with pytest.raises(NotSupported):
             await s["y"]
-    assert [request.json["structured_outputs"] for request in server.received] == [{"grammar": grammar}]
+    assert [request.json["structured_outputs"]["grammar"] for request in server.received] == grammars
 
 
 @pytest.mark.parametrize(("flavour", "field"), [("sglang", "ebnf"), ("llamacpp", "grammar")])
