@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,8 +78,9 @@ class Proxy:
             return
         if self.answers:
             async with client:
-                await client.receive()
-                await client.send(self.answers.pop(0))
+                with suppress(anyio.EndOfStream, anyio.BrokenResourceError):  # the client is gone
+                    await client.receive()
+                    await client.send(self.answers.pop(0))
             return
         self.current = budget = self.budgets.pop(0) if self.budgets else Budget()
         with anyio.CancelScope() as self._latest:
