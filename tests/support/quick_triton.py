@@ -59,7 +59,8 @@ def _look_up_dtypes(interpreter: Any) -> None:
 
 def _look_up_floats(interpreter: Any) -> None:
     """Floats become floats of another type bit by bit, in some thirty operations on arrays. Those of 8 and 16
-    bits are looked up in what these operations make of each, and float32 is cut to bfloat16 as they do it."""
+    bits are looked up in what these operations make of each, and float32 is cut to bfloat16 as they do it,
+    except subnormal numbers."""
     convert, made = interpreter._convert_float, {}
 
     def convert_quickly(data: Any, source: Any, target: Any, rounding: Any) -> Any:

@@ -40,9 +40,8 @@ def _rust_part(part: str, pattern: str, at: int) -> str:
     if part[0] != "[" or part in ("[", "[]", "[^]"):  # the latter are refused: only ECMAScript has them
         return part
     begin = 2 if part.startswith("[^") else 1
-    begin += part.startswith("]", begin)
     return part[:begin] + _MEMBERS.sub(_rust_members, part[begin:-1]) + "]"
 
 
 def _rust_members(found: re.Match[str]) -> str:
-    return "-".join([rf"\{char}" if char in "[&~-" else char for char in found.groups() if char])
+    return "-".join([rf"\{char}" if char in "[]&~-" else char for char in found.groups() if char])

@@ -527,7 +527,7 @@ async def test_f37_a_limit_of_tokens_ends_requests_while_they_run():
                     await branch["x"]
             group.cancel_scope.cancel()
         engine.gate.open()
-        assert (await flow.stats()).generated_tokens < 80
+        assert (await flow.stats()).generated_tokens <= 10 + 2 * len(branches)
         await engine.assert_idle()
 
 

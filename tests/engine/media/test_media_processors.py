@@ -320,7 +320,7 @@ def test_scaling_has_the_defaults_of_transformers(family: Family) -> None:
     assert (list(scaling.mean), list(scaling.std)) == (list(defaults.image_mean), list(defaults.image_std))
 
 
-@examples(50)
+@examples(100)
 @given(sizes=st.lists(SIZES, min_size=1, max_size=3), glue=st.sampled_from(["", "a", "\n", " b\n"]))
 def test_the_ids_of_a_prompt_are_those_of_transformers(
     family: Family, sizes: list[tuple[int, int]], glue: str

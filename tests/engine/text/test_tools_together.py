@@ -8,8 +8,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
@@ -226,7 +227,7 @@ def values_of(member: str, num: int) -> list[Any]:
     return [*values, *[{key: one} for key in ("again", "root") for one in values[:2]]]
 
 
-@settings(max_examples=25)
+@examples(150)
 @given(form=st.sampled_from([*FORMS]), data=st.data())
 def test_f37_tools_together_take_the_values_of_each_alone(form: str, data: st.DataObject) -> None:
     names = data.draw(

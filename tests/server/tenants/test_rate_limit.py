@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.clocks import ClockNs
+from support.examples import times
 
 from agentflow.engine.tenant import AdmittedRequest, Tenant
 from agentflow.errors import Overloaded, RateLimited
@@ -138,7 +139,7 @@ class TenantGateMachine(RuleBasedStateMachine):
 
 
 TestTenantGate = TenantGateMachine.TestCase
-TestTenantGate.settings = settings(max_examples=12, stateful_step_count=40)
+TestTenantGate.settings = settings(max_examples=times(75), stateful_step_count=40)
 
 
 def use(

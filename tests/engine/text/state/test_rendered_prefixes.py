@@ -173,7 +173,6 @@ def test_special_tokens_that_take_white_space_are_not_cut(strips: str):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@examples(50)
 @given(data=st.data())
 def test_random_conversations(name: str, data: st.DataObject):
     """Whatever was said before, a prompt has the special tokens and the text that it would have alone, and it
