@@ -61,12 +61,12 @@ _BRACE: Final = re.compile(r"\{(?![0-9]+(?:,[0-9]*)?\})")
 _ANCHOR: Final = re.compile(r"(?<!\[)\^|\$")
 
 
-@remembered
 def is_gbnf(source: str) -> bool:
     """Whether the grammar has rules of GBNF."""
     return _GBNF_RULE.search(source) is not None
 
 
+@remembered
 def gbnf_of_grammar(source: str) -> str:
     """Returns a grammar in GBNF with the same texts; one in GBNF unchanged.
 
@@ -77,7 +77,7 @@ def gbnf_of_grammar(source: str) -> str:
     Raises:
         NotSupported: There is none, or the grammar has parts that are not translated.
     """
-    if _GBNF_RULE.search(source):
+    if is_gbnf(source):
         return source
     try:
         rules = _Reader(source).rules()
@@ -99,7 +99,7 @@ def read_grammar(source: str) -> dict[str, GrammarPart]:
     Raises:
         NotSupported: The grammar is in GBNF, or has parts that are not read.
     """
-    if _GBNF_RULE.search(source):
+    if is_gbnf(source):
         raise cannot_express("it is in that notation already")
     try:
         rules = _Reader(source).rules()
