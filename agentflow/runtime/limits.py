@@ -171,8 +171,9 @@ def value_bytes(value: Value) -> int:
 
 class Budget:
     """The time and tokens that a state and its forks may use. ``deadline``: on the event loop's clock.
-    ``tokens_left``: for all generations together; concurrent generations may make it negative, and each one
-    that is charged after that fails. ``tokens_running``: charged by generations that have not ended."""
+    ``tokens_left``: for all generations together; concurrent generations may make it negative, and every
+    generation that then gets a token fails. ``tokens_running``: charged by generations that have not
+    ended."""
 
     __slots__ = ("deadline", "tokens_left", "tokens_running")
 

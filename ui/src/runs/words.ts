@@ -58,8 +58,8 @@ export function textOf(call: Call): string {
   }
 }
 
-/** The exception of a program that failed; else what tells a state from its siblings: the first text that was appended to it, or, of a very short one, the first
- * text that was generated in it. */
+/** The exception of a program that failed; else the text that distinguishes a state from its siblings: the
+ * first one that was appended, or, if that is very short, the first one that was generated. */
 export function summaryOf(state: RunState): string {
   if (state.failure !== null) return state.failure;
   const own = state.firstText;

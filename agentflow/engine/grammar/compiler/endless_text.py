@@ -1,10 +1,10 @@
 """Finds grammars in Lark's notation under which forced text may have no end.
 
 The lexer of llguidance takes the longest text for a terminal. In ``/ +/ " b"``, the first terminal can
-continue with a space only, and the second one begins with a space, so that spaces are forced for ever: the
-library never returns from computing them. This module is on the safe side: it finds all terminals that can
-continue with one byte for ever, whatever follows them. ``CAN_BE_ENDLESS`` marks such a grammar, and nothing
-is forced under it. All tokens are masked as usual.
+continue with a space only, and the second one begins with a space, so that spaces are forced without end:
+the library never returns from computing them. This module is on the safe side: it finds all terminals that
+can always continue with one byte only, whatever follows them. ``CAN_BE_ENDLESS`` marks such a grammar, and
+nothing is forced under it. All tokens are masked as usual.
 """
 
 from __future__ import annotations
