@@ -200,8 +200,8 @@ async def test_a_model_that_cannot_be_reloaded_is_retried_with_growing_delays(tm
         model.touch()
         await until(lambda: client.engine.is_ready)
         assert (await generate(client))[0].text == PLAIN.text
-    assert len(set(reasons)) == 1
-    assert "the engine is down" in reasons[0]
+    assert len(reasons) == 4
+    assert all("the engine is down" in reason for reason in reasons)
     assert str(model) not in reasons[0]
 
 
