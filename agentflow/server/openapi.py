@@ -77,6 +77,9 @@ def openapi_document(routes: Sequence[ApiRoute]) -> Schema:
                 kinds[kind] = None
     kinds[OPENAI.body_type] = None
     refs, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for component in components.values():
+        if component.get("additionalProperties") is False:  # unknown fields that ask for nothing are accepted
+            component["additionalProperties"] = {"type": "null"}
     schemas = dict(zip(kinds, refs, strict=True))
     paths: dict[str, dict[str, Schema]] = {}
     for route in routes:
