@@ -757,7 +757,7 @@ class Scheduler:
         if not self.config.use_cache or not self._prefills.requests:
             return False
         if match is None:
-            match = self.memory.peek(request.cache_key, request.reusable_run())
+            match = self._num_cached(request)
         return self._prefills.will_compute(request, match)
 
     def _preempt_one(self, missing: int) -> None:
