@@ -292,7 +292,7 @@ describe("the texts of nodes", () => {
     expect(texts.labels.get(2001)).toBe("text 2001");
   });
 
-  it("f37: are of the node as it is, and not of one that had its id before", async () => {
+  it("f37: belong to the present node, and not to an earlier one with the same id", async () => {
     const texts = new Texts();
     const { from, answer } = slowSession();
     const one = node(1);

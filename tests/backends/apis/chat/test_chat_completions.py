@@ -434,7 +434,7 @@ async def test_long_constraints_are_translated_outside_the_event_loop(
 
 
 async def test_a_grammar_is_sent_in_the_notation_of_lark() -> None:
-    """One in GBNF is sent as it is: the server tells them apart by ``::=``."""
+    """A grammar in GBNF is sent unchanged: the server recognises it by ``::=``."""
     grammars = ['start: "yes" | "no"', 'root ::= "yes" | "no"']
     async with compatible([answers.text_stream("no")] * 2) as (flow, server), flow.state() as s:
         for grammar in grammars:
