@@ -45,12 +45,9 @@ ROOMS = {
     "protocol": (
         "unreadable",
         "constraint",
-        "schema_walk",
-        "schema_references",
-        "hoisting",
+        "schemas",
         "bounds",
         "grammars",
-        "decimals",
         "record",
         "sampling",
         "images",

@@ -30,8 +30,8 @@ from agentflow.protocol.chat import (
     ToolSpec,
 )
 from agentflow.protocol.events import TopLogprobs
-from agentflow.protocol.hoisting import hoisted
 from agentflow.protocol.ops import Objective
+from agentflow.protocol.schemas.hoisting import hoisted
 from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.task_group import open_task_group
 

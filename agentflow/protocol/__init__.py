@@ -5,8 +5,7 @@ interface between them. ``op_table`` lists the properties of each op. ``sampling
 ``chat`` have the parameters of generations, ``text`` reads the generated text, and ``decisions`` has the
 questions of a decide. ``grammars`` has grammars as trees, and ``images`` has the images of a conversation.
 ``wire`` has the frames of the websocket protocol, ``batches`` is the interface between maps and the batches
-of vendors, and ``record`` is the base of records that programs show as JSON. ``bounds`` limits the input of
-clients, ``unreadable`` has the errors of data that cannot be decoded, ``schema_walk`` traverses JSON schemas,
-``schema_references`` resolves their references, ``hoisting`` moves them into larger ones, and ``decimals``
-writes ranges of numbers as patterns.
+of vendors, and ``record`` is the base of records that programs show as JSON. ``schemas`` reads and rewrites
+JSON schemas, ``bounds`` limits the input of clients, and ``unreadable`` has the errors of data that cannot be
+decoded.
 """

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from agentflow.errors import NotSupported
-from agentflow.protocol.schema_walk import resolved, subschemas
+from agentflow.protocol.schemas.walk import resolved, subschemas
 
 MEMBER = "value"
 """The member that holds a value which is not an object."""

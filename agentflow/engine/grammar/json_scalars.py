@@ -20,8 +20,8 @@ from agentflow.engine.grammar.regex import (
     literal,
     parse_regex,
 )
-from agentflow.protocol.decimals import MOST_DIGITS, Endpoint, decimal_pattern, natural_patterns
-from agentflow.protocol.schema_walk import PATTERN_OF_FORMAT
+from agentflow.protocol.schemas.decimals import MOST_DIGITS, Endpoint, decimal_pattern, natural_patterns
+from agentflow.protocol.schemas.walk import PATTERN_OF_FORMAT
 
 MOST_INTEGER: Final = 10**18 - 1
 """18 digits: fits 64 bits."""

@@ -25,7 +25,7 @@ from agentflow.engine.grammar.json_scalars import (
 )
 from agentflow.engine.grammar.regex import EMPTY, Alternation, CharSet, Concatenation, Regex, Repeat, literal
 from agentflow.protocol.constraint import Whitespace
-from agentflow.protocol.schema_walk import (
+from agentflow.protocol.schemas.walk import (
     ALL_TYPED,
     ANNOTATIONS,
     KEYWORDS_OF_TYPE,

@@ -38,7 +38,7 @@ from agentflow.errors import BadModelFolder, NotSupported, no_chat_template
 from agentflow.protocol.bounds.json_bounds import MOST_NESTING, nests_deeper
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.images import MediumKind, medium_kind
-from agentflow.protocol.schema_walk import ALL_TYPED, ANNOTATIONS, TYPES
+from agentflow.protocol.schemas.walk import ALL_TYPED, ANNOTATIONS, TYPES
 
 MarkText: TypeAlias = Callable[[str], str]
 """Makes an untrusted string recognisable in a rendering."""

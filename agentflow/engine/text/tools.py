@@ -48,8 +48,8 @@ from agentflow.protocol.chat import (
     ToolSpec,
 )
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.hoisting import hoisted
-from agentflow.protocol.schema_walk import resolved
+from agentflow.protocol.schemas.hoisting import hoisted
+from agentflow.protocol.schemas.walk import resolved
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from agentflow.errors import BadArgument
 from agentflow.protocol.bounds.client_pattern import parsed
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.ops import MAX_CHOICES
-from agentflow.protocol.schema_walk import ANNOTATIONS, has_type
+from agentflow.protocol.schemas.walk import ANNOTATIONS, has_type
 
 MAX_TEXT_CHARS: Final = 100_000
 """The characters of all texts together."""

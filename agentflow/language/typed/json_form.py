@@ -33,7 +33,7 @@ from agentflow.language.typed.json_types import (
     typed_json,
 )
 from agentflow.protocol.record import Record
-from agentflow.protocol.schema_walk import resolved, subschemas
+from agentflow.protocol.schemas.walk import resolved, subschemas
 
 Order = Literal["deterministic"] | None
 

@@ -30,10 +30,10 @@ import msgspec
 
 from agentflow.errors import BadArgument
 from agentflow.language.failures.mistakes import defined_at
-from agentflow.protocol.decimals import MOST_DIGITS, Endpoint, decimal_pattern
-from agentflow.protocol.hoisting import hoisted, stands_alone
 from agentflow.protocol.record import Record
-from agentflow.protocol.schema_walk import (
+from agentflow.protocol.schemas.decimals import MOST_DIGITS, Endpoint, decimal_pattern
+from agentflow.protocol.schemas.hoisting import hoisted, stands_alone
+from agentflow.protocol.schemas.walk import (
     FORMATS,
     NAIVE_PATTERN_OF_FORMAT,
     PATTERN_OF_FORMAT,

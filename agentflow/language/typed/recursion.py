@@ -6,7 +6,7 @@ import copy
 import json
 from typing import Any, Final, TypeAlias
 
-from agentflow.protocol.schema_walk import HOLD_A_LIST, HOLD_A_SCHEMA, HOLD_NAMED
+from agentflow.protocol.schemas.walk import HOLD_A_LIST, HOLD_A_SCHEMA, HOLD_NAMED
 
 JsonSchema: TypeAlias = dict[str, Any]
 

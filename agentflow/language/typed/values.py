@@ -18,7 +18,7 @@ from agentflow.errors import BadArgument, error_param, short_repr
 from agentflow.language.typed.json_types import json_type, shown_type
 from agentflow.language.typed.recursion import with_bounded_depth
 from agentflow.protocol.constraint import INTEGER_PATTERN, NUMBER_PATTERN, Constraint, Whitespace
-from agentflow.protocol.schema_walk import KEYWORDS, TYPES, subschemas
+from agentflow.protocol.schemas.walk import KEYWORDS, TYPES, subschemas
 
 
 @dataclass(frozen=True, slots=True)

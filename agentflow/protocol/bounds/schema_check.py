@@ -31,7 +31,7 @@ from referencing import Registry
 from referencing.jsonschema import DRAFT4, DRAFT6, DRAFT7, DRAFT201909, DRAFT202012
 
 from agentflow.protocol.bounds.client_pattern import CannotCheck, compiled
-from agentflow.protocol.schema_walk import canonical_text
+from agentflow.protocol.schemas.walk import canonical_text
 
 SchemaPath: TypeAlias = tuple[str, ...]
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from agentflow.backends.apis.strict_schema import STRUCTURE, StrictSchema, strict_schema
 from agentflow.errors import NotSupported
-from agentflow.protocol.schema_walk import subschemas
+from agentflow.protocol.schemas.walk import subschemas
 
 MAX_STRICT_TOOLS: Final = 20
 """The most tools of a request whose schemas the API enforces."""

@@ -19,8 +19,8 @@ from agentflow.engine.grammar.json_scalars import MOST_INTEGER, MOST_NUMBER
 from agentflow.engine.grammar.json_schema import IN_PLACE
 from agentflow.errors import BadArgument
 from agentflow.protocol.grammars.pattern_parts import rust_pattern
-from agentflow.protocol.schema_references import point_references
-from agentflow.protocol.schema_walk import (
+from agentflow.protocol.schemas.references import point_references
+from agentflow.protocol.schemas.walk import (
     ANNOTATIONS,
     FORMATS,
     HOLD_A_LIST,

@@ -35,8 +35,8 @@ from agentflow.engine.grammar.compiler.messages import (
 from agentflow.errors import AgentflowError, BadArgument, RequestRefused
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.grammars.pattern_parts import pattern_parts
-from agentflow.protocol.hoisting import definition_name, definition_place
-from agentflow.protocol.schema_walk import SchemaPath, find_part, pointer_steps
+from agentflow.protocol.schemas.hoisting import definition_name, definition_place
+from agentflow.protocol.schemas.walk import SchemaPath, find_part, pointer_steps
 
 Compiles: TypeAlias = Callable[[Schema], bool]
 """Whether a schema compiles."""

@@ -16,9 +16,9 @@ from support.counted_lines import counted_lines
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.hoisting import hoisted
-from agentflow.protocol.schema_references import point_references
-from agentflow.protocol.schema_walk import resolved
+from agentflow.protocol.schemas.hoisting import hoisted
+from agentflow.protocol.schemas.references import point_references
+from agentflow.protocol.schemas.walk import resolved
 from benchmarks.constrained.text_walks import takes
 
 OPTION = {"type": "object", "required": ["kind"], "additionalProperties": False}

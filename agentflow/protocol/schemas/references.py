@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote, unquote, urljoin
 
-from agentflow.protocol.schema_walk import HOLD_NAMED, SchemaPath, find_part, inner_with_paths, pointer_steps
+from agentflow.protocol.schemas.walk import HOLD_NAMED, SchemaPath, find_part, inner_with_paths, pointer_steps
 
 ANCHORS: Final = ("$anchor", "$dynamicAnchor")
 IDS: Final = ("$id", "id")

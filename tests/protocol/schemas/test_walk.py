@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentflow.engine.text.tool_format import FALLBACK
 from agentflow.engine.text.tools import call_schema
 from agentflow.protocol.chat import ToolSpec
-from agentflow.protocol.schema_walk import (
+from agentflow.protocol.schemas.walk import (
     HOLD_A_LIST,
     HOLD_A_SCHEMA,
     HOLD_NAMED,

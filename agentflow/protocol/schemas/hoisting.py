@@ -2,7 +2,7 @@
 
 Each schema was written to stand alone: its references are relative to its root, and its definitions, ``$id``
 and ``$anchor`` need to be unique in it only. ``hoisted`` therefore replaces every reference by a pointer
-(``schema_references``) and renames its definitions, so that equal names of two schemas do not clash.
+(``references``) and renames its definitions, so that equal names of two schemas do not clash.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import copy
 import re
 from typing import Any, Final
 
-from agentflow.protocol.schema_references import ANCHORS, IDS, point_references, pointer
-from agentflow.protocol.schema_walk import SchemaPath, pointer_steps, subschemas
+from agentflow.protocol.schemas.references import ANCHORS, IDS, point_references, pointer
+from agentflow.protocol.schemas.walk import SchemaPath, pointer_steps, subschemas
 
 _DEFINITIONS: Final = ("$defs", "definitions")
 _ESCAPED: Final = re.compile("(?:=[0-9A-F]{2})+")
