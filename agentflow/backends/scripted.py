@@ -40,6 +40,7 @@ from agentflow.errors import (
     shown_error,
 )
 from agentflow.language.failures.stack_frames import raised_at
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.typed.replies import Message, make_calls, make_message
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol import ops
@@ -535,16 +536,17 @@ class ScriptedGenerator:
 
 
 def _called(script: Callable[[ScriptedCall], ScriptedAnswer], call: ScriptedCall) -> ScriptedAnswer:
-    try:
-        return script(call)
-    except AgentflowError:  # scripted, like one that is returned
-        raise
-    except Exception as error:
-        line = raised_at(error)  # None if the function cannot be called with a call alone
-        at = "" if line is None else f", at {line}"
-        raise ScriptMismatch(
-            f"the script's function raised {shown_error(error)}{for_name(call.name)}{at}"
-        ) from error
+    with UserCode("the script's function"):
+        try:
+            return script(call)
+        except AgentflowError:  # scripted, like one that is returned
+            raise
+        except Exception as error:
+            line = raised_at(error)  # None if the function cannot be called with a call alone
+            at = "" if line is None else f", at {line}"
+            raise ScriptMismatch(
+                f"the script's function raised {shown_error(error)}{for_name(call.name)}{at}"
+            ) from error
 
 
 class _ScriptedConnection:

@@ -217,9 +217,15 @@ async def in_validator(flow: af.Session, make: Any, *, is_async: bool) -> None:
         await s["number"]
 
 
+async def in_script(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async with flow.state() as s:
+        s += af.gen("scripted")
+        await s["scripted"]
+
+
 PLACES: list[Callable[..., Awaitable[None]]] = [
     in_tool, in_approve, in_contender, in_run, in_stream, in_map, in_mapped_variable, in_key, in_validator,
-    in_inputs, in_close_of_inputs, in_key_of_inputs, in_kept_result,
+    in_inputs, in_close_of_inputs, in_key_of_inputs, in_kept_result, in_script,
 ]  # fmt: skip
 ASYNCHRONOUS = [in_tool, in_approve, in_key, in_validator, in_inputs]
 """Places that differ between the two kinds of functions."""
@@ -233,6 +239,7 @@ async def test_f12a_code_that_ends_oddly_fails_its_call_alone(place, is_async, a
         if place is in_approve and make in (Unshowable, UnshowableValue) and anyio_backend_name == "trio":
             continue  # trio shows the exceptions of its nurseries
         script = {"calls": [[af.ToolCall("odd", {})], "done"], "answer": "done", "number": ["1"] * 9}
+        script["scripted"] = functools.partial(ends, make)
         async with af.session(backend=af.Scripted(script), seed=1) as flow:
             with nullcontext() if place is in_tool else pytest.raises(DEFINED), anyio.fail_after(10):
                 await place(flow, make, is_async=is_async)
