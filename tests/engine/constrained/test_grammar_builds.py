@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import anyio
 import numpy as np
@@ -25,6 +25,7 @@ from agentflow.engine.constrained.grammar_cache import GrammarCache
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import build_dfa
+from agentflow.engine.grammar.grammar import Matcher
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.messages import Abort, Failed, Finished
@@ -204,3 +205,30 @@ def test_f9e_reasoning_in_channels_keep_the_grammar_of_the_answer(monkeypatch: p
         text.read(token_id)
         text.update()
     assert text.is_complete()
+
+
+def test_f37_reasoning_in_channels_needs_one_matcher_for_the_answer() -> None:
+    num_made = 0
+
+    class Counting(GrammarCache):
+        def matchers(self, constraint: CompiledConstraint) -> Callable[[], Matcher]:
+            make = super().matchers(constraint)
+
+            def made() -> Matcher:
+                nonlocal num_made
+                num_made += 1
+                return make()
+
+            return made
+
+    grammars = Counting(CHANNELS.tokenizer, CHANNELS.tokenizer.vocab_size)
+    reasoning_format = ReasoningFormat(REASONING_HEAD, "<|end|>", is_open=False, answer=ANSWER_HEAD)
+    params = SamplingParams(max_tokens=200)
+    message = Submit(1, [5], params, constraint=word("yes"), reasoning_format=reasoning_format)
+    request = request_of(1, np.array([5], dtype=np.int32), 200, params)
+    text = constrained_request(request, message, grammars, CHANNELS.tokenizer)
+    text.begin(())
+    for token_id in CHANNELS.tokenizer.encode_written(f"{REASONING_HEAD}Is it so? It is.{NEXT_MESSAGE}"):
+        text.read(token_id)
+        text.update()
+    assert num_made == 1
