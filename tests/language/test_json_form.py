@@ -6,8 +6,10 @@ import collections
 import dataclasses
 import datetime
 import decimal
+import enum
 import json
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -76,6 +78,14 @@ class Renamed(msgspec.Struct, rename="camel"):
     user_name: str
 
 
+class Grade(enum.IntEnum):
+    GOOD = 1
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
 ALIASED = Aliased(userName="ada")
 VALUES = [
     (Aliased, ALIASED),
@@ -93,6 +103,8 @@ VALUES = [
     (datetime.datetime | None, datetime.datetime(2024, 5, 1, tzinfo=datetime.UTC)),
     (set[str], {"a"}),
     (dict[int, str], {1: "a"}),
+    (dict[Grade, str], {Grade.GOOD: "a"}),
+    (dict[Color, str], {Color.RED: "a"}),
     (bytes, b"ab"),
 ]
 
@@ -158,7 +170,19 @@ class Summed(BaseModel):
         return {"sum": sum(self.marks)}
 
 
+class Level(enum.Enum):
+    LOW = 1
+
+
+class ByLevel(BaseModel):
+    first: Level
+    num: dict[Level, int]
+
+
 REJECTED = [
+    (dict[Level, int], "keys"),
+    (ByLevel, "keys"),
+    (Iterable[int], "Iterable"),
     (Hidden, "token"),
     (HiddenOnce, r"inner\[\].token"),
     (list[Hidden], "token"),

@@ -416,17 +416,25 @@ def schema_generator() -> Any:
             if "keys_schema" in schema and "patternProperties" not in found:
                 keys = schema["keys_schema"]
                 names = self.generate_inner(keys)
-                is_number = (
-                    keys["type"] == "literal" and names.get("type") != "string"
-                )  # never read from text
+                is_literal = keys["type"] == "literal" or (keys["type"] == "enum" and "sub_type" not in keys)
+                is_number = is_literal and _has_other_than_text(keys)  # which is never read from text
                 if is_number or names.get("type") in ("array", "object"):
                     raise TypeError(
-                        "the keys of a dict must have a form as text, such as str, int or an enum"
+                        "the keys of a dict must have a form as text, such as str, int or an enum of texts"
                     )
                 found["propertyNames"] = names
             return found
 
+        def generator_schema(self, schema: Any) -> JsonSchema:
+            raise TypeError("the items of an Iterable would be read later, and not be checked")
+
     return Generator
+
+
+def _has_other_than_text(keys: Any) -> bool:
+    """Whether a literal or an enum, in pydantic's form, has values that are no strings."""
+    values = keys["expected"] if keys["type"] == "literal" else [one.value for one in keys["members"]]
+    return not all(isinstance(value, str) for value in values)
 
 
 _LIMITS: Final = ("ge", "gt", "le", "lt")
