@@ -78,6 +78,11 @@ class Renamed(msgspec.Struct, rename="camel"):
     user_name: str
 
 
+class ByNameToo(BaseModel):
+    model_config = ConfigDict(populate_by_name=True)
+    day: int = Field(default=1, validation_alias=pydantic.AliasPath("date", 0))
+
+
 class Grade(enum.IntEnum):
     GOOD = 1
 
@@ -104,6 +109,7 @@ VALUES = [
     (set[str], {"a"}),
     (dict[int, str], {1: "a"}),
     (dict[Grade, str], {Grade.GOOD: "a"}),
+    (ByNameToo, ByNameToo(day=3)),
     (dict[Color, str], {Color.RED: "a"}),
     (bytes, b"ab"),
 ]
@@ -179,7 +185,12 @@ class ByLevel(BaseModel):
     num: dict[Level, int]
 
 
+class ByPath(BaseModel):
+    day: int = Field(default=1, validation_alias=pydantic.AliasPath("date", 0))
+
+
 REJECTED = [
+    (ByPath, "path"),
     (dict[Level, int], "keys"),
     (ByLevel, "keys"),
     (Iterable[int], "Iterable"),

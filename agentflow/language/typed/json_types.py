@@ -425,6 +425,21 @@ def schema_generator() -> Any:
                 found["propertyNames"] = names
             return found
 
+        def model_field_schema(self, schema: Any) -> JsonSchema:
+            self._refuse_path(schema)
+            return super().model_field_schema(schema)
+
+        def dataclass_field_schema(self, schema: Any) -> JsonSchema:
+            self._refuse_path(schema)
+            return super().dataclass_field_schema(schema)
+
+        def _refuse_path(self, field: Any) -> None:
+            alias = field.get("validation_alias")
+            if isinstance(alias, list) and not self._config.populate_by_name:
+                paths = alias if isinstance(alias[0], list) else [alias]
+                if all(len(path) > 1 for path in paths):
+                    raise TypeError(f"a field is read from the path {paths[0]}, where it is not written")
+
         def generator_schema(self, schema: Any) -> JsonSchema:
             raise TypeError("the items of an Iterable would be read later, and not be checked")
 
