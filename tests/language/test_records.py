@@ -37,6 +37,8 @@ SHOWN_USAGE = {
     "miss_reason": "",
     "rejected_answers": 0,
 }
+TAGGED = af.Tagged(af.Tag("<grade>", schema=Grade, end="</grade>"), '{"Mark": 1}', Grade(Mark=1))
+SHOWN_TAGGED = {"tag": "<grade>", "text": '{"Mark": 1}', "value": {"Mark": 1}}
 SHOWN_CALL = {"name": "weather", "arguments": {"city": "Oslo"}, "id": "call_1"}
 RECORDS = [
     (USAGE, SHOWN_USAGE),
@@ -52,6 +54,8 @@ RECORDS = [
     (af.ToolDone(CALL, "cold"), {"call": SHOWN_CALL, "text": "cold", "failed": False}),
     (af.ActDone(Grade(Mark=1)), {"result": {"Mark": 1}}),
     (af.Reply("text", (CALL,)), {"text": "text", "tool_calls": [SHOWN_CALL]}),
+    (TAGGED, SHOWN_TAGGED),
+    (af.RunDone(["Sure: ", TAGGED]), {"result": ["Sure: ", SHOWN_TAGGED]}),
     (CALL, SHOWN_CALL),
 ]
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from agentflow.errors import BadArgument
+from agentflow.language.typed.json_form import JsonRecord, as_plain
 from agentflow.language.typed.values import (
     ValueType,
     refuse_several,
@@ -73,8 +74,7 @@ class Tag:
         return f"<Tag {self.begin!r} … {self.end!r}: {self._type.shown}>"
 
 
-@dataclass(frozen=True, slots=True)
-class Tagged:
+class Tagged(JsonRecord, msgspec.Struct, frozen=True):
     """The content of a tag: its ``text``, without ``begin`` and ``end``, and its ``value``: the typed value
     for a schema, the text for a regex or a grammar.
 
@@ -88,6 +88,10 @@ class Tagged:
     tag: Tag
     text: str
     value: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content as a dict of JSON values, with ``begin`` of its tag as ``tag``."""
+        return {"tag": self.tag.begin, "text": self.text, "value": as_plain(self.value, is_read_back=False)}
 
 
 def tagged_type(tags: Sequence[Tag]) -> ValueType:
