@@ -263,6 +263,27 @@ async def test_f12b_a_cancellation_of_the_own_task_passes():
         pytest.fail("the cancellation was lost")
 
 
+async def test_f37_a_cancelled_program_that_exits_is_cancelled():
+    """As in a nursery of trio, of which one task exits when it is cancelled."""
+
+    async def exits(s: af.State) -> None:
+        try:
+            await anyio.sleep_forever()
+        except anyio.get_cancelled_exc_class() as error:
+            raise BaseExceptionGroup("two", [error, SystemExit(3), ValueError("x")]) from None
+
+    async with af.session(backend=af.Scripted({"answer": "done"})) as flow:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as group:
+                group.start_soon(flow.run, exits)
+                await anyio.wait_all_tasks_blocked()
+                scope.cancel()
+        assert scope.cancelled_caught
+        async with flow.state() as s:
+            s += af.gen("answer")
+            assert await s["answer"] == "done"
+
+
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_f12b_a_cancellation_by_asyncio_passes(anyio_backend):
     async def cancelled() -> None:

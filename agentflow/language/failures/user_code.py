@@ -53,9 +53,12 @@ class UserCode:
     ) -> None:
         if error is None or not _is_odd(error):
             return
-        if any(self._concerns_others(one) for one in _leaves(error)):
-            return
-        raise _failure(self._what, error) from error
+        odd = [one for one in _leaves(error) if _is_odd(one)]
+        passing = [one for one in odd if self._concerns_others(one)]
+        if not passing:
+            raise _failure(self._what, error) from error
+        if len(passing) < len(odd):  # of a group: the others are to end nothing
+            raise passing[0]
 
     def _concerns_others(self, error: BaseException) -> bool:
         if isinstance(error, GeneratorExit):  # thrown by close(), which another task or none calls
