@@ -217,6 +217,21 @@ async def test_failing_stats_do_not_end_the_session():
         assert (await flow.stats()).steps == 1
 
 
+async def test_f37_a_cancelled_or_failed_question_leaves_nothing():
+    backend = af.Scripted(echo)
+    backend.generator = HangingGenerator()
+    async with af.session(backend=backend) as flow:
+        backend.generator.stats_fault = af.errors.EngineFailed("the engine restarts")
+        with pytest.raises(af.errors.EngineFailed):
+            await flow.stats()
+        backend.generator.stats = anyio.sleep_forever
+        async with anyio.create_task_group() as group:
+            group.start_soon(flow.stats)
+            await settle()
+            group.cancel_scope.cancel()
+        assert flow._link._answers == {}
+
+
 async def test_stats_of_an_engine_add_up():
     async with af.session(backend=FakeEngine()) as flow, flow.state() as s:
         s += "begin " + af.gen("x", max_tokens=8)
