@@ -288,6 +288,19 @@ NUM_BRANCHES = 200
 CHILDREN = tuple(range(2, 2 + NUM_BRANCHES))
 
 
+async def test_f37_the_references_of_a_text_are_resolved_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformed = ops.Ref(1, (Transform("upper"), Transform("lower")) * 8)
+    async with counted_turns(monkeypatch) as counted, anyio.create_task_group() as group:
+        session = Session(Interpreter(ScriptedGenerator("x"), group))
+        session.submit(ops.Open(1), ops.Set(1, 1, "v", ("Ab",)))
+        session.submit(ops.Set(1, 2, "w", (transformed,) * 200), ops.Await(1, 1))
+        while Reached(1, 1) not in session.events:
+            session.events += await session.interpreter.events.next()
+        group.cancel_scope.cancel()
+    assert "ab" * 200 in [event.text for event in session.events if isinstance(event, Value)]
+    assert counted.num_turns > 200
+
+
 async def test_branches_begin_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     async with counted_turns(monkeypatch) as counted, anyio.create_task_group() as group:
         session = Session(Interpreter(ScriptedGenerator("x"), group))
