@@ -13,6 +13,8 @@ from support.faulty_servers import KEY, tenants
 from support.server.openai_peer import logit_server, sync_client
 
 from agentflow.server.config.limits import HttpLimits
+from agentflow.server.openai.responses.items import ItemReader
+from agentflow.server.responses.item import Item
 from agentflow.server.tenants.rate_limit import TenantGate
 
 server = pytest.fixture(logit_server, scope="module")
@@ -135,6 +137,17 @@ def test_an_item_that_a_later_one_needs_is_not_deleted(client: openai.OpenAI) ->
     for item in reversed(items):
         client.conversations.items.delete(item.id, conversation_id=made.id)
     assert list(client.conversations.items.list(made.id)) == []
+
+
+def test_f37_deleting_an_item_reads_no_other(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = client.conversations.create(items=[said(str(number)) for number in range(20)])
+    items = list(client.conversations.items.list(made.id, order="asc"))
+    with monkeypatch.context() as patch:
+        patch.delattr(ItemReader, "read")
+        patch.delattr(Item, "made")
+        client.conversations.items.delete(str(items[3].id), conversation_id=made.id)
+    left = [number for number in range(20) if number != 3]
+    assert texts(client.conversations.items.list(made.id, order="asc")) == [str(number) for number in left]
 
 
 def test_items_are_found_by_reference(client: openai.OpenAI) -> None:
