@@ -15,7 +15,7 @@ import anyio
 import httpx2
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.api_server import MODEL, ApiServer, api_server
 
@@ -59,6 +59,8 @@ def post(server: ApiServer, path: str, **fields: Any) -> httpx2.Response:
 def test_f26a_odd_items_harm_nobody() -> None:
     with api_server(constraints=False) as server:
 
+        @example([{**HELLO, "id": {"a": 1}}], True)
+        @example([{**HELLO, "id": {"a": 1}}], False)
         @given(st.lists(ITEMS, min_size=1, max_size=3), st.booleans())
         def send(items: list[Any], background: bool) -> None:
             fields = {"model": MODEL, "input": items, "max_output_tokens": 1}
