@@ -290,7 +290,26 @@ class Journal:
 
 # Where the answer begins
 
-QUOTED = f"<think>\nShould I write \u201c{'<'}/think>\u201d? No.\n</think>\n\n{ANSWER}"
+
+async def test_f37_a_quoted_end_of_reasoning_ends_nothing() -> None:
+    """Written with the tokens of text, not with the token that ends the reasoning."""
+    tokenizer, quoted = QWEN_MODEL.tokenizer, "Should I write </think>? No."
+    before, after = quoted.split("</think>")
+    written = [
+        *tokenizer.encode_written(f"<think>\n{before}"),
+        *tokenizer.encode("</think>", continues=True),
+        *tokenizer.encode_written(f"{after}\n</think>\n\n{ANSWER}"),
+        0,
+    ]
+    num_prompt = 0
+    async with generator_of(
+        QWEN_MODEL, next_token=lambda tokens: written[len(tokens) - num_prompt]
+    ) as generator:
+        for fields in ({}, {"constraint": Constraint("regex", r"Hello\. I stop\.")}, {"tools": (LOOK,)}):
+            request = asking("Hi", **fields)
+            num_prompt = len(await prompt_ids(generator, request))
+            answer = await ask(generator, request)
+            assert (answer.reasoning, answer.text, answer.finish_reason) == (quoted, ANSWER, "stop")
 
 
 @EACH
