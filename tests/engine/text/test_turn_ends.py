@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from support import small_tokenizers
+from support.engine.random_model import write_random_model
 
+from agentflow.engine.local_engine import open_engine
+from agentflow.engine.options import EngineOptions
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.text.turn_ends import all_end_ids
@@ -50,3 +54,12 @@ def test_f37b_the_end_of_a_message_in_a_channel_is_no_end_of_the_answer() -> Non
     for of_files, named in itertools.product([(), (END,)], [{}, {"eos_token": "</s>"}]):
         tokenizer = Tokenizer(SPEC, named_tokens=named)
         assert all_end_ids(of_files, tokenizer, ChatTemplate(CHANNELS)) == of_files
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("of_files", [None, 7])
+async def test_f37_an_engine_has_the_ends_of_all_sources(of_files: int | None, tmp_path: Path) -> None:
+    """``</s>`` stands in ``tokenizer_config.json`` alone, and the other mark in the template."""
+    folder = write_random_model(tmp_path, eos_token_id=of_files)
+    async with open_engine(EngineOptions(str(folder), device="cpu", kv_tokens=500, threads=1)) as client:
+        assert set(client.info.end_token_ids) == {END, TURN_END} | ({of_files} - {None})
