@@ -16,12 +16,7 @@ import msgspec.inspect
 from agentflow.protocol.bounds.json_bounds import JsonScan, TooMuchJson
 from agentflow.protocol.unreadable import HALF_PAIR, UNREADABLE, json_fault
 from agentflow.server.errors import MAX_PARAM_CHARS, ApiError, truncated
-from agentflow.server.http.whole_numbers import (
-    MAX_REWRITTEN_BYTES,
-    options,
-    type_info,
-    with_whole_numbers,
-)
+from agentflow.server.http.whole_numbers import options, type_info, with_whole_numbers
 
 T = TypeVar("T")
 # Smaller bodies are not charged to the memory budget, so they are served even when large ones fill it. They
@@ -32,6 +27,8 @@ _MISSING = "Object missing required field `"
 _GOT_FLOAT = "got `float`"
 _MAX_UNKNOWN_NULLS = 16
 """Names of unknown members that may be null: the body is decoded again for each."""
+_MAX_BYTES_WITH_UNKNOWN_NULLS = 1_000_000
+"""Larger bodies may have none: decoding them so often would take too much of the processor."""
 # Beginnings of msgspec's messages.
 _BAD_CHOICES = ("Invalid value '", "Invalid enum value '")
 ALLOWED = "; allowed: "
@@ -48,16 +45,17 @@ def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], param: str = "
             try:
                 return msgspec.json.decode(rewritten, type=kind)
             except msgspec.ValidationError as error:
-                if len(memoryview(data)) > MAX_REWRITTEN_BYTES:
-                    raise
                 if _GOT_FLOAT in str(error) and numbers_left:
                     numbers_left -= 1
                     rewritten = with_whole_numbers(bytes(rewritten), kind)
-                elif nulls_left and (without := _without_unknown_null(bytes(rewritten), error)) is not None:
-                    nulls_left -= 1
-                    rewritten = without
-                else:
+                    continue
+                if not nulls_left or len(memoryview(data)) > _MAX_BYTES_WITH_UNKNOWN_NULLS:
                     raise
+                nulls_left -= 1
+                without = _without_unknown_null(bytes(rewritten), error)
+                if without is None:
+                    raise
+                rewritten = without
     except msgspec.ValidationError as error:
         message, field = shown_fault(error, kind, param)
         raise ApiError(400, "invalid_request", message, param=field) from None

@@ -16,8 +16,6 @@ import msgspec
 import msgspec.inspect
 from msgspec.inspect import DictType, FloatType, IntType, ListType, LiteralType, StructType
 
-MAX_REWRITTEN_BYTES = 1_000_000
-"""Rewriting a longer text would block the event loop for too long."""
 _MAX_INTEGER = 2.0**64  # the decoder's limit
 _NUMBER = re.compile(rb"[-+.0-9eE]+")
 

@@ -51,7 +51,7 @@ class AdapterUnloaded(msgspec.Struct):
 
 async def load_adapter(call: ApiCall) -> None:
     """Loads an adapter and describes the model with it."""
-    body = call.read(LoadAdapterRequest)
+    body = await call.process(call.read, LoadAdapterRequest)
     model = _managed_model(call, body.model)
     try:
         check_adapter_name(body.lora_name)
@@ -75,7 +75,7 @@ async def load_adapter(call: ApiCall) -> None:
 
 async def unload_adapter(call: ApiCall) -> None:
     """Unloads an adapter. Requests that use it finish first."""
-    body = call.read(UnloadAdapterRequest)
+    body = await call.process(call.read, UnloadAdapterRequest)
     model = _managed_model(call, body.model)
     if body.lora_name not in model.client.adapters:
         known = listed(model.client.adapters)

@@ -41,7 +41,7 @@ LIMIT = "program_limit_exceeded"
 
 async def create_program(call: ApiCall) -> None:
     """Creates a program."""
-    body = call.read(ProgramRequest)
+    body = await call.process(call.read, ProgramRequest)
     service, tenant, key = call.service, call.tenant, key_of_headers(call.headers)
     models = service.models.of_session(body.model, tenant)
     with _within_limits():

@@ -85,6 +85,13 @@ def test_f34a_a_whole_number_is_an_integer_in_every_spelling(body, data):
     assert shown(read) == shown(plain)
 
 
+@pytest.mark.parametrize("num_chars", [32_000, 1_200_000])
+def test_f37_a_large_body_may_have_whole_numbers_written_as_floats(num_chars: int) -> None:
+    """Such as the options of a chat with a photo."""
+    read = decoded(b'{"limit": 8192.0, "prompt": ["%b", 3.0]}' % (b"x" * num_chars), Asked)
+    assert (read.limit, read.prompt) == (8192, ["x" * num_chars, 3])
+
+
 def shown(value: Any) -> Any:
     """All fields, with the text of those that are read later, which stays unchanged."""
     match value:

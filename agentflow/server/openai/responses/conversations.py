@@ -63,7 +63,7 @@ async def get_conversation(call: ApiCall) -> None:
 
 async def update_conversation(call: ApiCall) -> None:
     """Replaces the metadata of a conversation."""
-    body = call.read(ConversationUpdateRequest)
+    body = await call.process(call.read, ConversationUpdateRequest)
     await _found(call)
     async with _metered(call):
         changed = await _changed(call, lambda found: replace(found, metadata=body.metadata or {}))
