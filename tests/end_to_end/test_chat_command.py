@@ -1,6 +1,10 @@
 """``agentflow chat`` as a user has it: with a pipe, on a server, and in a terminal."""
 
+from pathlib import Path
+
+from support.chat_template_shapes import CHATML
 from support.commands import run_cli
+from support.engine.random_model import write_random_model
 from support.session_peer import HANG
 from support.terminal import END, INTERRUPT, in_a_terminal
 from support.wire_server import thread_server
@@ -48,6 +52,19 @@ def test_a_server_answers_and_commands_are_obeyed():
         "Be brief.",
         "unknown command /nonsense: /help lists the commands",
     ]
+
+
+def test_f37_a_chat_gives_a_template_to_a_model_that_has_none(tmp_path: Path) -> None:
+    folder = write_random_model(tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    (tmp_path / "template.jinja").write_text(CHATML, encoding="utf-8")
+    options = ("chat", "--model", str(folder), "--max-tokens", "2", "--temperature", "0")
+    refused = run_cli(*options, input="hello\n")
+    assert refused.returncode == 1
+    assert "--chat-template" in refused.stderr
+    answered = run_cli(*options, "--chat-template", str(tmp_path / "template.jinja"), input="hello\n")
+    assert answered.returncode == 0
+    assert "(2 tokens" in answered.stderr
 
 
 def test_a_server_that_is_not_there_is_one_line():
