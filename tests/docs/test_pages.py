@@ -65,6 +65,8 @@ ON_A_SERVER = [
 ]
 ELSEWHERE = {
     "guides/clients.md": "clients/compatibility/tests/test_guide.py",
+    "guides/dspy.md": "adapters/dspy-agentflow/tests/test_guide.py",
+    "guides/langchain.md": "adapters/langchain-agentflow/tests/test_guide.py",
     "guides/offline-tests.md": "tests/integrations/test_pytest_plugin.py",
     "guides/pydantic-ai.md": "tests/examples/test_pydantic_ai_agent.py",
     "guides/tools.md": "tests/language/test_mcp.py",
