@@ -227,7 +227,7 @@ def clipped(params: GenParams, budgets: Sequence[Budget], default_max_tokens: in
     return msgspec.structs.replace(params, max_tokens=int(left), min_tokens=least)
 
 
-class Spending:
+class TokenCharge:
     """Charges the tokens of one generation to budgets, while it runs.
 
     Args:

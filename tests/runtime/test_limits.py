@@ -14,7 +14,7 @@ from support.session_peer import HANG
 
 import agentflow as af
 from agentflow.protocol import ops
-from agentflow.runtime.limits import Budget, Spending
+from agentflow.runtime.limits import Budget, TokenCharge
 
 pytestmark = pytest.mark.anyio
 
@@ -208,7 +208,7 @@ async def test_f37_limits_count_the_tokens_of_generations_that_run(data):
     budgets: list[Budget] = []
     limits: list[tuple[int, int, int]] = []  # the budget, the tokens, and the tokens of what had ended
     ended = 0
-    running: dict[int, tuple[Spending, list[int]]] = {}
+    running: dict[int, tuple[TokenCharge, list[int]]] = {}
     for number in range(data.draw(st.integers(1, 25))):
         match data.draw(st.sampled_from(["limit", "tighten", "begin", "count", "end", "cancel"])):
             case "limit":
@@ -221,22 +221,22 @@ async def test_f37_limits_count_the_tokens_of_generations_that_run(data):
                 budgets[index].tighten(Budget(output_tokens=most))
             case "begin":
                 exceeded: list[int] = []
-                spending = Spending(lambda: budgets, exceeded.append)
-                running[number] = spending, [0]
+                charge = TokenCharge(lambda: budgets, exceeded.append)
+                running[number] = charge, [0]
             case "count" if running:
-                spending, tokens = data.draw(st.sampled_from(list(running.values())))
+                charge, tokens = data.draw(st.sampled_from(list(running.values())))
                 tokens[0] += (new := data.draw(st.integers(-tokens[0], 12)))
-                spending.count(new)
+                charge.count(new)
             case ("end" | "cancel") as how if running:
-                spending, tokens = running.pop(data.draw(st.sampled_from(list(running))))
+                charge, tokens = running.pop(data.draw(st.sampled_from(list(running))))
                 if how == "end":
                     tokens[0] = max(0, tokens[0] + data.draw(st.integers(-3, 5)))
                     with suppress(af.BudgetExceeded):
-                        spending.end(af.Usage(output_tokens=tokens[0]), was_truncated=False)
-                spending.close()
+                        charge.end(af.Usage(output_tokens=tokens[0]), was_truncated=False)
+                charge.close()
                 ended += tokens[0]
-        for spending, _ in running.values():
-            spending.count(0)  # charges new budgets
+        for charge, _ in running.values():
+            charge.count(0)  # charges new budgets
         total = ended + sum(tokens[0] for _, tokens in running.values())
         for index, budget in enumerate(budgets):
             lefts = [most - (total - before) for at, most, before in limits if at == index]

@@ -38,7 +38,7 @@ from agentflow.runtime.limits import (
     TURN_CHARS,
     MemoryBudget,
     MemoryReservation,
-    Spending,
+    TokenCharge,
     clipped,
     text_bytes,
 )
@@ -293,19 +293,19 @@ class OpExecution(Generic[ContextT]):
         expect = getattr(generator, "expect", None)
         if expect is not None and not op.reply:
             expect(context, _upcoming(state))
-        spending = Spending(lambda: state.budgets, state.abort)
-        token = METER.set(spending.count)
+        charge = TokenCharge(lambda: state.budgets, state.abort)
+        token = METER.set(charge.count)
         try:
             end = await generate(context, params, variable.extend, op.constraint, *streamed)
             was_truncated = end.finish_reason == "length" and params is not op.params
-            spending.end(end.usage, was_truncated=was_truncated)
+            charge.end(end.usage, was_truncated=was_truncated)
         except InvalidValue as error:
             if error.usage is not None:
-                spending.end(error.usage, was_truncated=False)
+                charge.end(error.usage, was_truncated=False)
             raise
         finally:
             METER.reset(token)
-            spending.close()
+            charge.close()
         state.reserve_text(end.text, len(end.reasoning or ""))
         value = Value(
             op.var,
