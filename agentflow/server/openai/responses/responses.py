@@ -64,13 +64,13 @@ from agentflow.server.openai.responses.stored import send_events, stored_respons
 from agentflow.server.openai.responses.types import (
     ConversationId,
     InputTokens,
-    ObjectFormat,
     OutputItem,
     OutputMessage,
     ResponseAnswer,
     ResponseRequest,
     SchemaFormat,
 )
+from agentflow.server.openai.types import ObjectFormat
 from agentflow.server.responses.background import BackgroundRun, EventLog
 from agentflow.server.responses.item import Item
 from agentflow.server.responses.store import History, StoredConversation, StoredResponse

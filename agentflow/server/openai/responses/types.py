@@ -17,7 +17,7 @@ from agentflow.protocol.sampling import MAX_INT, MAX_TOP_LOGPROBS
 from agentflow.server.compatible.fields import MAX_TOOLS, Count, ToolName, Unread, Unsupported
 from agentflow.server.compatible.functions import FunctionSpec
 from agentflow.server.compatible.logprobs import ChatTokenLogprob
-from agentflow.server.openai.types import StreamOptions
+from agentflow.server.openai.types import ObjectFormat, StreamOptions, TextFormat
 
 MAX_ITEMS = 2048
 
@@ -45,14 +45,6 @@ class NamedChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unkno
     """Requires a call of this tool."""
 
     name: ToolName
-
-
-class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """Any text."""
-
-
-class ObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
-    """Any JSON object."""
 
 
 class SchemaFormat(
