@@ -97,16 +97,15 @@ class EngineBroken(Exception):
 
 
 @dataclass(slots=True)
-class _InFlight:
-    """A batch that was launched and not collected. ``num_waiting``: requests in the queue when it was
-    launched. ``error``: why its launch failed."""
+class _Launched:
+    """A batch that was launched and not collected."""
 
     num_tokens: int
-    num_decode: int
-    num_waiting: int
-    began: float = 0.0
-    handle: Any = None
-    error: Exception | None = None
+    num_decode: int  # of these, the tokens of requests that decode
+    num_waiting: int  # requests in the queue when it was launched
+    began: float = 0.0  # on the clock ``perf_counter``
+    handle: Any = None  # of the runner
+    error: Exception | None = None  # why its launch failed
 
 
 class Engine:
@@ -162,14 +161,14 @@ class Engine:
         self._awaiting: dict[int, dict[int, Request]] = {}  # the requests that wait for them, by state and id
         self._started: set[int] = set()
         self._delivery_error: Exception | None = None
-        self._in_flight: deque[_InFlight] = deque()  # oldest first
+        self._in_flight: deque[_Launched] = deque()  # oldest first
         self._num_ahead = 1 if info.launches_ahead else 0
         self._preparing = runner if info.prepares and isinstance(runner, PreparingRunner) else None
         self._collected = 0.0  # when the last batch was collected, on the clock ``perf_counter``
         self._took_s = 0.0  # the time of that batch
-        # What that batch adds to the records of steps: its number, the requests and slots after it, and the
-        # time of reading its output.
-        self._unrecorded: tuple[_InFlight, int, int, int, float] | None = None
+        # That batch until ``_record`` has recorded its step: its number, the requests that run and the slots
+        # in use after it, and the seconds that reading its output took.
+        self._unrecorded: tuple[_Launched, int, int, int, float] | None = None
         self._num_failures = 0  # forward passes in a row
         self._num_halved = 0  # batches since the start
         self._num_unhandled = 0  # faults in messages about no request, since the start
@@ -234,7 +233,7 @@ class Engine:
             began = time.perf_counter()
         if batch is None:
             return is_encoding
-        launched = _InFlight(
+        launched = _Launched(
             len(batch.token_ids), self.scheduler.num_decode_tokens, self.scheduler.waiting.num_waiting
         )
         self._in_flight.append(launched)
