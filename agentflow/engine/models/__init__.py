@@ -1,6 +1,7 @@
 """Models on torch: a model folder, a KV pool, one forward pass for each batch.
 
-Read ``torch_runner`` (implements ``ModelRunner``), ``config`` and ``rope`` (``config.json``), ``families``
+Read ``torch_runner`` (implements ``ModelRunner``), ``device`` (its types, kernels and failures), ``config`` and
+``rope`` (``config.json``), ``families``
 (architectures), ``weights`` (files to packed weights), ``forward`` (the forward passes), ``kv_pool``,
 ``sampler`` (logits to tokens), ``device_steps`` (batches launched ahead on a GPU) with ``device_table``
 (their requests' slots on the device) and ``table_copy`` (the changes that such a copy needs),

@@ -22,10 +22,7 @@ from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, FloatArray
 from agentflow.engine.models.config import read_architectures, read_folder
-from agentflow.engine.models.memory_need import ID_BYTES
-from agentflow.engine.models.pooling import EmbeddingHead, pooled
-from agentflow.engine.models.sampler import make_embedding_output
-from agentflow.engine.models.torch_runner import (
+from agentflow.engine.models.device import (
     device_failure,
     device_named,
     dtype_on,
@@ -33,6 +30,9 @@ from agentflow.engine.models.torch_runner import (
     use_threads,
     weights_in,
 )
+from agentflow.engine.models.memory_need import ID_BYTES
+from agentflow.engine.models.pooling import EmbeddingHead, pooled
+from agentflow.engine.models.sampler import make_embedding_output
 from agentflow.engine.models.transformers_model import (
     check_complete,
     one_line,

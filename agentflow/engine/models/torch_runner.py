@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, IntArray, SampledRows, joined
-from agentflow.engine.machine.resources import (
-    driver_fault,
-    free_cuda_bytes,
-    free_host_bytes,
-    gpu_number,
-    usable_cpus,
-)
+from agentflow.engine.machine.resources import free_cuda_bytes, free_host_bytes
 from agentflow.engine.media_run import PreparedMedium
 from agentflow.engine.models.config import DecoderConfig
+from agentflow.engine.models.device import (
+    check_fp8,
+    device_named,
+    dtype_on,
+    identity_of_values,
+    kernels_on,
+    raise_device_failure,
+    use_threads,
+    weights_in,
+    with_attention,
+)
 from agentflow.engine.models.device_steps import MAX_LOGIT_ROWS, DeviceStep, DeviceSteps, divide_rows
 from agentflow.engine.models.families.registry import is_native, read_config
 from agentflow.engine.models.forward.decoder import Decoder
@@ -44,20 +47,17 @@ from agentflow.engine.models.vision.features import MediaFeatures
 from agentflow.engine.models.vision.loading import load_tower
 from agentflow.engine.models.weights.loader import LoadedModel, WeightFormat, load_model
 from agentflow.engine.runner import (
-    AcceleratorFault,
     AdapterInfo,
     MediaEncoding,
-    OutOfMemory,
     ReadAdapter,
     RunnerInfo,
 )
 from agentflow.engine.store.adapter_folder import adapter_bytes, adapter_identity
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
-from agentflow.engine.store.model_identity import model_identity
 from agentflow.errors import BadArgument
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import Adapter, AdapterRows, AttentionBatch, ForwardInput, Likelihoods
-from agentflow.kernels.platforms import Kernels, WholeForward, kernels_for, kernels_with_attention
+from agentflow.kernels.platforms import Kernels, WholeForward
 from agentflow.kernels.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -128,16 +128,8 @@ def _adapter_rows(batch: Batch, loaded: Mapping[str, Adapter]) -> Sequence[Adapt
     ]
 
 
-_DTYPES = {
-    "auto": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
 _QUANTIZED = {"int8": "Q8_0", "int4": "Q4_1", "fp8": "F8_E4M3"}
 _KV_DTYPES = ("auto", "fp8")
-_MEMORY_WORDS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "out of memory")
-_FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [CUDA]")
 
 
 def _is_chosen_in_pass(sampled: SampledRows) -> bool:
@@ -211,7 +203,7 @@ class TorchRunner:
         torch_dtype = dtype_on(torch_device, dtype)
         kernels = kernels_on(torch_device)
         if kernels.queues_work and is_native(folder):
-            kernels = _with_attention(kernels, torch_device, read_config(folder), torch_dtype)
+            kernels = with_attention(kernels, torch_device, read_config(folder), torch_dtype)
         self._kernels = kernels
         if quantize is not None and quantize not in _QUANTIZED:
             raise BadArgument(
@@ -228,13 +220,14 @@ class TorchRunner:
                 param="quantize",
             )
         weights = WeightFormat(torch_dtype, dtype == "auto", _QUANTIZED[quantize] if quantize else None)
-        config: DecoderConfig | TransformersModel
+        # The sizes of the model: the config of a native one, or the model that transformers loaded.
+        shape: DecoderConfig | TransformersModel
         if is_native(folder):
-            config = read_config(folder)
+            shape = read_config(folder)
             if embedding is not None:
-                longest = min(config.max_context, embedding.max_tokens or config.max_context)
-                config = replace(config, max_context=longest)
-            if kv_dtype == "fp8" and config.latent:
+                longest = min(shape.max_context, embedding.max_tokens or shape.max_context)
+                shape = replace(shape, max_context=longest)
+            if kv_dtype == "fp8" and shape.latent:
                 raise BadArgument(
                     f"kv_dtype fp8 is for keys and values, and {folder.name} caches latents: leave it out",
                     param="kv_dtype",
@@ -252,28 +245,28 @@ class TorchRunner:
                 param="kv_dtype",
             )
         else:
-            config = load_transformers(folder, dtype=torch_dtype, device=torch_device, kernels=kernels)
-        self._config, self._dtype, self._device = config, torch_dtype, torch_device
+            shape = load_transformers(folder, dtype=torch_dtype, device=torch_device, kernels=kernels)
+        self._shape, self._dtype, self._device = shape, torch_dtype, torch_device
         self._adapters: dict[str, Adapter] = {}
-        num_kv_heads = config.num_kv_heads
+        num_kv_heads = shape.num_kv_heads
         if ranks is not None:
             num_kv_heads = max(1, num_kv_heads // ranks.size)
         self._kv_pool = KvPool(
-            num_layers=config.num_layers,
+            num_layers=shape.num_layers,
             num_slots=num_slots,
             num_kv_heads=num_kv_heads,
-            head_dim=config.head_dim,
+            head_dim=shape.head_dim,
             dtype=torch.float8_e4m3fn if kv_dtype == "fp8" else torch_dtype,
             device=torch_device,
         )
         self._model: Decoder | TransformersModel
         self.media: MediaFeatures | None = None
-        if isinstance(config, TransformersModel):
-            self._model, described = config, weights_in(torch_dtype)
+        if isinstance(shape, TransformersModel):
+            self._model, described = shape, weights_in(torch_dtype)
         else:
             loaded = load_model(
                 folder,
-                config,
+                shape,
                 weights=weights,
                 device=torch_device,
                 kernels=kernels,
@@ -285,15 +278,15 @@ class TorchRunner:
                 tower = None
                 if ranks is None:
                     tower = load_tower(
-                        folder, config.architecture, dtype=torch_dtype, device=torch_device, kernels=kernels
+                        folder, shape.architecture, dtype=torch_dtype, device=torch_device, kernels=kernels
                     )
                 if tower is not None:
-                    self.media = MediaFeatures(tower, config.hidden_size)
+                    self.media = MediaFeatures(tower, shape.hidden_size)
         if kv_dtype == "fp8":
             described += ", keys and values in 8 bits"
         self._embedding_head: EmbeddingHead | None = None
-        if embedding is not None and isinstance(config, DecoderConfig):
-            self._embedding_head = EmbeddingHead(embedding, config.hidden_size, torch_device)
+        if embedding is not None and isinstance(shape, DecoderConfig):
+            self._embedding_head = EmbeddingHead(embedding, shape.hidden_size, torch_device)
         if stream is None and torch_device.type == "cuda" and kernels.queues_work:
             stream = DeviceStream(torch_device)
         # Other kernels and models wait for the device during a forward pass: launching the next batch would
@@ -302,7 +295,7 @@ class TorchRunner:
         if stream is not None and embedding is None:
             model = self._model
             if isinstance(model, Decoder) and model.queues_work:
-                table_shape = max_running, min(config.max_context, num_slots)
+                table_shape = max_running, min(shape.max_context, num_slots)
                 with torch.inference_mode():
                     self._ahead = DeviceSteps(model, kernels.sampler, stream, table_shape)
                     model.prepare(self._kv_pool.layers, self._ahead.table.slots)
@@ -313,16 +306,16 @@ class TorchRunner:
         self._prepared: tuple[Batch | None, _Start | None] = (None, None)
         self.info = RunnerInfo(
             model=folder.resolve().name.removesuffix(".gguf"),
-            vocab_size=config.vocab_size,
-            max_context=config.max_context,
+            vocab_size=shape.vocab_size,
+            max_context=shape.max_context,
             num_slots=num_slots,
-            end_token_ids=config.end_token_ids,
+            end_token_ids=shape.end_token_ids,
             kv_bytes_per_token=self._kv_pool.bytes_per_token,
             weight_bytes=self._model.nbytes + (self.media.tower.nbytes if self.media else 0),
             embedding_size=0 if self._embedding_head is None else self._embedding_head.size,
             weights=described,
             identity=identity_of_values(folder, described, torch_dtype),
-            architecture="" if isinstance(config, TransformersModel) else config.architecture,
+            architecture="" if isinstance(shape, TransformersModel) else shape.architecture,
             launches_ahead=self._ahead is not None,
             prepares=self._choosing is not None,
             reads_media=self.media is not None,
@@ -346,7 +339,7 @@ class TorchRunner:
                 return _Launched(batch.sampled, start())
             return self._launch(batch)
         except (RuntimeError, MemoryError) as error:
-            _raise_device_failure(error)
+            raise_device_failure(error)
 
     def collect(self, handle: _Launched | DeviceStep) -> BatchOutput:
         try:
@@ -356,7 +349,7 @@ class TorchRunner:
                 return make_output(*handle.tokens())
             return self._collect(handle)
         except (RuntimeError, MemoryError) as error:
-            _raise_device_failure(error)
+            raise_device_failure(error)
 
     def _prepare(self, batch: Batch) -> _Start | None:
         """Prepares a forward pass that chooses its tokens; None if this batch has no such pass."""
@@ -413,15 +406,15 @@ class TorchRunner:
             self._model.logits(hidden[first : first + MAX_LOGIT_ROWS])
 
     def read_adapter(self, folder: Path) -> ReadAdapter:
-        config = self._config
-        if isinstance(config, TransformersModel):
+        shape = self._shape
+        if isinstance(shape, TransformersModel):
             raise BadArgument(
                 f"{self.info.model} runs through transformers, and adapters need a native architecture",
                 param="model",
             )
         identity = adapter_identity(folder)
         self._check_room(adapter_bytes(folder, self._dtype.itemsize))
-        weights = read_adapter(folder, config, self._dtype)
+        weights = read_adapter(folder, shape, self._dtype)
         if self._device.type == "cpu":
             return ReadAdapter(identity, weights.packed(self._device, self._kernels.linear))
         return ReadAdapter(identity, weights)  # only the engine's thread uses the device
@@ -441,7 +434,7 @@ class TorchRunner:
         try:
             return _Encoding(self.media.encode(medium), self._device)
         except (RuntimeError, MemoryError) as error:
-            _raise_device_failure(error)
+            raise_device_failure(error)
 
     def feature_bytes(self, medium: PreparedMedium) -> int:
         return 0 if self.media is None else self.media.nbytes(medium)
@@ -496,97 +489,7 @@ class _Encoding:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except (RuntimeError, MemoryError) as error:
-            _raise_device_failure(error)
-
-
-def _raise_device_failure(error: RuntimeError | MemoryError) -> NoReturn:
-    """Raises the ``device_failure`` for an error of a forward pass, or the error itself if the device did not
-    cause it."""
-    failure = device_failure(error)
-    if failure is None:
-        raise error
-    if isinstance(failure, OutOfMemory):
-        torch.cuda.empty_cache()  # the free memory may be fragmented
-    raise failure from error
-
-
-def device_failure(error: RuntimeError | MemoryError) -> OutOfMemory | AcceleratorFault | None:
-    """Returns the device failure that an error of a forward pass reports; None if the batch is at fault.
-
-    torch has types for the memory and faults of GPUs; errors of its libraries and of the CPU's allocator are
-    recognised by their messages only.
-    """
-    text = str(error)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return OutOfMemory(text)
-    if any(words in text for words in _MEMORY_WORDS):
-        return OutOfMemory(text)
-    if isinstance(error, torch.AcceleratorError) or any(words in text for words in _FAULT_WORDS):
-        return AcceleratorFault(text)
-    return None
-
-
-def use_threads(num_threads: int | None) -> None:
-    """Sets the CPU threads of torch; None: its default, but at most ``usable_cpus``."""
-    num_threads = num_threads or min(torch.get_num_threads(), usable_cpus())
-    if num_threads != torch.get_num_threads():
-        torch.set_num_threads(num_threads)
-
-
-def dtype_on(device: torch.device, name: str) -> torch.dtype:
-    """Returns the dtype of activations by its name. Raises ``BadArgument`` for an unknown name."""
-    if name not in _DTYPES:
-        raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {name!r}", param="dtype")
-    if name == "float16" and device.type == "cpu":
-        logger.warning("float16 runs as float32 on a CPU, with twice the memory: bfloat16 is faster")
-        return torch.float32
-    return _DTYPES[name]
-
-
-def device_named(name: str | None) -> torch.device:
-    """Returns a device by its name. A GPU becomes this thread's current device, on which kernels run."""
-    if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise BadArgument(f"device must be cpu, cuda or cuda:NUMBER, not {name!r}", param="device")
-    if name == "cpu":
-        return torch.device("cpu")
-    has_gpu = torch.cuda.is_available()
-    fault = "" if has_gpu else driver_fault()
-    if name is None and not has_gpu:
-        if fault:
-            logger.warning("the model runs on the CPU, because torch cannot use the NVIDIA driver: %s", fault)
-        return torch.device("cpu")
-    number = gpu_number(name)
-    if not has_gpu or number >= torch.cuda.device_count():
-        raise BadArgument(
-            f"device is {name}, but torch finds no such CUDA device" + (fault and f": {fault}"),
-            param="device",
-        )
-    device = torch.device("cuda", number)
-    torch.cuda.set_device(device)
-    return device
-
-
-def check_fp8(kernels: Kernels, device: torch.device, *, quantize: str | None, kv_dtype: str) -> None:
-    """Raises ``BadArgument`` if an option needs 8-bit floats and the device has none."""
-    for param, value in (("quantize", quantize), ("kv_dtype", kv_dtype)):
-        if value == "fp8" and not kernels.linear.has_fp8(device):
-            raise BadArgument(
-                f"{param} is fp8, and {device} has no 8-bit floats: they need an NVIDIA GPU of compute "
-                "capability 8.9 or higher (Ada, Hopper and later) and the Triton kernels: leave it out"
-                + (", or take int8" if param == "quantize" else ""),
-                param=param,
-            )
-
-
-def identity_of_values(folder: Path, weights: str, dtype: torch.dtype) -> str:
-    """Returns the identity of a model in a folder that runs in ``dtype``. ``weights``: the description of its
-    weights."""
-    return hashlib.sha256(repr((model_identity(folder), weights, str(dtype))).encode()).hexdigest()
-
-
-def weights_in(dtype: torch.dtype) -> str:
-    """Describes the storage of dense weights for users."""
-    return f"{str(dtype).removeprefix('torch.')} weights"
+            raise_device_failure(error)
 
 
 def _described(loaded: LoadedModel, dtype: torch.dtype) -> str:
@@ -595,26 +498,3 @@ def _described(loaded: LoadedModel, dtype: torch.dtype) -> str:
         return weights_in(dtype)
     bits = dict.fromkeys(re.sub(r"\D*(\d).*", r"\1", name) for name in types)
     return f"{'- and '.join(sorted(bits))}-bit weights ({', '.join(types)}), {loaded.origin}"
-
-
-def _with_attention(
-    kernels: Kernels, device: torch.device, config: DecoderConfig, dtype: torch.dtype
-) -> Kernels:
-    """Returns the kernels if they can compute the attention of a model, else torch's kernels. Raises
-    ``BadArgument`` instead if AGENTFLOW_KERNELS chose the kernels."""
-    if config.latent:
-        return kernels
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
-    try:
-        return kernels_with_attention(kernels, device, heads, dtype)
-    except ValueError as error:
-        raise BadArgument(str(error), param="AGENTFLOW_KERNELS") from error
-
-
-def kernels_on(device: torch.device) -> Kernels:
-    """Returns the kernels for a device. Raises ``BadArgument`` if AGENTFLOW_KERNELS chooses kernels that are
-    unavailable."""
-    try:
-        return kernels_for(device)
-    except ValueError as error:
-        raise BadArgument(str(error), param="AGENTFLOW_KERNELS") from error

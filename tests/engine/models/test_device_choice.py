@@ -9,8 +9,9 @@ import torch
 from support.engine.random_model import write_random_model
 from support.faults import has_param
 
-from agentflow.engine.models import torch_runner
-from agentflow.engine.models.torch_runner import TorchRunner, device_named
+from agentflow.engine.models import device as model_device
+from agentflow.engine.models.device import device_named
+from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.errors import BadArgument
 from agentflow.kernels.platforms import kernels_for
 
@@ -93,7 +94,7 @@ class TestAttentionThatFails:
         narrow = write_random_model(tmp_path / "narrow", head_dim=8)
         chosen = kernels_for(torch.device("cpu"))
         monkeypatch.delenv("AGENTFLOW_KERNELS")
-        monkeypatch.setattr(torch_runner, "kernels_for", lambda device: chosen)
+        monkeypatch.setattr(model_device, "kernels_for", lambda device: chosen)
         names = [
             TorchRunner(folder, num_slots=40, device="cpu", dtype="float32").info.kernels
             for folder in (wide, narrow)

@@ -16,9 +16,10 @@ from support.faults import has_param
 from tokenizers import Tokenizer
 
 from agentflow.engine.batch import LogitEdits
+from agentflow.engine.models.device import device_failure
 from agentflow.engine.models.families.registry import read_config
 from agentflow.engine.models.kv_pool import KvPool
-from agentflow.engine.models.torch_runner import TorchRunner, device_failure
+from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.models.weights.loader import WeightFormat, load_model
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.engine.store.gguf.file import reading_once

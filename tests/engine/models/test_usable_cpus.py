@@ -14,7 +14,7 @@ from support.engine.cgroups import write_membership
 from support.engine.family_models import save_model
 
 from agentflow.engine.machine.resources import usable_cpus
-from agentflow.engine.models import torch_runner
+from agentflow.engine.models import device
 from agentflow.engine.models.torch_runner import TorchRunner
 
 NUM_CPUS = 64
@@ -122,7 +122,7 @@ def test_an_engine_has_no_more_threads_than_the_quota_allows(
     try:
         for torch_has, quota, asked_for, expected in ((3, 1, None, 1), (2, 64, None, 2), (2, 1, 3, 3)):
             torch.set_num_threads(torch_has)
-            monkeypatch.setattr(torch_runner, "usable_cpus", lambda quota=quota: quota)
+            monkeypatch.setattr(device, "usable_cpus", lambda quota=quota: quota)
             TorchRunner(tmp_path, num_slots=10, device="cpu", num_threads=asked_for).close()
             assert torch.get_num_threads() == expected
     finally:

@@ -14,6 +14,7 @@ import torch
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.machine.resources import gpu_number, usable_cpus
 from agentflow.engine.models.config import read_folder
+from agentflow.engine.models.device import check_fp8, device_named, kernels_on
 from agentflow.engine.models.families.registry import FAMILIES, is_native, read_config
 from agentflow.engine.models.tensor_parallel.joining import (
     collective_for,
@@ -24,7 +25,7 @@ from agentflow.engine.models.tensor_parallel.joining import (
 )
 from agentflow.engine.models.tensor_parallel.rank_group import LOST_RANK_S, LoadPart, RankGroup
 from agentflow.engine.models.tensor_parallel.steps import StepWriter
-from agentflow.engine.models.torch_runner import TorchRunner, check_fp8, device_named, kernels_on
+from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.models.vision.loading import TOWERS
 from agentflow.engine.models.weights.cuts import check_divides
 from agentflow.engine.runner import AcceleratorFault, RunnerInfo
