@@ -72,7 +72,7 @@ class Node:
     ) -> None:
         self.account = account  # its owner's
         self.start = start  # tokens above it
-        self.digests: Sequence[bytes] = ()  # of the blocks that end in it, if blocks are reported
+        self.digests: Sequence[bytes] = ()  # of the reported blocks that end in it (``blocks``)
         self.run = run
         self.slots = slots
         self.parent = parent
@@ -85,7 +85,8 @@ class Node:
         self.returns = 0.0  # with ``keeps``: when the first state that ends here is expected to continue
         self.marked_until = 0.0  # until then a client wants the prefix that ends here; 0: no client does
         self.last_access = last_access
-        self.last_hash: int | None = None  # of the last block that ends in it or above; None: not computed
+        # Of the last hashed block (``evicted_blocks``) that ends in it or above; None: not computed.
+        self.last_hash: int | None = None
         self.moved_to: Node | None = None  # a removed node's former parent
         self.number = 0  # identifies it; 0 for a root
 
@@ -242,7 +243,8 @@ class Account(Holding):
         self.leaves = EvictionQueue()  # the leaves that could be evicted
         self.roots: dict[Node, None] = {}  # of its trees, the newest last
         self.num_nodes = 0
-        self.blocks: dict[int, dict[Hashable, None]] = {}  # the trees that have a block, by its hash
+        # The cache keys of the trees that have a block, by its hash (``evicted_blocks``).
+        self.hashed_blocks: dict[int, dict[Hashable, None]] = {}
         self.num_held = 0  # tokens that are locked or that open states need
 
 

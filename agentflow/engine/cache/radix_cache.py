@@ -71,7 +71,7 @@ class RadixCache:
         model: str = "",
         on_blocks: OnBlocks | None = None,
     ) -> None:
-        self._blocks = None if on_blocks is None else NodeBlocks(model, on_blocks)
+        self._reported = None if on_blocks is None else NodeBlocks(model, on_blocks)
         self._roots: dict[Hashable, Node] = {}
         self._accounts: dict[Hashable, Account] = {}
         self._holdings = Holdings(idle_after)
@@ -126,7 +126,7 @@ class RadixCache:
         """
         block = block_hash(last_hash(match.node), tokens)
         account = self._accounts.get(self._owner_of(cache_key))
-        trees = None if account is None else account.blocks.get(block)
+        trees = None if account is None else account.hashed_blocks.get(block)
         return self._evicted.has(cache_key, block), next(iter(trees)) if trees else None
 
     def extend(
@@ -168,9 +168,9 @@ class RadixCache:
         new_prompt = end - existing if num_prompt is None else max(0, min(num_prompt, end) - existing)
         num_output = found.num_output + end - existing - new_prompt
         node = found.node
+        before = last_hash(node) if existing // HASHED_BLOCK_TOKENS < end // HASHED_BLOCK_TOKENS else None
         # Locked only by the caller, without children, states or a mark: nothing else refers to its end.
         ends_here = node.keeps or node.marked_until
-        before = last_hash(node) if existing // HASHED_BLOCK_TOKENS < end // HASHED_BLOCK_TOKENS else None
         can_grow = node is match.node and node.locks == 1 and not node.children and not ends_here
         if can_grow and (new_prompt == 0 or node.num_prompt == len(node.slots)):
             self._grow(node, run, slots, existing, new_prompt)
@@ -179,10 +179,10 @@ class RadixCache:
         if before is not None:
             first = existing // HASHED_BLOCK_TOKENS * HASHED_BLOCK_TOKENS * TOKEN_BYTES
             for block in block_hashes(before, run[first:]):
-                node.account.blocks.setdefault(block, {})[cache_key] = None
+                node.account.hashed_blocks.setdefault(block, {})[cache_key] = None
                 node.last_hash = block
-        if self._blocks is not None:
-            self._blocks.stored(node, cache_key, run, existing)
+        if self._reported is not None:
+            self._reported.stored(node, cache_key, run, existing)
         return PrefixMatch(node, end, num_output), existing
 
     def write_slots(self, match: PrefixMatch, row: SlotArray) -> None:
@@ -267,14 +267,14 @@ class RadixCache:
         """The matched prefix will not be used again: the part of its end that no other prefix needs is
         evicted before all other tokens of its owner. It becomes ordinary cache again when it is used."""
         node = match.node.present
-        num_children = 0
+        num_own = 0  # children of the node on the path to the prefix's end
         while node.parent is not None and not node.locks and not node.needs and not node.marked_until:
-            if len(node.children) > num_children:
-                return
+            if len(node.children) > num_own:
+                return  # other prefixes need the node
             node.last_access = 0
-            if not num_children:
+            if not num_own:
                 node.account.leaves.push(node)
-            num_children = 1
+            num_own = 1
             node = node.parent
 
     def weigh(self, owner: Hashable, weight: float) -> None:
@@ -316,9 +316,9 @@ class RadixCache:
                 if on_evict is not None:
                     self._report(node, num_kept, on_evict)
                 if next_end(node.start + num_kept) <= node.start + size:
-                    self._blocks_left(node, num_kept)
-                if self._blocks is not None:
-                    self._blocks.removed(node, num_kept)
+                    self._note_evicted(node, num_kept)
+                if self._reported is not None:
+                    self._reported.removed(node, num_kept)
                 if num_kept:
                     self._shorten(node, num_kept)
                 else:
@@ -330,6 +330,17 @@ class RadixCache:
         for holding in all_locked:
             self._holdings.update(holding)
         return freed[0] if len(freed) == 1 else np.concatenate(freed) if freed else NO_SLOTS
+
+    def stored_blocks(self) -> Iterator[BlocksStored]:
+        """Reports all blocks that are cached, parents first, for a reader that has missed reports."""
+        return iter(()) if self._reported is None else self._reported.all_stored(self._roots)
+
+    def accounts(self, owner: Hashable = None) -> Collection[Account]:
+        """The account of the owner, if it has cached tokens; for None, the accounts of all owners."""
+        if owner is None:
+            return self._accounts.values()
+        account = self._accounts.get(owner)
+        return () if account is None else (account,)
 
     def _walk(self, match: PrefixMatch, run: TokenRun) -> PrefixMatch:
         """Follows ``run`` from ``match`` as far as it is cached. Splits the last node where it ends."""
@@ -365,6 +376,10 @@ class RadixCache:
         self._num_made += 1
         node.number = self._num_made
         node.account.num_nodes += 1
+
+    def _requeue(self, node: Node) -> None:
+        if node.is_evictable:
+            node.account.leaves.push(node)
 
     def _root(self, cache_key: Hashable) -> Node:
         root = self._roots.get(cache_key)
@@ -475,8 +490,9 @@ class RadixCache:
         assert above is not None
         on_evict(above.cache_key, lambda: b"".join(reversed(runs)), start + num_kept)
 
-    def _blocks_left(self, node: Node, num_kept: int) -> None:
-        """The blocks that end after the first ``num_kept`` tokens of a leaf are evicted."""
+    def _note_evicted(self, node: Node, num_kept: int) -> None:
+        """Remembers the hashed blocks of a leaf that end after its first ``num_kept`` tokens, which are
+        evicted."""
         above = node.parent
         assert above is not None
         num_before = (node.start + num_kept) // HASHED_BLOCK_TOKENS - node.start // HASHED_BLOCK_TOKENS
@@ -485,25 +501,10 @@ class RadixCache:
             above = above.parent
         self._evicted.add(above.cache_key, hashes)
         for block in hashes:
-            trees = node.account.blocks[block]
+            trees = node.account.hashed_blocks[block]
             del trees[above.cache_key]
             if not trees:
-                del node.account.blocks[block]
-
-    def stored_blocks(self) -> Iterator[BlocksStored]:
-        """Reports all blocks that are cached, parents first, for a reader that has missed reports."""
-        return iter(()) if self._blocks is None else self._blocks.all_stored(self._roots)
-
-    def _requeue(self, node: Node) -> None:
-        if node.is_evictable:
-            node.account.leaves.push(node)
-
-    def accounts(self, owner: Hashable = None) -> Collection[Account]:
-        """The account of the owner, if it has cached tokens; for None, the accounts of all owners."""
-        if owner is None:
-            return self._accounts.values()
-        account = self._accounts.get(owner)
-        return () if account is None else (account,)
+                del node.account.hashed_blocks[block]
 
     def nodes(self) -> Iterator[Node]:
         """All nodes except the roots, parents first. Slow; for checks."""
@@ -550,7 +551,7 @@ class RadixCache:
             assert account.num_cached == num_cached[owner]
             assert account.num_locked == num_locked[owner]
             assert account.num_held == num_held[owner]
-            assert {block: len(trees) for block, trees in account.blocks.items()} == blocks[owner]
+            assert {block: len(trees) for block, trees in account.hashed_blocks.items()} == blocks[owner]
             assert account.leaves.num_leaves == num_leaves[owner]
             assert account.num_nodes == sum(node.account is account for node in self.nodes())
             assert set(account.roots) == {root for root in self._roots.values() if root.account is account}
