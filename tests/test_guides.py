@@ -1,4 +1,5 @@
-"""The guides: the docstring of each package names its modules and folders, in reading order."""
+"""Docstrings: guides of packages name the modules and folders in reading order, and functions with many
+parameters list them."""
 
 from __future__ import annotations
 
@@ -72,3 +73,59 @@ def test_a_missing_and_a_wrong_name_are_found(tmp_path: Path) -> None:
     (package / "__init__.py").write_text(f'"""{guide}"""')
     assert missing_names(package) == ["families", "loader"]
     assert wrong_names(package, tmp_path) == ["gone", "models/gone"]
+
+
+MAX_UNLISTED = 4
+"""Public functions with more parameters list them."""
+# A docstring refers to a function or class whose arguments these are.
+_REFERS = re.compile(r"(?i)\b(?:like|arguments\s+are)\b[^.]*``")
+RECORDS = {"engine/cache/nodes.py: Node.__init__"}  # a comment for each field
+
+
+def unlisted_parameters(file: Path) -> list[str]:
+    """The public functions and methods whose docstrings lack a list of their parameters. Methods without a
+    docstring have the one of their base class."""
+    return list(_unlisted(ast.parse(file.read_text(encoding="utf-8")), "", ""))
+
+
+def _unlisted(scope: ast.Module | ast.ClassDef, path: str, outer: str) -> Iterator[str]:
+    for node in scope.body:
+        match node:
+            case ast.ClassDef(name=name) if not name.startswith("_"):
+                yield from _unlisted(node, f"{path}{name}.", ast.get_docstring(node) or "")
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                is_public = not name.startswith("_") or name == "__init__"
+                if not is_public or any("jit" in ast.unparse(one) for one in node.decorator_list):
+                    continue
+                given = node.args
+                names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+                described = (ast.get_docstring(node) or "") + (outer if name == "__init__" else "")
+                num_named = len(names) - (names[:1] in (["self"], ["cls"]))
+                is_listed = "Args:" in described or _REFERS.search(described)
+                if num_named > MAX_UNLISTED and described and not is_listed:
+                    yield f"{path}{name}"
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_functions_with_many_parameters_list_them(wing: str) -> None:
+    package = ROOT / "agentflow"
+    found = {
+        f"{file.relative_to(package).as_posix()}: {name}"
+        for file in sorted((package / wing).rglob("*.py"))
+        for name in unlisted_parameters(file)
+    }
+    assert found - RECORDS == set()
+
+
+def test_an_unlisted_parameter_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        "def four(a, b, c, *, d):\n    'Adds.'\n"
+        "def five(a, b, c, d, e):\n    'Adds.'\n"
+        "def listed(a, b, c, d, e):\n    'Adds.\\n\\n    Args:\\n        a: One.'\n"
+        "def like(a, b, c, d, e):\n    'Like ``listed``.'\n"
+        "class Sum:\n    'A sum. The arguments are as in ``listed``.'\n"
+        "    def __init__(self, a, b, c, d, e):\n        pass\n"
+        "    def add(self, a, b, c, d, e):\n        'Adds.'\n"
+    )
+    assert unlisted_parameters(file) == ["five", "Sum.add"]

@@ -281,9 +281,10 @@ class ScriptedGenerator:
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """The script's answer, truncated by the parameters. ``ScriptMismatch`` if the answer before
+        """Returns the script's answer, truncated by the parameters. The arguments are as in
+        ``Generator.generate``; a script has no reasoning. ``ScriptMismatch`` if the answer before
         ``max_tokens`` violates the constraint (of a schema, only that it is JSON is checked; of a grammar,
-        nothing). A script has no reasoning."""
+        nothing)."""
         call = self._call(context, "gen", params.resolved(), constraint)
         return await self._stream(
             context, make_text(self._answer(call)), call.name, call.params, on_text, constraint

@@ -335,8 +335,8 @@ class Costs(NamedTuple):
         *,
         embeds: bool = False,
     ) -> Billing:
-        """The billing of one model; the arguments are as in ``find_price`` and ``Billing``. ``NotSupported``
-        if the session has a cap and the price is unknown."""
+        """Returns the billing of one model. The arguments are as in ``find_price`` and ``Billing``.
+        ``NotSupported`` if the session has a cap and the price is unknown."""
         find = find_price if self.spending.max_cost is None else require_price
         price = find(vendor, model, self.prices, base_url, embeds=embeds)
         return Billing(price, self.spending, longest_output or LONGEST_OUTPUT)

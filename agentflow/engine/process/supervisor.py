@@ -201,7 +201,10 @@ def _load_error(answer: LoadFailed) -> _LoadError:
 class EngineSupervisor:
     """An ``EngineLink`` to the current process, which it replaces when the process dies. ``receiver`` gets
     the messages; set it when ``loaded`` has returned. All methods run in the event loop's thread. The number
-    of unfinished requests bounds the data that waits to be written."""
+    of unfinished requests bounds the data that waits to be written.
+
+    The arguments are as in ``supervised_engine``.
+    """
 
     def __init__(
         self,

@@ -118,9 +118,18 @@ class Liveness:
         program: ProgramKey | None = None,
         priority: int = 0,
     ) -> None:
-        """A request of the state ended here, of the ``program`` and with the ``priority`` given.
-        ``num_computed``, ``step``: the engine's totals so far. ``is_ahead``: it computed ahead. The state is
-        expected when it was before, and the priority is not the program's."""
+        """A request of the state ended.
+
+        Args:
+            state: The state.
+            end: The request's prompt and output in the cache.
+            num_computed: The tokens that the engine has computed so far.
+            step: The number of steps so far.
+            is_ahead: The request computed ahead. The state is expected when it was before, and the priority
+                is not the program's.
+            program: The state's program; None: none.
+            priority: The request's priority.
+        """
         known = self._ends.get(state)
         self._drop(state)
         if known is not None and known.program != program:

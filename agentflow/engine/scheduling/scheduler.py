@@ -669,8 +669,8 @@ class Scheduler:
         tpot_s: float | None = None,
         ttft_s: float | None = None,
     ) -> None:
-        """The scheduling hint of a state changed, as in ``UpdateHint``. It applies to the state's waiting and
-        running requests, and ranks its cached tokens by the time when it continues."""
+        """The scheduling hint of a state changed; the arguments are as in ``UpdateHint``. It applies to the
+        state's waiting and running requests, and ranks its cached tokens by the time when it continues."""
         self.memory.liveness.expect(state, steps, returns_s)
         for request in self._of_state.get(state, ()):
             origin = request.origin.at(program, task_group, objective, tpot_s, ttft_s)

@@ -34,7 +34,7 @@ class CostModel:
         return self.seconds(*features(batch))
 
     def seconds(self, passes: float, rows: float, logits: float, reads: float, pairs: float) -> float:
-        """Returns the time of a pass with these ``Amounts``."""
+        """Returns the time of a pass. The arguments are the ``Amounts``, in order."""
         per_row_s = self.row_s * rows + self.logits_s * logits
         return self.base_s * passes + per_row_s + self.read_s * reads + self.pair_s * pairs
 

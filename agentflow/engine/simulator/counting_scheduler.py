@@ -213,7 +213,7 @@ class CountingScheduler(Scheduler):
         tpot_s: float | None = None,
         ttft_s: float | None = None,
     ) -> None:
-        """The scheduling hint of a state changed."""
+        """The scheduling hint of a state changed. The arguments are as in ``UpdateHint``."""
         moved: list[Request] = []
         for request in self._of_state.get(state, ()):
             if request.status is Status.WAITING:  # its place follows from the tokens of its program

@@ -133,7 +133,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The ``tojson`` filter, with the arguments of ``json.dumps``. Jinja's filter escapes HTML, but models
+    """The ``tojson`` filter; the arguments are as in ``json.dumps``. Jinja's filter escapes HTML, but models
     were not trained on escaped text."""
     options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
     if ensure_ascii or sort_keys or indent is not None or separators is not None:

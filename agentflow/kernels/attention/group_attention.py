@@ -20,8 +20,19 @@ def attend_groups(
     scale: float,
     attend: Attend,
 ) -> tuple[Tensor, Tensor]:
-    """Attends from each row to the slots of all its groups, merged by log-sum-exp. The arguments are as in
-    ``AttentionPlan``. Returns float32 [rows, heads, head_dim] and [rows, heads]."""
+    """Attends from each row to the slots of all its groups, merged by log-sum-exp.
+
+    Args:
+        q: [rows, heads, head_dim] the queries.
+        kv_layer: The layer's part of the KV pool.
+        tails: As in ``AttentionPlan``.
+        shared_groups: As in ``AttentionPlan``.
+        scale: Of the scores.
+        attend: The attention of dense tensors, as ``attend``.
+
+    Returns:
+        float32 [rows, heads, head_dim], and the log-sum-exp of the scores, [rows, heads].
+    """
     out = q.new_empty(q.shape, dtype=torch.float32)
     lse = out.new_empty(q.shape[:2])
     for group in tails:  # the repeated rows of a group have equal results
@@ -40,9 +51,19 @@ def attend_groups(
 def attend_group(
     q: Tensor, kv_layer: Tensor, group: ChunkGroup, scale: float, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """Attends from each of N chunks to its slots. All L rows of the query heads that share a KV head are the
-    queries of one product, which reads K and V once. Returns float32 [N * L, heads, head_dim], and the
-    log-sum-exp of the scores, [N * L, heads]."""
+    """Attends from each of N chunks of L rows to its slots. All rows of the query heads that share a KV head
+    are the queries of one product, which reads K and V once.
+
+    Args:
+        q: [rows, heads, head_dim] the queries of all groups.
+        kv_layer: The layer's part of the KV pool.
+        group: The chunks.
+        scale: Of the scores.
+        attend: The attention of dense tensors, as ``attend``.
+
+    Returns:
+        float32 [N * L, heads, head_dim], and the log-sum-exp of the scores, [N * L, heads].
+    """
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, num_heads = group.num_chunks, q.shape[1]
     queries_per_head = num_heads // num_kv_heads

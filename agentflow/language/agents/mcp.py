@@ -104,7 +104,7 @@ def mcp(
 
 
 class McpServer:
-    """An MCP server, as ``af.mcp`` returns it.
+    """An MCP server, which ``af.mcp`` returns. The arguments are as in ``af.mcp``.
 
     ::
 

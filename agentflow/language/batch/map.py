@@ -483,6 +483,8 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
     flow.map(judge, essays)``; they end with the session at the latest. Cancelling the wait for one result, by
     a timeout for example, cancels only that wait. Cancelling the ``await`` of the whole list cancels
     everything.
+
+    The arguments are as in ``flow.map``.
     """
 
     def __init__(

@@ -185,7 +185,15 @@ class StateSpan:
 
 
 class RunSpan(StateSpan):
-    """The span of a run. ``outer``: the span that was current when it began."""
+    """The span of a run.
+
+    Args:
+        session: The span of its session.
+        name: The program's name.
+        parent: The span above it.
+        outer: The span that was current when it began.
+        links: Related spans.
+    """
 
     def __init__(
         self, session: SessionSpan, name: str, parent: Span, outer: Span, links: list[SpanContext]

@@ -249,7 +249,7 @@ class TenantGenerator:
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """Generates a continuation."""
+        """Generates a continuation. The arguments are as in ``Generator.generate``."""
         await self._until_ready()
         with self._call(self._num_chars(context)) as call:
             generated = await self._inner.generate(

@@ -107,7 +107,16 @@ class ApiCalls:
         *,
         is_held: bool = False,
     ) -> AnswerCollector:
-        """The answer to one request, which is delivered except for its end, unless it ``is_held``."""
+        """Sends a request, and returns its answer.
+
+        Args:
+            context: The prompt.
+            request: The request that was made for the call.
+            call: The call.
+            on_text: Receives each delta of the text, except the end of the answer.
+            on_reasoning: Receives each delta of reasoning.
+            is_held: No delta is delivered.
+        """
         params, unwrap = call.params, request.unwrap
         written = params if unwrap is None else msgspec.structs.replace(params, stop=(), stop_regex=None)
 
@@ -241,8 +250,20 @@ class ApiCalls:
         on_text: OnText,
         on_reasoning: OnText | None,
     ) -> AnswerCollector:
-        """An answer that satisfies the constraint, of which the API enforces a part or nothing: it is asked
-        for again, with the fault, at most ``MAX_ANSWERS`` times. ``InvalidValue`` if none does."""
+        """Returns an answer that satisfies a constraint of which the API enforces a part or nothing. Asks for
+        it at most ``MAX_ANSWERS`` times, with the fault of the answer before.
+
+        Args:
+            context: The prompt.
+            call: The call.
+            constraint: The call's constraint.
+            on_text: As in ``answer``.
+            on_reasoning: As in ``answer``.
+
+        Raises:
+            InvalidValue: No answer satisfies the constraint.
+            NotSupported: Answers cannot be checked against the constraint.
+        """
         sent = self._enforced(context, call, constraint)
         asked = context.forked()
         usage, fault, text = Usage(), "", ""
@@ -292,8 +313,18 @@ class ApiCalls:
         constraint: Constraint,
         answer: AnswerCollector,
     ) -> None:
-        """Checks an answer to a request by which the API should enforce the constraint. ``InvalidValue`` if
-        the answer violates it."""
+        """Checks an answer of an API that should enforce the constraint.
+
+        Args:
+            context: The prompt.
+            request: The request, which contains the constraint.
+            call: The call for which it was made.
+            constraint: The call's constraint.
+            answer: The whole answer.
+
+        Raises:
+            InvalidValue: The answer violates the constraint.
+        """
         try:
             found = await _fault(constraint, call, answer)
         except (CannotCheck, BadArgument) as error:  # a pattern of a notation that is unknown here

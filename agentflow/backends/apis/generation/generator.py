@@ -136,7 +136,8 @@ class ApiGenerator(ContextOperations):
         constraint: Constraint | None = None,
         on_reasoning: OnText | None = None,
     ) -> Generated:
-        """Generates the rest of the assistant's turn, or of a plain text."""
+        """Generates the rest of the assistant's turn, or of a plain text. The arguments are as in
+        ``Generator.generate``."""
         context.open_answer()
         upcoming, context.upcoming = context.upcoming, ()
         if context.is_ahead_inherited and params.temperature != 0:

@@ -91,8 +91,6 @@ class TenantProgram:
 class TenantQueue:
     """A tenant's waiting requests, and its charge.
 
-    - ``number``: increases from tenant to tenant.
-    - ``used``: charged tokens, divided by its weight.
     - ``num_admitted``: requests that run. ``num_waiting``: requests that wait.
     - ``oldest``: its first admitted prompt in this step, which got ``oldest_tokens``; its other prompts got
       ``other_tokens``.
@@ -102,6 +100,13 @@ class TenantQueue:
     - ``by_match``: the requests in line by rank, length and match, which is their order where none is
       preferred.
       ``count_match``: as its method.
+
+    Args:
+        name: The tenant's name.
+        number: Increases from tenant to tenant.
+        token_budget: The most tokens of a step.
+        clock: Seconds.
+        used: Its charged tokens, divided by its weight.
     """
 
     def __init__(self, name: str, number: int, token_budget: int, clock: Clock, used: float) -> None:

@@ -113,8 +113,19 @@ def multiply(
     bias: Tensor | None = None,
     added: Tensor | None = None,
 ) -> Tensor:
-    """Returns x Wᵀ + b as ``dtype``, plus ``added``: [T, in] to [T, out]. The values of each row of ``x``
-    must be adjacent."""
+    """Returns x Wᵀ + b.
+
+    Args:
+        x: [T, in]; the values of each row must be adjacent.
+        part: W.
+        num_in: The number of inputs.
+        dtype: The type of the result.
+        bias: b, [out].
+        added: [T, out] added to the result.
+
+    Returns:
+        [T, out]
+    """
     num_rows, num_out = len(x), part.num_panels
     if num_rows > MAX_ROWS and dtype == x.dtype:
         if _has_scaled_products(x.device):

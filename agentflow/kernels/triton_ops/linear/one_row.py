@@ -78,8 +78,18 @@ def multiply_row(
     *,
     is_gated: bool = False,
 ) -> Tensor:
-    """Returns x Wᵀ + b as ``dtype``, plus ``added``: [1, in] to [1, out]; if ``is_gated``, silu(first half of
-    the outputs) times the second half: [1, out / 2]."""
+    """Returns x Wᵀ + b of one row.
+
+    Args:
+        x: [1, in]
+        weight: W and b.
+        dtype: The type of the result.
+        added: [1, out] added to the result.
+        is_gated: The result is silu(first half of the outputs) times the second half.
+
+    Returns:
+        [1, out], or [1, out / 2] if ``is_gated``.
+    """
     assert weight.transposed is not None
     num_out, num_in = weight.shape
     num_out = num_out // 2 if is_gated else num_out
