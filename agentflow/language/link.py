@@ -313,7 +313,7 @@ class Link:
         between two runs of its event loop, as in IPython's terminal, is allowed."""
         try:
             if self._get_loop() is self._loop:
-                if self._get_loop is asyncio.get_running_loop:
+                if self._get_loop is asyncio.get_running_loop and asyncio.current_task() is None:
                     adopt_callback()
                 return
         except RuntimeError:  # another kind of loop runs, or none

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import anyio
@@ -227,19 +228,27 @@ def clipped(params: GenParams, budgets: Sequence[Budget], default_max_tokens: in
     return msgspec.structs.replace(params, max_tokens=int(left), min_tokens=least)
 
 
+class HasBudgets(Protocol):
+    """A state, as far as its tokens are charged to budgets."""
+
+    @property
+    def budgets(self) -> Sequence[Budget]:
+        """The budgets now."""
+
+
 class TokenCharge:
-    """Charges the tokens of one generation to budgets, while it runs.
+    """Charges the tokens of one generation to the budgets of its state, while it runs.
 
     Args:
-        budgets: The budgets at this time. A budget that is new among them is charged with all tokens.
+        state: Has the budgets. A budget that is new among them is charged with all tokens.
         on_exceeded: Called with the number of its tokens when the generation has tokens beyond a budget,
             perhaps several times.
     """
 
-    __slots__ = ("_budgets", "_charged", "_num_tokens", "_on_exceeded")
+    __slots__ = ("_charged", "_num_tokens", "_on_exceeded", "_state")
 
-    def __init__(self, budgets: Callable[[], Sequence[Budget]], on_exceeded: Callable[[int], object]) -> None:
-        self._budgets = budgets
+    def __init__(self, state: HasBudgets, on_exceeded: Callable[[int], object]) -> None:
+        self._state = state
         self._on_exceeded = on_exceeded
         self._num_tokens = 0
         self._charged: dict[Budget, int] = {}
@@ -247,7 +256,7 @@ class TokenCharge:
     def count(self, num_tokens: int) -> None:
         """Charges new tokens. Negative: earlier ones did not count."""
         self._num_tokens += num_tokens
-        budgets = self._budgets()
+        budgets = self._state.budgets
         if budgets and self._charge(budgets):
             self._on_exceeded(self._num_tokens)
 
@@ -255,7 +264,7 @@ class TokenCharge:
         """Charges the rest of the usage. ``was_truncated``: a budget truncated the generation.
         ``BudgetExceeded``."""
         self._num_tokens = usage.output_tokens
-        budgets = self._budgets()
+        budgets = self._state.budgets
         if self._charge(budgets) or (was_truncated and any(budget.tokens_left < 1 for budget in budgets)):
             raise _exceeded(usage)
 

@@ -48,13 +48,12 @@ def forget_loop() -> None:
 
 
 def adopt_callback() -> None:
-    """Tells anyio which library runs, if this is a callback of asyncio's loop, such as a line that is typed
-    into ``python -m asyncio``: it runs in no task, by which anyio would know."""
-    if asyncio.current_task() is None:
-        with suppress(AttributeError, ImportError):  # versions of anyio differ here
-            from anyio._core._eventloop import set_current_async_library
+    """Tells anyio which library runs, for a callback of asyncio's loop, such as a line that is typed into
+    ``python -m asyncio``: it runs in no task, by which anyio would know."""
+    with suppress(AttributeError, ImportError):  # versions of anyio differ here
+        from anyio._core._eventloop import set_current_async_library
 
-            set_current_async_library("asyncio")
+        set_current_async_library("asyncio")
 
 
 def loop_caller() -> CallInLoop:

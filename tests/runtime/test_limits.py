@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -221,7 +222,7 @@ async def test_f37_limits_count_the_tokens_of_generations_that_run(data):
                 budgets[index].tighten(Budget(output_tokens=most))
             case "begin":
                 exceeded: list[int] = []
-                charge = TokenCharge(lambda: budgets, exceeded.append)
+                charge = TokenCharge(SimpleNamespace(budgets=budgets), exceeded.append)
                 running[number] = charge, [0]
             case "count" if running:
                 charge, tokens = data.draw(st.sampled_from(list(running.values())))

@@ -293,7 +293,7 @@ class OpExecution(Generic[ContextT]):
         expect = getattr(generator, "expect", None)
         if expect is not None and not op.reply:
             expect(context, _upcoming(state))
-        charge = TokenCharge(lambda: state.budgets, state.abort)
+        charge = TokenCharge(state, state.abort)
         token = METER.set(charge.count)
         try:
             end = await generate(context, params, variable.extend, op.constraint, *streamed)
