@@ -1,9 +1,10 @@
 """The scheduler on the deterministic runner, against a plain loop that computes every request alone."""
 
 import pytest
-from support.engine.scheduler_harness import Harness, expected_output
+from support.engine.scheduler_harness import Harness, expected_output, hash_token
 from support.faults import has_param
 
+from agentflow.engine import request as requests
 from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.request import Status
 from agentflow.engine.scheduling.kv_memory import KVMemory
@@ -103,6 +104,34 @@ def test_each_token_goes_to_the_request_that_it_was_sampled_for(with_scoring):
     assert harness.output(21) == expected_output([5] * 40, 3)
     if with_scoring:
         assert len(scored.logprobs) == 3
+    harness.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("ends", ["complete", "fail", "preempt"])
+def test_a_row_may_have_several_sampled_tokens(monkeypatch, ends):
+    """As a row that verifies drafts would. A batch that fails, or that the request leaves, takes none."""
+    harness = Harness()
+    prompt = [3, 1, 4, 1, 5]
+    sampled = ((2, -1), (3, -1), (4, -1))
+    monkeypatch.setattr(requests, "_targets", lambda request, num_tokens: sampled)
+    request = harness.add(1, prompt, 10)
+    assert harness.launch()
+    assert (request.num_pending, request.num_computed) == (3, 5)
+    if ends == "complete":
+        [row] = harness.scheduler.complete(harness.runner.collect(harness.in_flight.popleft()))
+        assert row.token_ids == [hash_token(prompt[:end]) for end in (3, 4, 5)]
+        assert request.tokens[5 : request.num_tokens].tolist() == row.token_ids
+    elif ends == "fail":
+        assert harness.fail() == [request]
+    else:
+        harness.scheduler.preempt(request)
+        assert harness.scheduler.complete(harness.runner.collect(harness.in_flight.popleft())) == []
+    assert request.num_pending == 0
+    assert request.num_generated == (3 if ends == "complete" else 0)
+    assert request.num_computed == (5 if ends == "complete" else 0)
+    harness.check()
+    monkeypatch.undo()
+    harness.scheduler.release(request)
     harness.scheduler.check_idle()
 
 
