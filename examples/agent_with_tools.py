@@ -1,4 +1,4 @@
-"""An agent with tools: those of an MCP server over stdio, and a plain Python function.
+"""An agent with the tools of an MCP server over stdio, and a plain Python function as a tool.
 
 The server is this file itself, started with ``--serve``. The model calls tools until it answers. Every call
 is approved before it runs. Small models rarely call tools by themselves, and then call them without end: so

@@ -86,7 +86,7 @@ async def main(flow: af.Session, console: Console) -> None:
 
 
 def chosen_models(options: argparse.Namespace) -> Mapping[str, str] | None:
-    """The models of the session; None: those of the address."""
+    """The models of the session; None: the models of the address."""
     return None if options.large is None else {"small": options.url or SMALL, "large": options.large}
 
 

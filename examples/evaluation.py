@@ -1,7 +1,7 @@
 """An evaluation: two programs on the same questions, and how many answers of each are right.
 
 Each program's answers are kept in a file as they come. With ``--results FOLDER`` the files stay: after
-Ctrl-C, the same command runs only what is missing.
+Ctrl-C, the same command runs only questions without answers.
 
     python examples/evaluation.py [--results FOLDER] [--url ws://127.0.0.1:8410]
 """
@@ -23,7 +23,7 @@ import agentflow as af
 
 
 class Case(NamedTuple):
-    """``expected``: what the right answer contains."""
+    """``expected``: a part of the right answer."""
 
     question: str
     expected: str
@@ -43,7 +43,7 @@ CASES = [
 
 @af.program
 async def direct(s: af.State, question: str) -> str:
-    """Answers at once."""
+    """Answers without reasoning."""
     s += af.user(question)
     s += af.assistant(af.gen("answer", max_tokens=24, stop="\n"))
     return await s["answer"].strip()
@@ -74,7 +74,7 @@ async def evaluate(flow: af.Session, folder: Path) -> dict[str, list[str]]:
 
 
 def is_right(answer: str, case: Case) -> bool:
-    """Whether the answer contains what is expected."""
+    """Whether the answer contains the expected text."""
     return case.expected.lower() in answer.lower()
 
 

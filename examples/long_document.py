@@ -1,7 +1,7 @@
 """Summarizes a long document part by part: in parallel (map-reduce) or one after the other (chain).
 
-After the two summaries of the Parrot paper (Lin et al., 2024). Map-reduce summarizes every part in a branch
-of its own and merges the summaries: few steps, each with a large batch. A chain reads each part with the
+After the two summaries of the Parrot paper (Lin et al., 2024). Map-reduce summarizes every part in a separate
+branch and merges the summaries: few steps, each with a large batch. A chain reads each part with the
 summary of the parts before it: more steps, but with context. In both, the next prompt refers to the
 summaries, and only the last summary is awaited.
 

@@ -1,7 +1,7 @@
 """Retrieval: the model writes a search query, a vector store finds passages, and the model answers from them.
 
 The store is SQLite with the extension sqlite-vec. ``flow.embed`` makes its vectors, with an embedding model
-that the same session has beside the model that writes. Without one, the vectors compare groups of three
+that the same session has next to the model that writes. Without one, the vectors compare groups of three
 letters, not meanings (``passages.embed``).
 
     python examples/retrieval.py --embed-model sentence-transformers/all-MiniLM-L6-v2
@@ -75,7 +75,7 @@ async def ask(s: af.State, question: str, store: Store) -> Found:
     searcher += af.user(f"{question} Which words should I search for to find it out? Write only these words.")
     searcher += af.assistant(af.gen("query", max_tokens=16, stop="\n"))
     query = await searcher["query"].strip()
-    # The question and the query together: each may find what the other misses.
+    # The question and the query together: each may find passages that the other misses.
     passages = "\n".join(await store.search(f"{question} {query}", 2))
     s += af.user(f"{passages}\n\n{question} Answer in one sentence.")
     s += af.assistant(af.gen("answer", max_tokens=32, stop="\n"))

@@ -243,7 +243,7 @@ class SeveralConnection:
         self._states: dict[int, _State] = {}
         self._variables: dict[int, _Variable] = {}
         self._numbers = itertools.count(-1, -1)
-        # Undoes what the op that ``send`` translates has noted. None for ops that follow from events.
+        # Undo the notes about the op that ``send`` translates. None for ops that follow from events.
         self._undos: list[Callable[[], object]] | None = None
         self._limits: dict[_State | None, _Limit] = {}  # None: of all states
         self._stale: dict[_State | None, None] = {}  # whose rest the backends do not know yet

@@ -193,7 +193,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     top_logprobs: Sequence[TopTokens] = ()  # likewise
     num_dropped: int = 0  # earlier tokens that these replace: the same text is now encoded differently
     forced: tuple[int, int] | None = None  # if a grammar forced the tokens: the arguments of ``mark_forced``
-    # Of a reasoning model: the character of the output at which the answer begins, or -1 before. None for
+    # For a reasoning model: the character of the output at which the answer begins, or -1 before. None for
     # other models, and for models that write in channels, whose headers show the answer.
     answer_at: int | None = None
 
@@ -215,7 +215,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prompt_tokens: int
     cached_tokens: int  # of the prompt
     output_tokens: int
-    # Of each generated or scored token; None for a token that was encoded again. Empty if not requested.
+    # For each generated or scored token; None for a token that was encoded again. Empty if not requested.
     logprobs: list[float | None]
     top_logprobs: list[TopTokens | None] = []  # the likeliest tokens at each position, likewise
     choice_logprobs: list[list[float]] = []  # of the tokens of each choice

@@ -1,7 +1,7 @@
 """Questions about a state, whose answers are probabilities: statements, choices and levels.
 
-The kinds are those of OpenAI's decisions API. ``question_text`` asks a model that only continues text, and
-``answers_text`` is the notation of the answers as the value of a variable.
+The kinds are the same as in OpenAI's decisions API. ``question_text`` asks a model that only continues text,
+and ``answers_text`` is the notation of the answers as the value of a variable.
 """
 
 from __future__ import annotations

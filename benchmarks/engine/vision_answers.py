@@ -1,5 +1,5 @@
 """Images in the whole engine: a second question about an image, a fork of questions over it, and the first
-answer to an image beside streams of text.
+answer to an image next to streams of text.
 
 The model of ``vision`` is used, with a tokenizer and a chat template. A file is read, encoded and computed as
 in a session. New images are noise of other seeds, so nothing of them is cached.

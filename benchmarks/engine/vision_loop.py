@@ -92,7 +92,7 @@ async def measure_sections(generator: EngineGenerator, report: Report) -> None:
     found: dict[str, tuple[float, int]] = {}
     async with app.router.lifespan_context(app):
         sent = [*bodies(generator.capabilities.model)]
-        await _sent(app, sent[-1][1])  # loads what the first request needs
+        await _sent(app, sent[-1][1])  # loads the modules for the first request
         for name, body in sent:
             with sections.watching():
                 status = await asyncio.create_task(_sent(app, body))  # noqa: TID251 - a separate task

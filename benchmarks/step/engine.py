@@ -1,7 +1,7 @@
 """The parts of an engine's step outside the kernels: scheduling, Python, sampling, detokenising, and the
 messages to the server's process.
 
-``overhead_share`` is the part of a step's time in which no kernel runs. Work beside the kernels is not in it,
+``overhead_share`` is the part of a step's time in which no kernel runs. Work while kernels run is not in it,
 but is not free: meanwhile the kernels have one thread fewer, and so with two threads it costs half of its
 time. The note of a result has this time, too.
 """

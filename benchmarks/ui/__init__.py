@@ -1,1 +1,1 @@
-"""The page of the server in a headless Chromium, and what watching costs the server."""
+"""The page of the server in a headless Chromium, and the server's cost of watching."""

@@ -176,7 +176,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Runs all inputs at once, as one program, with a thread for each that only waits."""
+        """Runs all inputs concurrently, as one program, with a thread for each that only waits."""
         configs = [_with_threads(one, len(inputs)) for one in get_config_list(config, len(inputs))]
         with one_batch([self._connection_for(kwargs)], len(inputs)):
             return super().batch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
@@ -189,7 +189,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Runs all inputs at once, as one program."""
+        """Runs all inputs concurrently, as one program."""
         with one_batch([self._connection_for(kwargs)], len(inputs)):
             return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 

@@ -74,7 +74,7 @@ MAX_LEFT = 512
 """Requests of a lost replica that the router forgets in one turn of the event loop."""
 CHARGES_EVERY_S = 0.1
 DRAIN_S = 30.0
-"""How long a replica that is drained may finish its requests. Those that are left continue on others."""
+"""How long a replica that is drained may finish its requests. The others continue on other replicas."""
 STATS_S = 0.5
 """How long ``ReplicaSet.refreshed`` waits. An engine answers between two steps."""
 

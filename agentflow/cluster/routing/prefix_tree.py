@@ -92,7 +92,7 @@ class PrefixTree:
     def __init__(self, model: str = "") -> None:
         self._model = model
         self._roots: dict[Hashable, tuple[PrefixNode, bytes]] = {}  # with the first block's parent
-        # Of each reported block an edge at or below the one in which it ends, and the tokens up to its end.
+        # For each reported block, an edge at or below the one in which it ends, and the tokens up to its end.
         self._blocks: dict[bytes, tuple[PrefixNode, int]] = {}
         self._edges: dict[ReplicaNumber, set[PrefixNode]] = {}  # with a part that the replica reported
 

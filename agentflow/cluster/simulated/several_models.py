@@ -46,7 +46,7 @@ class SimulatedModel:
 class _Device:
     """A device with the step that runs on it. ``turn`` counts changes: an older event is void."""
 
-    # Of the step of each engine, if it were alone.
+    # The time that each engine's step would still take alone, and when it began.
     left_s: dict[ReplicaNumber, float] = field(default_factory=dict)
     began_s: dict[ReplicaNumber, float] = field(default_factory=dict)
     updated_s: float = 0.0

@@ -5,9 +5,9 @@ with the highest level until it reaches the next level (max-min fairness), so th
 loses nothing to them. It takes at least ``EVICTION_BATCH`` tokens of an owner that has them, so levels become
 equal to within a batch. An owner that has not used the cache for long has almost no weight.
 
-Of one owner, unmarked leaves are evicted first, least recently used first; then leaves that a client marked
-(``prefix_marks``), in the same order; and last the leaves that open states need, in the reverse order of when
-their states continue.
+Among the leaves of an owner, unmarked ones are evicted first, least recently used first; then leaves that a
+client marked (``prefix_marks``), in the same order; and last the leaves that open states need, in the reverse
+order of when their states continue.
 
 Both orders are heaps with lazy deletion: an eviction touches the owners that lose tokens, and their leaves,
 however many there are.

@@ -340,7 +340,7 @@ class ChannelRequest(ConstrainedRequest):
         return self._channels.is_reasoning
 
     def _end_mark(self) -> str:
-        # With tools, the model decides what follows its reasoning.
+        # With tools, the model decides whether a call or an answer follows its reasoning.
         answer = "" if self._reasoning_format.calls else self._reasoning_format.answer
         return self._channels.rest_of_end().decode() + answer
 
@@ -359,7 +359,7 @@ class ChannelRequest(ConstrainedRequest):
     def update(self) -> Jump | None:
         """See ``ConstrainedRequest.update``."""
         channels, text, jump = self._channels, self._text, None
-        # With tools, the model decides what follows its reasoning.
+        # With tools, the model decides whether a call or an answer follows its reasoning.
         answer = "" if self._reasoning_format.calls else self._reasoning_format.answer
         if self._is_spent and self._is_within_reasoning:
             jump = self._append(self._end_mark())

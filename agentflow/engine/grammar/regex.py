@@ -93,8 +93,8 @@ EMPTY = Concatenation(())
 
 
 class TooLargeForDfa(Exception):
-    """No DFA can be built for the expression, or it would be too large; the message says why. Then the
-    compiler uses llguidance instead."""
+    """No DFA can be built for the expression, or it would be too large; the message contains the
+    reason. Then the compiler uses llguidance instead."""
 
 
 ANY_CHAR = CharSet(((0, MAX_CODE_POINT),))

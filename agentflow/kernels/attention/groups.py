@@ -173,8 +173,8 @@ class _Chunk:
 
 @dataclass(slots=True, frozen=True)
 class _Window:
-    """What rows of one request or tree see through their windows: ``middle``, the slots that all of them see,
-    and the others. Each row sees one of these."""
+    """The slots that the rows of a request or tree see through their windows: ``middle``, which all of them
+    see, and the others. Each row sees one of these."""
 
     edges: _Chunk
     middle: NDArray[np.int32]

@@ -174,7 +174,7 @@ class Run:
         return stream
 
     def drop(self, state: StateNode) -> None:
-        """Ends a state whose failure is reported elsewhere, as are those of its variables."""
+        """Ends a state whose failure is reported elsewhere, like the failures of its variables."""
         state.close()
         state.is_dropped = True
         if state in self.states:
@@ -241,7 +241,7 @@ class StateNode:
         self.span: StateSpan | None = None  # the parent of its gens' spans
         self.is_hidden = False  # whether it is a detail of how a variable is generated
         self.has_raised_deadline = False  # whether the program got its deadline's error before its failure
-        self.is_dropped = False  # whether its failures, and those of its variables, are reported elsewhere
+        self.is_dropped = False  # whether failures of it and its variables are reported elsewhere
         self._deadline: float = math.inf if parent is None else parent._deadline
 
     def runs_on(self, model: str) -> bool:

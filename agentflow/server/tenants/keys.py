@@ -328,7 +328,7 @@ class Tenants:
 
     def _find(self, hashed: str) -> Tenant | None:
         """The tenant of the key with this hash. The time of the search reveals nothing about other keys,
-        because nobody can choose a key by its hash."""
+        because no client can choose a key by its hash."""
         return self._known.by_hash.get(hashed)
 
     def of(self, key: str | None) -> Tenant:

@@ -142,7 +142,7 @@ class WiredChain(Runnable[Any, Any]):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
-        """Runs all inputs at once, as one program."""
+        """Runs all inputs concurrently, as one program."""
         most = min(len(inputs), MAX_THREADS)
         configs: list[RunnableConfig] = [
             one if one.get("max_concurrency") is not None else {**one, "max_concurrency": most}
@@ -159,7 +159,7 @@ class WiredChain(Runnable[Any, Any]):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
-        """Runs all inputs at once, as one program."""
+        """Runs all inputs concurrently, as one program."""
         with one_batch(self._connections(), len(inputs)):
             return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 

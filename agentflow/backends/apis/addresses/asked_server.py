@@ -19,7 +19,7 @@ from agentflow.errors import AgentflowError, NotAuthorized, ServerUnreachable
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 
 OWNER = "agentflow"
-"""The owner of the models of our own servers in ``/v1/models``."""
+"""The owner of the models of agentflow's servers in ``/v1/models``."""
 
 
 class AskedServer:
@@ -70,7 +70,7 @@ class AskedServer:
 
 
 async def _is_other(api: OpenAICompatible) -> bool:
-    """Whether the server lists models that are not of our own servers."""
+    """Whether the server lists models of other programs than agentflow."""
     try:
         found: Any = await api.listed_models()
     except (ServerUnreachable, NotAuthorized):

@@ -192,7 +192,7 @@ class ApiGenerator(ContextOperations):
         if self._decisions_api is not False and not context.has_images:
             try:
                 decided = await self._decided_by_endpoint(context, questions)
-                self._decisions_api = True  # from now on, its errors are those of the request
+                self._decisions_api = True  # later errors of it fail their requests
                 return decided
             except (NotSupported, RequestRefused, ProtocolError, BadArgument):
                 if self._decisions_api:

@@ -1,8 +1,8 @@
 """How much of a provider's rate limits is left, by the headers of its answers.
 
 The provider counts requests and tokens, and refuses a request for which a counter has too little left. An
-answer reports a counter as it was at some time between the request and the answer, and says nothing about the
-requests that were on their way then. ``Counter`` therefore keeps two bounds of the rest: ``low`` is the
+answer reports the counter at some time between the request and the answer, and nothing about the requests
+that were on their way then. ``Counter`` therefore keeps two bounds of the rest: ``low`` is the
 least, provided that no other client uses the key, and ``high`` the most. A request is sent when ``low``
 suffices, and its expected tokens are taken from both; its usage corrects them.
 
@@ -27,7 +27,7 @@ FIRST_OUTPUT = 256
 _NEW_SHARE = 0.1  # of the newest usage in the mean
 _SHARE_MARGIN = 1.5
 _CAUTION = 0.99  # of the rate, for the lowest estimate
-_LIMIT_S = 60.0  # the time in which a counter refills, if no answer tells it
+_LIMIT_S = 60.0  # the time in which a counter refills, if no answer reports it
 _ON_THE_WAY_S = 10.0
 _MIN_RESOLUTIONS = 10  # a shorter reset is too coarse for a first rate
 _SHORTEST_WAIT_S = 0.01
@@ -271,7 +271,7 @@ class Counter:
         elif now >= self._full_at:
             on_their_way = self._sent_ahead - self._known_ahead
             self.low, self.high, self._top = self.limit - on_their_way, self.limit, self.limit
-            self._full_at = None  # until an answer tells when the next window ends, it refills evenly
+            self._full_at = None  # until an answer reports the end of the next window, it refills evenly
 
     def _learn_rate(self, reading: Reading, *, is_first: bool) -> None:
         """Narrows the rate by the used part and the time of its refill, both of which are rounded."""
@@ -361,7 +361,7 @@ class RateLimits:
         )
 
     def answered(self, sent: SentRequest, headers: Mapping[str, str], now: float) -> None:
-        """The headers of an answer have arrived, also those of a refusal."""
+        """The headers of an answer have arrived, also of a refusal."""
         for name, reading in read_headers(headers).items():
             self.counters[name].read(sent.parts[name], reading, now)
         for name, part in sent.parts.items():

@@ -63,7 +63,7 @@ KEEPALIVE_S = 60.0
 _OF_STREAMS: Mapping[str, str] = {"content-type": "application/json", "accept": "text/event-stream"}
 """The headers of a request whose answer is a stream."""
 _UNTYPED = ("", "text/plain", "application/octet-stream")
-"""The types of bodies about which a server says nothing."""
+"""The content types that servers send for bodies of any type."""
 _OF_EVENTS = (b"data:", b"event:", b":", b"id:")
 """The beginnings of a stream of events."""
 

@@ -240,7 +240,7 @@ class MessagesReader(StreamReader):
         """The stream ended. ``ServerLost`` if the answer is not complete."""
         super().close()
         if any(block.kind in ("thinking", "redacted_thinking") for block in self._blocks.values()):
-            # The API demands its reasoning back as it was, at its place between the other blocks.
+            # The API requires its reasoning back unchanged, at its place between the other blocks.
             blocks = [found for block in self._blocks.values() if (found := block.encoded()) is not None]
             text = "".join("".join(block.parts) for block in self._blocks.values() if block.kind == "text")
             self.answer.keep_native(text, _encode({"role": "assistant", "content": blocks}))
@@ -271,7 +271,7 @@ class MessagesReader(StreamReader):
                     raise self._wrong("a tool call without a name")
                 self.answer.begin_call(begun.id or "", begun.name)
                 block.id, block.name = self.answer.calls[-1].id, begun.name
-                if begun.input:  # the whole arguments at once
+                if begun.input:  # the arguments in one piece
                     self._add(block, _encode(begun.input).decode())
             case _:
                 pass  # a block of a later version, or of a tool that runs at the vendor's

@@ -240,7 +240,7 @@ class ResponsesReader(StreamReader):
         item = self._items.get(index)
         if item is None or item.kind != done.type or item.done is not None:
             raise self._wrong(f"the end of item {index} out of order")
-        if not item.has_content and index == self._latest:  # all of it at once
+        if not item.has_content and index == self._latest:  # all of it in one piece
             if done.refusal:
                 self._add("response.refusal.delta", item, done.refusal)
             elif done.type in ("message", "function_call"):

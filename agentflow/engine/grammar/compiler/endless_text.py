@@ -50,7 +50,7 @@ def _may_be_endless(grammar: str) -> bool:
 
 
 def _continues_with_one_byte(pattern: str, flags: str) -> bool:
-    """Whether a text of the pattern may go on for ever with the only possible byte, as far as is known."""
+    """Whether a text of the pattern may continue endlessly with the only possible byte, as far as known."""
     if not {*flags} <= {"i", "s"} or _OTHER_IN_RUST.search(pattern):
         return True
     try:

@@ -27,7 +27,7 @@ LAST_WORDS_S = 1.0
 
 
 class CannotCompile(Exception):
-    """The process will never be able to compile; the message says why."""
+    """The process will never be able to compile; the message contains the reason."""
 
 
 class CompileWorkerHandle(ChildProcess):

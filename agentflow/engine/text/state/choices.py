@@ -82,7 +82,7 @@ def compute_scores(
 
 # Up to this many characters in total are encoded completely, which takes about a millisecond.
 MAX_PLAIN_CHARS = 4000
-# Of a longer text, about this many characters at its end are encoded again with each choice.
+# About this many characters at the end of a longer text are encoded again with each choice.
 WINDOW_CHARS = 64
 _MAX_TRIED = 4
 

@@ -268,7 +268,7 @@ def _single_tiles(groups: Groups, window: int) -> _Tiles:
 
 
 def _tiles(group: Group, height: int, num_nodes: int, window: int) -> _Tiles:
-    """Cuts a group into tiles of ``height`` rows. ``num_nodes``: those of the groups before it."""
+    """Cuts a group into tiles of ``height`` rows. ``num_nodes``: the nodes of the groups before it."""
     num_rows = len(group.rows)
     firsts = np.arange(0, num_rows, height)
     key_ends = np.maximum.reduceat(group.at, firsts) + 1

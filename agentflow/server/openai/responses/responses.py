@@ -123,7 +123,7 @@ async def count_input_tokens(call: ApiCall) -> None:
 
 
 async def _read_turn(call: ApiCall, body: ResponseRequest, generator: TextGenerator) -> _Turn:
-    """The turn of a request, truncated if the request says so."""
+    """The turn of a request, truncated if the request asks for it."""
     turn = await call.process(_Turn, call, body, generator, await _before(call, body))
     if body.truncation == "auto" and isinstance(generator, EngineGenerator):
         with _naming_fields(generator):
