@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from support.wire_server import ThreadServer
 
 # Before anything imports torch or transformers: two threads (the machine of the CI has two cores, and
-# tests run beside other work), and no look at a model hub, whatever a test loads.
+# tests run next to other work), and no look at a model hub, whatever a test loads.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # other work runs on the same cores
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -252,7 +252,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 @pytest.hookimpl(tryfirst=True)  # before anyio runs it
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
     """Cancels an asynchronous test shortly before its time-out. What pytest-timeout raises comes out of the
-    event loop and not out of the test; on trio, anyio would then wait for the end of the test for ever."""
+    event loop and not out of the test; on trio, anyio would then wait for the end of the test forever."""
     test = pyfuncitem.obj
     if hasattr(test, "hypothesis"):
         inner = test.hypothesis.inner_test

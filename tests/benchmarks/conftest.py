@@ -1,4 +1,4 @@
-"""What the tests of benchmarks share."""
+"""Fixtures that the tests of benchmarks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a soak run makes of its samples: slopes, bounds and verdicts; and the picture of it."""
+"""The slopes, bounds and verdicts of a soak run's samples, and the picture of them."""
 
 from __future__ import annotations
 

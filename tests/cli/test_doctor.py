@@ -1,4 +1,4 @@
-"""``agentflow doctor``: what each check finds, and the command as a whole."""
+"""``agentflow doctor``: the findings of each check, and the command as a whole."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_a_pulled_model_is_listed_with_what_it_needs(hub: HubServer, files: dict
     assert (row["here"], row["context"], row["chat"]) == ("yes", "256", "yes")
     assert row["size"].endswith(" kB")
     assert row["size"] != "0 kB"
-    assert row["memory"] == "500 MB"  # next to nothing beside the process
+    assert row["memory"] == "500 MB"  # little compared with the process
 
 
 def test_f42l_the_models_at_paths_are_shown(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``agentflow route``: one sentence for what is wrong, and a process that drains at its end."""
+"""``agentflow route``: one sentence for each mistake, and a process that drains at its end."""
 
 from __future__ import annotations
 

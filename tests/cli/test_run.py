@@ -1,4 +1,4 @@
-"""``agentflow run``: its inputs and output, and what it says of each mistake."""
+"""``agentflow run``: its inputs and output, and its error for each mistake."""
 
 from __future__ import annotations
 

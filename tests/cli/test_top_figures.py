@@ -1,4 +1,4 @@
-"""What ``agentflow top`` makes of two scrapes, to the last digit, and what it shows."""
+"""The figures of ``agentflow top`` from two scrapes, to the last digit, and its screen."""
 
 import io
 import math
@@ -95,7 +95,7 @@ def test_the_figures_of_two_scrapes():
     assert a.ttft.p95_s == pytest.approx(0.195)
     assert a.tpot == Quantiles(None, None)
     assert (b.name, b.is_up, b.running, b.restarts) == ("b", False, 1, 2)
-    assert b.output_per_s == 15.0  # its counter began anew
+    assert b.output_per_s == 15.0  # its counter began again
     assert (b.hit_rate, b.total_hit_rate) == (None, 0.0)
     ann, bob = found.tenants
     assert (ann.name, ann.requests, ann.total_requests) == ("ann", 4, 5)

@@ -57,7 +57,7 @@ def test_a_terminal_without_a_screen_has_no_browser(monkeypatch: pytest.MonkeyPa
 
 @contextlib.contextmanager
 def running(*options: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """The command in a process of its own, on any free port."""
+    """The command in a separate process, on any free port."""
     pipe, environment = subprocess.PIPE, {**os.environ, **environment}
     with start_command(
         "up", "--port", "0", *options, env=environment, stdout=pipe, stderr=pipe, text=True

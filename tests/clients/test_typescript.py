@@ -247,7 +247,7 @@ async def test_forced_text_and_tokens(scenarios: Path) -> None:
 
 @pytest.fixture(scope="module")
 def embedding_server() -> Iterator[ApiServer]:
-    """A server with a model that makes embeddings beside the one that generates."""
+    """A server with a model that makes embeddings next to the one that generates."""
     embedder = FakeEngine()
     embedder.runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, max_context=64, embedding_size=24)
     folder = EmbeddingFolder(("lasttoken",), (None,), prompts={"query": "Question: "})

@@ -71,7 +71,7 @@ ELSEWHERE = {
     "guides/pydantic-ai.md": "tests/examples/test_pydantic_ai_agent.py",
     "guides/tools.md": "tests/language/test_mcp.py",
 }
-"""Pages whose blocks marked ``py`` run in a test of their own."""
+"""Pages whose blocks marked ``py`` run in a separate test."""
 
 
 def on_a_server(block: Block, url: str) -> Block:

@@ -1,4 +1,4 @@
-"""What the tests of whole commands share."""
+"""Fixtures that the tests of whole commands share."""
 
 from __future__ import annotations
 

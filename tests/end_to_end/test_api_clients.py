@@ -1,4 +1,4 @@
-"""The HTTP APIs and the default model on ``agentflow serve``: clients receive what a session receives."""
+"""The HTTP APIs and the default model on ``agentflow serve``: clients and sessions receive the same."""
 
 from __future__ import annotations
 

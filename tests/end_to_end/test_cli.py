@@ -1,4 +1,4 @@
-"""What a user sees on the command line when something is wrong: one clear line."""
+"""Mistakes on the command line: one clear line for each."""
 
 import logging
 import socket

@@ -1,4 +1,4 @@
-"""The engine through its client: each request gives what it gives alone, and faults stay where they are."""
+"""The engine through its client: each request has the answer that it has alone, and no fault spreads."""
 
 from __future__ import annotations
 

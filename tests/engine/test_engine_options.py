@@ -14,7 +14,7 @@ from agentflow.errors import BadArgument
 
 
 def test_the_embedded_engine_has_the_same_options_and_defaults() -> None:
-    defaults = {**asdict(EngineOptions()), "embed_model": None}  # which has an engine of its own
+    defaults = {**asdict(EngineOptions()), "embed_model": None}  # which has a separate engine
     for name, parameter in inspect.signature(Embedded).parameters.items():
         assert parameter.default == defaults[name]
 

@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "n
 
 
 def reset_peak() -> int:
-    """The resident memory of this process, from which its peak starts anew."""
+    """The resident memory of this process, from which its peak starts again."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_bytes()
 

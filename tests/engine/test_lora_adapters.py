@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of a running engine: loading, replacing and unloading beside requests, and the cache.
+"""Adapters (LoRA) of a running engine: loading, replacing and unloading next to requests, and the cache.
 
 The fake runner raises if a request's slots were computed under another adapter, or if its own was dropped.
 """

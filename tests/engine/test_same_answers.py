@@ -1,4 +1,4 @@
-"""A request with a seed has the same answer whatever the engine does beside it, and has in its cache."""
+"""A request with a seed has the same answer whatever the engine does next to it, and has in its cache."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def goes_on(
     template: ChatTemplate, asked: CompletionRequest, answered: Answered, calls: Sequence[CalledTool]
 ) -> None:
     """The next request begins with the text of this one and its answer, where the notation has a place for
-    all of that (and says whether it has): prose only in front, and none beside some notations."""
+    all of that (and says whether it has): prose only in front, and none next to some notations."""
     use = use_of(template, asked)
     prose = prose_of(answered.pieces)
     says_prose = use.form.before + use.form.mark if prose else ""

@@ -1,4 +1,4 @@
-"""Runs examples on the scripted backend: what they ask of the model, give back, and print."""
+"""Runs examples on the scripted backend: their prompts, results and output."""
 
 from __future__ import annotations
 

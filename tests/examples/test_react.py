@@ -1,4 +1,4 @@
-"""ReAct: the tools are called with what the model writes, and every loop ends."""
+"""ReAct: the tools get the model's arguments, and every loop ends."""
 
 import operator
 from collections.abc import Callable, Iterable
@@ -47,7 +47,7 @@ async def test_the_result_of_a_tool_is_the_next_prompt():
 
 
 def stubborn(inputs: Iterable[str], num_calls: int) -> Callable[[str], str]:
-    """Calls look_up so many times, whatever comes back, and then chooses to finish."""
+    """Calls look_up ``num_calls`` times, regardless of the results, and then chooses to finish."""
     give = in_turn(inputs)
 
     def answer(prompt: str) -> str:

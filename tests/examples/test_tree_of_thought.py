@@ -1,4 +1,4 @@
-"""Tree of thought: what is kept is continued, what is not is given up, and no judgment is in the story."""
+"""Tree of thought: kept thoughts are continued, others are dropped, and no judgment is in the story."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What several tests of the language share."""
+"""Fixtures that several tests of the language share."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""The tool loop: what the model gets, in which order, within which limits; and how it ends early."""
+"""The tool loop: the model's input, its order and limits; and how it ends early."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ WRITES = st.lists(st.tuples(TAGS, st.none() | st.integers(0, 300)), max_size=12)
 def test_f37_a_full_disk_loses_no_record_that_was_written(
     tmp_path_factory: pytest.TempPathFactory, writes: Sequence[tuple[str, int | None]]
 ) -> None:
-    """A write with a number fails after so many bytes."""
+    """A write with a number fails after this number of bytes."""
     path = str(tmp_path_factory.mktemp("map") / "results.jsonl")
     kept: dict[str, BatchRecord] = {}
     with pytest.MonkeyPatch.context() as patch:

@@ -226,7 +226,7 @@ ANSWERS = (None, "a", "b", "c")
 
 def winner_of(votes: Sequence[str | None], enough: int | None) -> str | None:
     """The definition: the first answer with enough votes, else the most votes, among equals the first to have
-    so many."""
+    as many."""
     counts: Counter[str] = Counter()
     reached: dict[str, int] = {}
     for at, vote in enumerate(votes):

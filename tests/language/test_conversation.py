@@ -211,7 +211,7 @@ async def test_the_calls_of_a_reply_with_functions_can_be_called():
 
 
 async def test_replies_and_results_of_tools_take_turns_on_one_state():
-    """Each reply is a turn of its own, in the prompts and in the messages."""
+    """Each reply is a separate turn, in the prompts and in the messages."""
     prompts = []
     replies = [af.Reply("I look.", (CALL,)), af.Reply("It is cold.")]
 

@@ -1,4 +1,4 @@
-"""``s.decide``: typed answers, what it leaves alone, and what it refuses."""
+"""``s.decide``: typed answers, an unchanged state, and refusals."""
 
 from __future__ import annotations
 

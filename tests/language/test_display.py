@@ -1,4 +1,4 @@
-"""What states look like: as text, as HTML, and live in a notebook."""
+"""How states are shown: as text, as HTML, and live in a notebook."""
 
 from __future__ import annotations
 

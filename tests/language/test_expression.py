@@ -1,4 +1,4 @@
-"""What can be appended: arguments are checked where they are given, and sums keep their order."""
+"""Expressions that can be appended: arguments are checked where they are given, and sums keep their order."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Images of a program: what it may give, and what reaches the backend."""
+"""Images of a program: the accepted arguments, and the ops that reach the backend."""
 
 from __future__ import annotations
 

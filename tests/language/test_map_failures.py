@@ -1,4 +1,4 @@
-"""Maps whose programs or inputs fail: what is raised, and that a plain loop raises the same."""
+"""Maps whose programs or inputs fail: their errors, and that a plain loop raises the same."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
 class Leaving:
-    """A map whose programs wait for ever, and whose inputs note their end."""
+    """A map whose programs wait forever, and whose inputs note their end."""
 
     def __init__(self) -> None:
         self.backend = Stepped({"": "one two"})
@@ -165,7 +165,7 @@ async def test_leaving_frees_the_slots_of_an_engine():
     way=st.sampled_from(["list", "block", "loop"]),
 )
 async def test_a_map_may_be_cancelled_at_any_turn(num_turns, num_taken, concurrency, way):
-    """After so many turns of the loop, or with so many results, whichever comes first."""
+    """After ``num_turns`` turns of the loop or ``num_taken`` results."""
 
     @af.program
     async def forking(s: af.State, i: int) -> int:

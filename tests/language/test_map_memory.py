@@ -1,4 +1,4 @@
-"""Maps without end: what a session and an interpreter hold does not grow with the number of runs."""
+"""Maps without end: the memory of a session and an interpreter does not grow with the number of runs."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Cell = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 async def run_cells(*cells: Cell) -> dict[str, Any]:
-    """Runs each cell in a task of its own, with the names that the cells before it have set."""
+    """Runs each cell in a separate task, with the names that the cells before it have set."""
     names: dict[str, Any] = {}
     for cell in cells:
         async with anyio.create_task_group() as group:

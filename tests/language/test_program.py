@@ -1,4 +1,4 @@
-"""Programs and runs: what they return and raise, and that nothing of them is left over."""
+"""Programs and runs: their results and errors, and that nothing of them is left over."""
 
 import anyio
 import pytest

@@ -1,4 +1,4 @@
-"""What programs get, such as usage and events, as JSON and in endpoints of web frameworks."""
+"""Records that programs get, such as usage and events, as JSON and in endpoints of web frameworks."""
 
 from __future__ import annotations
 

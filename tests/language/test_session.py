@@ -1,4 +1,4 @@
-"""Sessions: what they open, what ends with them, and what their end raises."""
+"""Sessions: how they open, which tasks end with them, and the errors at their end."""
 
 import anyio
 import anyio.lowlevel

@@ -1,4 +1,4 @@
-"""The fifteen typical mistakes: each message says what happened, where, and what to write instead."""
+"""The fifteen typical mistakes: each message contains the fault, its place, and a correction."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ TIMINGS = st.tuples(st.integers(0, 10**6), st.integers(0, 10**6))
 @given(programs=PROGRAMS, timings=TIMINGS)
 def test_programs_are_replayed_with_any_timing(tmp_path_factory, programs, timings):
     """With failures, on asyncio: on trio, whether a branch learns of its sibling's failure before or after
-    something else that came at nearly the same time is drawn anew in each run."""
+    something else that came at nearly the same time is drawn again in each run."""
     path = tmp_path_factory.mktemp("replay") / "run.jsonl"
     record_and_replay(path, programs, timings, ("asyncio", "asyncio"), fails=True)
 

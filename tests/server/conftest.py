@@ -1,4 +1,4 @@
-"""The Redis server of the tests in which several fronts share what they keep."""
+"""The Redis server of the tests in which several fronts share data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the APIs advertise as the context is what they accept."""
+"""The context that the APIs advertise is the one that they accept."""
 
 from __future__ import annotations
 

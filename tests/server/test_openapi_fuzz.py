@@ -1,4 +1,4 @@
-"""A short run of what ``make fuzz`` does: the HTTP APIs answer as their OpenAPI document specifies."""
+"""A short run of ``make fuzz``: the HTTP APIs answer as their OpenAPI document specifies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas over HTTP: who may see and drain them, and what is answered."""
+"""Replicas over HTTP: who may see and drain them, and the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``serve`` in a process of its own: what it prints, and what signals do while it loads, serves and ends."""
+"""``serve`` in a separate process: what it prints, and what signals do while it loads, serves and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tenant's requests take with them to the engine, and what is counted of them."""
+"""The fields that a tenant's requests have in the engine, and their counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP APIs behind a real web server in a thread of its own, on the deterministic engine: for tests with
+"""The HTTP APIs behind a real web server in a separate thread, on the deterministic engine: for tests with
 the real clients. Look at the server through ``call`` and the methods here only."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ApiServer:
         return generator
 
     def stats(self) -> EngineStats:
-        """The engine's, as it is now."""
+        """The engine's current statistics."""
         return self.call(self.generator.engine_stats)
 
     def wait_until(self, holds: Callable[[], bool]) -> None:

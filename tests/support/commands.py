@@ -25,7 +25,7 @@ def call_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_cli(*arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, to its end."""
+    """The command in a separate process, to its end."""
     return run_python("-m", "agentflow", *arguments, input=input)
 
 

@@ -70,7 +70,7 @@ class StepGate:
         self._is_held = anyio.Event()
 
     def allow(self, num_steps: float) -> None:
-        """Replaces what is left: so many more steps may run."""
+        """Lets ``num_steps`` more steps run, instead of the steps that are left."""
         with self._condition:
             self._allowed = num_steps
             if self._is_held.is_set():

@@ -119,7 +119,7 @@ def changed(server: ApiServer, of: Any, name: str, value: Any) -> Iterator[None]
 
 
 def failing_engine(error: BaseException, after_steps: int = 0) -> FakeEngine:
-    """Its forward pass fails after so many."""
+    """Its forward pass fails after ``after_steps`` steps."""
     steps: list[Batch] = []
 
     def step(batch: Batch) -> None:

@@ -66,7 +66,7 @@ class _ObservedConnection:
 
 
 class Unbatched:
-    """Delivers the events of another backend one at a time, as if each had come in a frame of its own: the
+    """Delivers the events of another backend one at a time, as if each had come in a separate frame: the
     frontend must not rely on two events arriving together."""
 
     def __init__(self, backend: Backend) -> None:
@@ -117,7 +117,7 @@ class SteppedGenerator(ScriptedGenerator):
         self._num_waiting = 0
 
     async def allow(self, num_words: int) -> None:
-        """Generates so many words, and lets each be delivered before the next."""
+        """Generates ``num_words`` words, and lets each be delivered before the next."""
         for _ in range(num_words):
             self._allowance.release()
             await settle()

@@ -1,4 +1,4 @@
-"""An engine process on the fake model, and what tests do with it."""
+"""An engine process on the fake model, and how tests use it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def measure(prompt: str) -> str | Exception:
 
 
 def words(count: int) -> str:
-    """A text of so many words, which a scripted backend counts as so many tokens."""
+    """A text of ``count`` words, each of which a scripted backend counts as a token."""
     return " ".join(["w"] * count)
 
 

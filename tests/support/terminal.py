@@ -1,4 +1,4 @@
-"""The ``agentflow`` command in a terminal: what a user sees and types."""
+"""The ``agentflow`` command in a terminal: its screen, and a user's keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server in a thread of its own: uvicorn needs asyncio, and the clients under test run on trio too."""
+"""A real server in a separate thread: uvicorn needs asyncio, and the clients under test run on trio too."""
 
 from __future__ import annotations
 

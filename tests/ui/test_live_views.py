@@ -339,7 +339,7 @@ def test_f37_a_recorded_run_tells_the_exception_of_its_program(
 
 
 def record(program: Any, path: Any) -> None:
-    """Records a run of the program on the scripted backend. In a thread of its own: this one has a loop."""
+    """Records a run of the program on the scripted backend. In a separate thread: this one has a loop."""
     import threading
 
     import anyio

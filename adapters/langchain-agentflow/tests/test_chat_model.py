@@ -134,7 +134,7 @@ def test_a_batch_is_answered_in_order():
 
 
 class AllAtOnce(BaseCallbackHandler):
-    """Calls begin when so many have."""
+    """No call continues before all have begun."""
 
     raise_error = True
 

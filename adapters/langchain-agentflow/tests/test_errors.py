@@ -119,7 +119,7 @@ def test_a_field_that_is_spelt_wrongly_is_told(kind):
 
 
 def test_a_version_that_is_too_old_is_told():
-    """In a process of its own, where the package is imported anew."""
+    """In a separate process, where the package is imported again."""
     pretend = "import importlib.metadata as m; m.version = lambda name: '1.6.9'; import langchain_agentflow"
     command = [sys.executable, "-c", pretend]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

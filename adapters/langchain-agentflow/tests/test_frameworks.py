@@ -75,7 +75,7 @@ def test_an_agent_calls_its_tools_and_answers():
 
 
 def test_an_agent_that_ends_with_a_value():
-    """LangChain asks for the form beside the tools: either calls, or a value."""
+    """LangChain asks for the form next to the tools: either calls, or a value."""
 
     def script(prompt: str) -> af.Reply:
         if "<tool>" in prompt:

@@ -1,4 +1,4 @@
-"""What the tests of the APIs share."""
+"""Fixtures that the tests of the APIs share."""
 
 from __future__ import annotations
 

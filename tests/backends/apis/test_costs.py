@@ -1,4 +1,4 @@
-"""What calls to APIs cost, and the cap of a session."""
+"""The costs of calls to APIs, and the cap of a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemas are narrowed to the strict subset: what the narrowed schema allows, the given one allows too."""
+"""Schemas are narrowed to the strict subset: each value of the narrowed schema is one of the given schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two models behind one server: their requests are placed in one turn, and what they run on may die."""
+"""Two models behind one server: their requests are placed in one turn, and replicas under them may die."""
 
 from __future__ import annotations
 

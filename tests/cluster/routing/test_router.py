@@ -161,7 +161,7 @@ PARROT = EngineShape(
     kv_tokens=64_000,
     latency_tokens=2_000,
 )
-"""The capacities of the paper: 64,000 tokens for throughput, 2,000 beside a reader."""
+"""The capacities of the paper: 64,000 tokens for throughput, 2,000 next to a reader."""
 
 
 def test_a_reader_avoids_an_engine_that_serves_throughput() -> None:

@@ -85,7 +85,7 @@ def test_the_part_of_a_marked_prefix_that_is_left_stays_marked() -> None:
     assert shared.node.marked_until == 0
 
 
-def test_what_is_left_of_a_prefix_is_marked() -> None:
+def test_the_rest_of_a_prefix_is_marked() -> None:
     cache = Marked()
     shared = cache.add([1, 1]).node
     longer = cache.add([1, 1, 2]).node

@@ -586,7 +586,7 @@ def test_tokens_are_evicted_after_their_unlock():
 
 
 @pytest.mark.parametrize("first", [[1, 2], [1]], ids=["removed", "shortened"])
-def test_what_is_left_of_a_kept_leaf_is_kept(first):
+def test_the_rest_of_a_kept_leaf_is_kept(first):
     cache = RadixCache()
     insert(cache, None, first, first)
     kept, _ = insert(cache, None, [1, 2, 3], [1, 2, 3])

@@ -1,4 +1,4 @@
-"""While a state waits, what is known of its prompt is computed."""
+"""While a state waits, the known part of its prompt is computed."""
 
 from __future__ import annotations
 

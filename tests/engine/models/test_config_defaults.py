@@ -85,7 +85,7 @@ def changed_configs(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
             if key in WORDS or key in ("architectures", "model_type")
         }
         yield f"{part} only what is read", raw | {part: read} if part else read
-        # The pattern is in configs of some releases beside the types of layers that follow from it.
+        # The pattern is in configs of some releases next to the types of layers that follow from it.
         names = read.keys() - {"architectures", "model_type", "text_config", "_sliding_window_pattern"}
         for name in sorted(names - ({"layer_types"} if "_sliding_window_pattern" in of_part else set())):
             left = {key: value for key, value in of_part.items() if key != name}

@@ -145,7 +145,7 @@ def test_text_after_cached_images(case: Case) -> None:
 
 
 def test_generated_tokens(case: Case) -> None:
-    """Greedy tokens of two requests, beside one without images."""
+    """Greedy tokens of two requests, next to one without images."""
     driver = Driver(case.runner)
     prompts = [case.prompt(SIZES[2:4], 7), case.prompt([], 8)]
     case.encode(prompts[0])

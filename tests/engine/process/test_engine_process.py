@@ -1,4 +1,4 @@
-"""The engine in a process of its own: killed at any moment, no request loses or repeats a token."""
+"""The engine in a separate process: killed at any moment, no request loses or repeats a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants that use two engines of one model, which report what they charge."""
+"""Tenants that use two engines of one model, which report their charges."""
 
 from __future__ import annotations
 

@@ -420,7 +420,7 @@ def test_the_first_deadline_goes_first():
     )
 )
 def test_among_equal_priorities_expired_deadlines_go_first(plan):
-    """Against a plain list. At each admission, so many seconds have passed as the plan says."""
+    """Against a plain list. The plan has the seconds before each admission."""
     now = 0.0
     policy = FairLongestPrefix(Cache().peek, token_budget=10_000, clock=lambda: now)
     waiting: dict[int, Request] = {}
@@ -696,7 +696,7 @@ tenant_steps = st.lists(
     st.tuples(
         st.lists(st.tuples(st.integers(0, 7), st.integers(1, 40)), max_size=3),  # arrivals: tenant and size
         st.integers(0, 4),  # chunks
-        st.integers(0, 3),  # of which so many may admit
+        st.integers(0, 3),  # how many of the chunks may admit
         st.sets(st.integers(0, 7), max_size=3),  # tenants whose waiting requests are blocked
         st.integers(0, 3),  # requests that end
     ),

@@ -1,4 +1,4 @@
-"""The counts that penalties use, against counting the request's ids anew: also after a grammar has replaced
+"""The counts that penalties use, against counting the request's ids again: also after a grammar has replaced
 tokens that were generated before."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ actions = st.one_of(
 @example(1.0, ["step", "step", "step", (0, [200, 201, 102]), "step"])
 @example(1.5, ["step", "step", (0, [3]), "step", "preempt", (0, [4, 4]), "step", "step"])
 def test_a_batch_penalizes_the_tokens_that_the_request_has_after_replacements(repetition, plan):
-    """Through the scheduler, beside another request, preempted now and then."""
+    """Through the scheduler, next to another request, preempted now and then."""
     harness = Harness(token_budget=16)
     harness.runner = UnpenalizedRunner(num_slots=256, max_context=128)
     params = SamplingParams(frequency_penalty=0.5, repetition_penalty=repetition)

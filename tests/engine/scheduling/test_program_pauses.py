@@ -204,7 +204,7 @@ def test_f37_a_program_of_a_lower_priority_is_paused_first(monkeypatch):
     assert steps.scheduler.pauses.paused == [("", 2)]
 
 
-def test_what_states_share_counts_once_in_the_size_of_a_program(monkeypatch):
+def test_shared_tokens_of_states_count_once_in_the_size_of_a_program(monkeypatch):
     """Program 1 has two states of 20 tokens, of which 18 are the same. Program 2 has 24."""
     monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
     monkeypatch.setattr(program_pauses, "COSTLY_GAPS", math.inf)

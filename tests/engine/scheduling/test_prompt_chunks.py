@@ -1,4 +1,4 @@
-"""Which requests get the tokens of a step: short prompts beside long ones, streams beside prompts; and what
+"""Which requests get the tokens of a step: short prompts next to long ones, streams next to prompts; and what
 each tenant is charged."""
 
 from collections import Counter

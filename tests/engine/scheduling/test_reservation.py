@@ -86,8 +86,8 @@ def steps_left(request: Request) -> int:
 
 
 def earliest_start(head: Request, running: list[Request], num_slots: int) -> int:
-    """The reference: the number of steps after which ``head`` fits until its end beside those that still run,
-    if each generates what is expected of it. One of them ends then."""
+    """The reference: the number of steps after which ``head`` fits until its end next to the requests that
+    still run, if each generates as many tokens as expected. One of them ends then."""
     ends = {r.id: steps_left(r) for r in running}
 
     def fits(start: int) -> bool:

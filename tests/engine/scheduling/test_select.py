@@ -147,7 +147,7 @@ def test_all_that_fits_is_one_forward_pass(choices, prompt):
 
 @pytest.mark.parametrize("budget", [1, 5, 16, 200])
 def test_a_large_tree_is_computed_in_as_few_passes_as_the_budget_allows(budget):
-    """A generation beside it goes on in each of them."""
+    """A generation next to it goes on in each of them."""
     harness = Harness(token_budget=budget)
     beside = harness.add(1, [7], 100)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What a server records is what it served, and the simulator replays it."""
+"""The recording of a server has the requests that it served, and the simulator replays it."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_numbers_of_another_type_are_rejected_where_they_are_read(tmp_path: Path
 
 
 def test_lists_in_lists_have_a_depth(tmp_path: Path) -> None:
-    """Each level is read by a call of its own."""
+    """Each level is read by a separate call."""
     key = b"a.key"
     entry = struct.pack("<Q", len(key)) + key + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry + bytes(12))

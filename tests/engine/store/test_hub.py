@@ -464,7 +464,7 @@ ADAPTER = "someone/polite"
 
 @pytest.fixture
 def with_adapter(tiny: HubServer, folder: Path, tmp_path: Path) -> HubServer:
-    """A hub with an adapter of the model, too, beside files that it does not need."""
+    """A hub with an adapter of the model, too, next to files that it does not need."""
     config = json.loads((folder / "config.json").read_text())
     hidden, module = config["hidden_size"], "model.layers.0.mlp.down_proj"
     tensors = {

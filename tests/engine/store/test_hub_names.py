@@ -1,4 +1,4 @@
-"""What names of models mean: repositories of the hub, their GGUF files, and local files and folders."""
+"""Names of models: repositories of the hub, their GGUF files, and local files and folders."""
 
 from __future__ import annotations
 

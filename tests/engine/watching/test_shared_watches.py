@@ -78,7 +78,7 @@ async def test_watches_that_wait_share_one_snapshot_of_what_all_need() -> None:
     assert asked == [(None, 1, 0), (None, 50, 5), ("ann", 30, 8)]
 
 
-async def test_those_that_share_a_snapshot_go_on_without_the_one_that_is_cancelled() -> None:
+async def test_watches_of_a_snapshot_continue_when_one_is_cancelled() -> None:
     engine = Engine()
     hub = SharedWatches(engine.send)
     async with anyio.create_task_group() as group:

@@ -87,7 +87,7 @@ def in_a_loop() -> None:
 
 
 def in_a_job() -> None:
-    """A forward of so many rows needs 100 MB on the thread of the team that began it."""
+    """A forward of these rows needs 100 MB on the thread of the team that began it."""
     model, step = small_model()
     expected = step.run(model, NATIVE)[0]
     given = long_text(MANY_ROWS)

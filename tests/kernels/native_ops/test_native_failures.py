@@ -1,4 +1,4 @@
-"""What the system refuses to the native kernels is an exception of their caller, and the next call works."""
+"""A refusal of the system is an exception in the caller of the native kernels, and the next call works."""
 
 from __future__ import annotations
 

@@ -506,7 +506,7 @@ def test_tokens_are_those_of_the_logits(kernels: Kernels, dtype: torch.dtype, dr
 def test_log_probabilities_are_those_of_the_logits(
     kernels: Kernels, dtype: torch.dtype, drawn: Drawn, is_broken: bool, has_top: bool
 ) -> None:
-    """Ranks, the likeliest tokens and further scored tokens, too, to the bit; of rows with masks, and beside
+    """Ranks, the likeliest tokens and further scored tokens, too, to the bit; of rows with masks, and next to
     a row that is not finite. The choice is made while the pass runs."""
     step, model = drawn.step(dtype), model_of(drawn.sizes, kernels, dtype)
     num, rng = len(step.rows), np.random.default_rng(drawn.seed)
@@ -732,7 +732,7 @@ def test_threads_of_python_take_turns() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_has_a_team_of_its_own() -> None:
-    """The child has none of its parent's threads. (Those of OpenMP it would wait for, for ever: nothing here
+    """The child has none of its parent's threads. (Those of OpenMP it would wait for, forever: nothing here
     is large enough for torch to use them.)"""
     from support.processes import run_in_fork  # failing_kernels.py finds no other folder than this one
 

@@ -155,7 +155,7 @@ class Session:
             self.interpreter.submit(op)
 
     async def until(self, num_failed: int) -> list[StateFailed]:
-        """Reads events until so many states have failed."""
+        """Reads events until ``num_failed`` states have failed."""
         while True:
             failed = [event for event in self.events if isinstance(event, StateFailed)]
             if len(failed) >= num_failed:
@@ -220,7 +220,7 @@ async def test_f27f_a_fork_has_a_bounded_number_of_branches() -> None:
     async with anyio.create_task_group() as group:
         session = Session(CheckingInterpreter(ScriptedGenerator("x"), group))
         session.submit(ops.Open(1))
-        with pytest.raises(af.Overloaded):  # there is no room for so many failed states either
+        with pytest.raises(af.Overloaded):  # there is no room for the failed states either
             session.submit(ops.Fork(1, tuple(range(2, ops.MAX_BRANCHES + 3))))
         group.cancel_scope.cancel()
 

@@ -1,4 +1,4 @@
-"""The states of a session without an interpreter: what a tree counts and drops."""
+"""The states of a session without an interpreter: the counts of a tree, and the states that it drops."""
 
 from __future__ import annotations
 

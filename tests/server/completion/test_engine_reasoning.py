@@ -278,7 +278,7 @@ class Journal:
             self.messages += messages
 
     def after(self, num_messages: int) -> Submit | None:
-        """The request to send again after so many messages; None if it had ended."""
+        """The request to send again after ``num_messages`` messages; None if it had ended."""
         journal = RequestJournal()
         assert self.submit is not None
         journal.add(self.submit)

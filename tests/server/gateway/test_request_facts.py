@@ -1,4 +1,4 @@
-"""What the gateway reads from requests."""
+"""The facts that the gateway reads from requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections are accepted up to the bounds, and no descriptor is needed for what is over them."""
+"""Connections are accepted up to the bounds, and no descriptor is needed for the others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A client that closes its connection before the engine has its request: while the prompt is encoded beside
-the loop, and while the constraint is compiled. The engine never receives it."""
+"""A client that closes its connection before the engine has its request: while the prompt is encoded in
+a thread, and while the constraint is compiled. The engine never receives it."""
 
 from __future__ import annotations
 

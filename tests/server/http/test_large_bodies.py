@@ -1,4 +1,4 @@
-"""Bodies of megabytes: refused for what they hold before an object is made of it, worked on beside the event
+"""Bodies of megabytes: refused for what they hold before an object is made of it, worked on next to the event
 loop, and charged to their sender."""
 
 from __future__ import annotations

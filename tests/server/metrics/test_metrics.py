@@ -1,4 +1,4 @@
-"""What GET /metrics shows: the engine's counters across restarts, and what requests waited for."""
+"""GET /metrics: the engine's counters across restarts, and the waiting times of requests."""
 
 from __future__ import annotations
 

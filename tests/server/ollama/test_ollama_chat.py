@@ -1,4 +1,4 @@
-"""``POST /api/chat``: answers and streams, options, forms, tools, and what is rejected."""
+"""``POST /api/chat``: answers and streams, options, forms, tools, and rejected requests."""
 
 from __future__ import annotations
 

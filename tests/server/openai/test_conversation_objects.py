@@ -1,4 +1,4 @@
-"""Conversation objects with OpenAI's own client: their items, turns on them, what is refused."""
+"""Conversation objects with OpenAI's own client: their items, turns on them, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spellings of vLLM and SGLang for what the engine has."""
+"""The spellings of vLLM and SGLang for parameters of the engine."""
 
 from __future__ import annotations
 

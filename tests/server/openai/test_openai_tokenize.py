@@ -1,4 +1,4 @@
-"""Tokenize and detokenize return what the engine receives."""
+"""Tokenize and detokenize return the tokens that the engine receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``POST /generate``: answers, lists, streams, parameters, forms, log-probabilities, and what is rejected."""
+"""``POST /generate``: answers, lists, streams, parameters, forms, log-probabilities and rejections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys, their tenants, and the keys file: what is accepted, and the errors."""
+"""Keys, their tenants, and the keys file: accepted ones, and the errors."""
 
 from __future__ import annotations
 

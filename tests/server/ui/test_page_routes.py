@@ -1,4 +1,4 @@
-"""The page's files over HTTP: headers that confine them, caching, and what is not served."""
+"""The page's files over HTTP: headers that confine them, caching, and files that are not served."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_bytes_that_are_no_msgpack_are_counted(data: bytes) -> None:
 
 
 def frames(parts: int) -> Iterator[bytes | str]:
-    """Of a conversation whose tool holds so many lists."""
+    """The frames of a conversation whose tool has ``parts`` lists."""
     tool = ToolSpec("f", "", {"enum": [[]] * parts})
     frame = Ops(1, (ops.Converse(1, Conversation((Message("user", "Hi"),), (tool,))),))
     yield encode(frame, binary=True)

@@ -1,4 +1,4 @@
-"""What transformers and its tokenizers make of a folder with a GGUF file."""
+"""The models and tokenizers that transformers reads from a folder with a GGUF file."""
 
 from __future__ import annotations
 

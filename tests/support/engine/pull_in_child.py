@@ -1,4 +1,4 @@
-"""Pulls a tiny model in a process of its own, for test_model_store.py to kill, race and interrupt.
+"""Pulls a tiny model in a separate process, for test_model_store.py to kill, race and interrupt.
 
 Prints one line for each event of the pull. Options: ``--kill-at N`` ends the process with SIGKILL at event
 N; ``--pause`` waits for a line of input at the first event; ``--pip FILE`` fetches through the program FILE

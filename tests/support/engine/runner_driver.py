@@ -58,7 +58,7 @@ class Driver:
         return sequence
 
     def step(self, work: Sequence[tuple[Walker, int]], **sampling: Any) -> BatchOutput:
-        """Compute so many next tokens of each; sequences that reach their end get one more token.
+        """Computes the next tokens of each sequence; sequences at their end get one more token.
         ``sampling``: fields of SampledRows instead of greedy ones at those ends; with ``rows`` among
         them no token is appended."""
         work = sorted(work, key=lambda pair: pair[1] > 1)

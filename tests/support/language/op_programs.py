@@ -32,7 +32,7 @@ def answer(prompt: str) -> str | Exception:
 
 @dataclass(frozen=True)
 class Pause:
-    """Lets the loop run for so many turns between two ops."""
+    """Lets the loop run for ``num_turns`` turns between two ops."""
 
     num_turns: int
 
@@ -231,7 +231,7 @@ class OpProgram:
         return text
 
     def _text(self, state: PlannedState, num_ops: int) -> str | Failure:
-        """The state's text after so many of its ops."""
+        """The state's text after its first ``num_ops`` ops."""
         key = (state.id, num_ops)
         if key not in self._known:
             self._known[key] = self._compute_text(state, num_ops)
@@ -267,7 +267,7 @@ class OpProgram:
                 return ""
 
     def _open_role(self, state: PlannedState, num_ops: int) -> str:
-        """Of the turn that is open after so many ops."""
+        """The role of the turn that is open after ``num_ops`` ops."""
         for op in reversed(state.stream[:num_ops]):
             if isinstance(op, ops.Begin):
                 return op.role

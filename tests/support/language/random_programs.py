@@ -86,7 +86,7 @@ def in_turn(s: af.State, generation: Any) -> Any:
 
 
 async def run_fork(s: af.State, step: Step, argument: Any, known: list[Any]) -> None:
-    """A fork whose branches do steps of their own, and see the variables made before them."""
+    """A fork whose branches do further steps, and see the variables made before them."""
     branches = s.fork(len(step.inner))
     if step.kind == "group":
         async with branches:

@@ -86,7 +86,7 @@ class Branch:
 @dataclass
 class Fork:
     """``kind``: a task group, one whose branches are joined and read when they are sealed, plain branches
-    beside the parent, or such that it cancels again."""
+    next to the parent, or such that it cancels again."""
 
     kind: str
     branches: list[Branch]

@@ -1,4 +1,4 @@
-"""Fuzzed connections to the inside of a server, many at once, beside a neighbour that must not notice; and
+"""Fuzzed connections to the inside of a server, many at once, next to a neighbour that must not notice; and
 what has to hold when they are over."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Fuzzer:
         self._answer: str | None = None
 
     async def run_batch(self, seed: str) -> None:
-        """Some conversations at once, on a server of their own. When they are over nothing is left."""
+        """Some conversations at once, on a separate server. When they are over nothing is left."""
         random = Random(seed)
         limits = ServerLimits(
             frame_bytes=FRAME_BYTES,

@@ -36,9 +36,9 @@ from agentflow.server.tenants.keys import Tenants
 _LEFT_OUT = ["positive_data_acceptance"]
 _KEY = "af-key"
 _WITH_KEY = {"Authorization": f"Bearer {_KEY}"}
-# Of ten random cases so many are as the document allows.
+# How many of ten random cases the document allows.
 _POSITIVE_TENTHS = 7
-# What few bodies are said to be compressed with.
+# The encodings that the headers of a few bodies name.
 _ENCODINGS = sampled_from(["identity"] * 9 + ["gzip"])
 
 
@@ -67,7 +67,7 @@ class Outcome:
 
 
 def fuzz(num_random: int, *, limits_of: str | None = None, derandomize: bool = False) -> Outcome:
-    """The limits of each field (``limits_of``: in this path only), and so many cases by chance."""
+    """Sends the limits of each field (``limits_of``: in this path only), and ``num_random`` random cases."""
     outcome = Outcome()
     # Short texts, so that a case is short; with logits, so that all parameters can be had.
     engine = FakeEngine(runner=logit_runner(max_context=192))

@@ -1,4 +1,4 @@
-"""A server whose model writes what a function makes of the conversation."""
+"""A server whose model writes the text that a function returns for the conversation."""
 
 from __future__ import annotations
 

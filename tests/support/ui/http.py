@@ -1,4 +1,4 @@
-"""Plain requests to the server of a page, beside the browser's."""
+"""Plain requests to the server of a page, next to the browser's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP proxy in a thread of its own, between a browser and a server: it breaks and pauses connections when a
+"""A TCP proxy in a separate thread, between a browser and a server: it breaks and pauses connections when a
 test says so."""
 
 from __future__ import annotations

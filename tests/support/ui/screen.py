@@ -19,7 +19,7 @@ from playwright.sync_api import (
 )
 
 TIMEOUT_MS = 15_000
-expect.set_options(timeout=TIMEOUT_MS)  # its own is 5 s, and the CI runs other checks beside these tests
+expect.set_options(timeout=TIMEOUT_MS)  # its own is 5 s, and the CI runs other checks next to these tests
 _STORED = """() => JSON.stringify([
   {...localStorage}, {...sessionStorage}, document.cookie, location.href, history.state, window.name
 ])"""
@@ -27,7 +27,7 @@ _STORED = """() => JSON.stringify([
 
 @dataclass
 class Screen:
-    """A page with a browser context of its own. ``problems``: what the browser complained about, and requests
+    """A page with a separate browser context. ``problems``: what the browser complained about, and requests
     to other hosts. ``secrets``: texts that may stand in no address and no storage."""
 
     page: Page

@@ -1,4 +1,4 @@
-"""A real server whose generator says what a test tells it to, when the test says so."""
+"""A real server whose generator writes the texts of a test, at its command."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class Stage:
         return self._call(lambda: sum(to in line.prompt for line in self._generator.lines))
 
     def wait_running(self, count: int, to: str = "") -> None:
-        """Waits until so many generations wait for text."""
+        """Waits until ``count`` generations wait for text."""
         self._wait_until(lambda: sum(to in line.prompt for line in self._generator.lines) == count)
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""The transport repeats what is safe to repeat, ends stalled streams, and gives connections back."""
+"""The transport repeats requests where that is safe, ends stalled streams, and gives connections back."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def held(hold: Hold) -> Constraint:
 
 
 class Caller:
-    """Compiles in tasks of their own, and notes in which order they are done."""
+    """Compiles in separate tasks, and notes in which order they are done."""
 
     def __init__(self, compiler: ConstraintCompiler, group: anyio.abc.TaskGroup) -> None:
         self.compiler = compiler

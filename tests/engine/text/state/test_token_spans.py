@@ -1,4 +1,4 @@
-"""What stays in memory of runs that a template trimmed, once their states have gone."""
+"""The memory of runs that a template trimmed, once their states have gone."""
 
 from __future__ import annotations
 
