@@ -73,8 +73,9 @@ UNUSED = (  # by a gen of plain text
     "engine/text/chat_template.py",
     "runtime/task_group.py",
 )
-MAX_FILES = 44
-"""A generation enters at most this many files. Divide files, but keep the way through them short."""
+MAX_FILES = 45
+"""A generation enters at most this many files, the snapshots that are made from time to time among them.
+Divide files, but keep the way through them short."""
 
 
 def test_a_generation_enters_no_file_of_features_that_it_does_not_use() -> None:
