@@ -147,7 +147,7 @@ class ForwardInput:
     plan: Any  # from ``AttentionBackend.plan`` of the same kernels
     rows: IntArray  # [S]: the rows whose hidden states or tokens the forward pass returns
     adapters: Sequence[AdapterRows] = ()  # one for each adapter in use; a row is in at most one
-    given: GivenRows | None = None  # the token ids of these rows are arbitrary, but in the vocabulary
+    given_rows: GivenRows | None = None  # the token ids of these rows are arbitrary, but in the vocabulary
 
 
 @dataclass(slots=True, frozen=True)

@@ -83,13 +83,13 @@ def make_forward_input(
     """
     plan = kernels.attention.plan(_attended(batch, table), kv_layers[0].dtype, kv_layers[0].device)
     rows, media, token_ids, positions = batch.sampled.rows, batch.media, batch.token_ids, batch.positions
-    given = None
+    given_rows = None
     if media is not None:
         assert features is not None
-        given = features.given_rows(media)
+        given_rows = features.given_rows(media)
         token_ids = np.where(media.of_tokens < 0, token_ids, 0)
         positions = np.ascontiguousarray(media.rope_positions[0])
-    return ForwardInput(token_ids, positions, batch.write_slots, kv_layers, plan, rows, adapters, given)
+    return ForwardInput(token_ids, positions, batch.write_slots, kv_layers, plan, rows, adapters, given_rows)
 
 
 def _attended(batch: Batch, table: Tensor | None) -> AttentionBatch:

@@ -290,12 +290,12 @@ class KVMemory:
         """Slots that only this running request uses. Preempting it makes them available, and their tokens may
         have to be computed again."""
         assert request.committed is not None
-        alone = request.num_computed - request.committed.num_tokens + len(request.node_slots)
+        num_alone = request.num_computed - request.committed.num_tokens + len(request.node_slots)
         node = request.committed.node
         while node.parent is not None and node.locks == 1:
-            alone += len(node.slots)
+            num_alone += len(node.slots)
             node = node.parent
-        return alone
+        return num_alone
 
     def check(self) -> None:
         """For tests. ``AssertionError`` if anything is in use or locked while no request runs."""

@@ -124,11 +124,11 @@ class NativeForward:
     def _angles(self, given: ForwardInput) -> NDArray[np.float32] | None:
         """Returns the rope's angles [T, frequencies] if the positions differ between its axes in this batch;
         else None."""
-        if given.given is None or given.given.axis_positions is None:
+        if given.given_rows is None or given.given_rows.axis_positions is None:
             return None
         (rope,) = self._weights.ropes
         assert rope.axes is not None
-        places = given.given.axis_positions.astype(np.float32)[rope.axes.numpy()]
+        places = given.given_rows.axis_positions.astype(np.float32)[rope.axes.numpy()]
         return np.ascontiguousarray(places.T * rope.frequencies.numpy())
 
     def _native_adapters(self, rows: Sequence[AdapterRows]) -> NativeAdapters:

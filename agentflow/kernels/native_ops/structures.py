@@ -588,7 +588,7 @@ def native_rows(given: ForwardInput, angles: NDArray[np.float32] | None) -> Nati
         len(given.rows),
         array_address(given.rows),
     )
-    embedded = given.given
+    embedded = given.given_rows
     if embedded is not None:
         made.num_given, made.given = len(embedded.rows), array_address(embedded.rows)
         made.embeddings = embedded.values.data_ptr()

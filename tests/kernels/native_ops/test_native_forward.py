@@ -306,7 +306,7 @@ class Step:
 
     def inputs(self, pool: KvPool, plan: Any) -> ForwardInput:
         arrays = self.token_ids, self.positions, self.write_slots
-        return ForwardInput(*arrays, pool.layers, plan, self.rows, given=self.given)
+        return ForwardInput(*arrays, pool.layers, plan, self.rows, given_rows=self.given)
 
 
 def step_of(

@@ -65,7 +65,7 @@ class DeviceInput:
     kv_layers: tuple[Tensor, ...]
     plan: Any
     adapters: Sequence[AdapterRows]
-    given: DeviceRows | None = None
+    given_rows: DeviceRows | None = None
     grouped: GroupedAdapters | None = None  # the adapter of each row, if the kernels group adapters
 
     @property
@@ -79,10 +79,10 @@ def list_arrays(given: ForwardInput) -> dict[str, NDArray[Any]]:
         "arrays": np.stack((given.token_ids, given.positions, given.write_slots)),
         "rows": given.rows,
     }
-    if given.given is not None:
-        arrays["given"] = given.given.rows
-        if given.given.axis_positions is not None:
-            arrays["axis_positions"] = given.given.axis_positions
+    if given.given_rows is not None:
+        arrays["given_rows"] = given.given_rows.rows
+        if given.given_rows.axis_positions is not None:
+            arrays["axis_positions"] = given.given_rows.axis_positions
     return arrays
 
 
@@ -91,13 +91,16 @@ def on_device(given: ForwardInput, arrived: Mapping[str, Tensor]) -> DeviceInput
     num_rows = len(given.rows)
     has_all_rows = num_rows == len(given.token_ids) and bool((given.rows == np.arange(num_rows)).all())
     embedded = None
-    if given.given is not None:
+    if given.given_rows is not None:
         embedded = DeviceRows(
-            arrived["given"], given.given.values, given.given.deep, arrived.get("axis_positions")
+            arrived["given_rows"],
+            given.given_rows.values,
+            given.given_rows.deep,
+            arrived.get("axis_positions"),
         )
     return DeviceInput(
         *(arrived["arrays"], arrived["rows"], has_all_rows, given.kv_layers, given.plan, given.adapters),
-        embedded,
+        given_rows,
     )
 
 
@@ -153,7 +156,7 @@ class DecodeGraphs:
         table = given.plan.device_table
         if (
             (given.adapters and grouped is None)
-            or given.given is not None
+            or given.given_rows is not None
             or table is None
             or not num
             or num > NUM_ROWS[-1]

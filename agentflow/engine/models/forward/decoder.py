@@ -24,11 +24,11 @@ from agentflow.kernels.decoder_weights import (
     Rope,
 )
 from agentflow.kernels.device_stream import DeviceStream
-from agentflow.kernels.inputs import ForwardInput, LinearWeight
+from agentflow.kernels.inputs import ForwardInput, LinearWeight, TreeAttention
 from agentflow.kernels.platforms import Kernels
 
 
-class _Batch:
+class _Pass:
     """The data that all layers of one forward pass share: tensors of its rows, angles, and products.
     ``is_captured``: the pass is captured in a graph, which is replayed for texts of any length."""
 
@@ -37,17 +37,15 @@ class _Batch:
         self.token_ids, self.positions, self.write_slots = given.arrays
         self.angles: dict[int | None, tuple[Tensor, Tensor]] = {}  # by the index of the rope
         self._is_captured = is_captured
-        self._longest = max(
-            [*given.plan.kv_lens.tolist(), *(_tree_lens(given.plan.trees) if given.plan.trees else [])]
-        )
+        self._longest = max([*given.plan.kv_lens.tolist(), _longest_path(given.plan.trees)])
         self.products = Products(kernels.linear, given.adapters, self.rows.device, given.grouped)
 
     def make_positions(self, rope: Rope) -> Tensor:
         """Returns the positions of the rows: [T], or [T, frequencies] if they differ between the rope's
         axes."""
-        given, positions = self.given.given, self.positions
-        if given is not None and given.axis_positions is not None and rope.axes is not None:
-            positions = given.axis_positions[rope.axes].t()
+        given_rows, positions = self.given.given_rows, self.positions
+        if given_rows is not None and given_rows.axis_positions is not None and rope.axes is not None:
+            positions = given_rows.axis_positions[rope.axes].t()
         found: Tensor = positions
         return found
 
@@ -56,9 +54,9 @@ class _Batch:
         return layer.window if self._is_captured or self._longest > layer.window else 0
 
 
-def _tree_lens(trees: object) -> list[int]:
-    prefix_lens, path_lens = trees.prefix_lens, trees.path_lens  # type: ignore[attr-defined]
-    return [int(prefix_lens.max()) + int(path_lens.max())]
+def _longest_path(trees: TreeAttention | None) -> int:
+    """Returns a bound of the tokens from the start of a text to a node of its tree; 0 without trees."""
+    return 0 if trees is None else int(trees.prefix_lens.max()) + int(trees.path_lens.max())
 
 
 def apply_norm(x: Tensor, norm: Norm, kernels: Kernels) -> Tensor:
@@ -143,7 +141,7 @@ class Decoder:
         """Returns the graphs of decode steps. None is captured yet."""
         weights = self.weights
         return DecodeGraphs(
-            lambda given: self._forward(_Batch(given, self._kernels, is_captured=True)),
+            lambda given: self._forward(_Pass(given, self._kernels, is_captured=True)),
             self._kernels.attention,
             weights.num_heads,
             weights.num_kv_heads,
@@ -169,7 +167,7 @@ class Decoder:
             num_rows = given.arrays.shape[1]
             given = replace(given, grouped=self._adapter_table.grouped(given.adapters, num_rows))
         hidden = None if self._graphs is None else self._graphs.run(given)
-        return self._forward(_Batch(given, self._kernels)) if hidden is None else hidden
+        return self._forward(_Pass(given, self._kernels)) if hidden is None else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes logits [S, vocab_size] in float32 from hidden states [S, hidden_size]. Ranks other than
@@ -184,9 +182,9 @@ class Decoder:
         logits = logits if scale == 1.0 else logits.mul_(scale)
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
-    def _forward(self, batch: _Batch) -> Tensor:
+    def _forward(self, batch: _Pass) -> Tensor:
         weights, layers, products = self.weights, self.weights.layers, batch.products
-        given = batch.given.given
+        given_rows = batch.given.given_rows
         residual = self._embedded(batch)
         for place, rope in enumerate(weights.ropes):
             positions = batch.make_positions(rope)
@@ -213,15 +211,15 @@ class Decoder:
                 normed, residual = self._added(attended, residual, layer.mlp_norm)
             out = self._normed(self._summed(self._mlp(layer.mlp, normed, batch, i)), layer.output_norm)
             next_norm = weights.final_norm if i == last else layers[i + 1].input_norm
-            if given is not None and given.is_deep(i):
-                residual = given.add_deep(residual + out, i)
+            if given_rows is not None and given_rows.is_deep(i):
+                residual = given_rows.add_deep(residual + out, i)
                 normed = self._normed(residual, next_norm)
             else:
                 normed, residual = self._added(out, residual, next_norm)
         is_whole = len(normed) == len(batch.token_ids)
         return normed.index_select(0, batch.rows) if is_whole else normed
 
-    def _embedded(self, batch: _Batch) -> Tensor:
+    def _embedded(self, batch: _Pass) -> Tensor:
         weights, dtype, part = self.weights, self.weights.final_norm.weight.dtype, self._part
         if part is None:
             hidden = self._kernels.linear.embed(batch.token_ids, weights.embedding, dtype)
@@ -235,8 +233,8 @@ class Decoder:
         if weights.positions is not None:
             places = batch.positions + weights.position_offset
             hidden = hidden + torch.nn.functional.embedding(places, weights.positions)
-        if batch.given.given is not None:
-            hidden = hidden.index_copy(0, batch.given.given.rows, batch.given.given.values)
+        if batch.given.given_rows is not None:
+            hidden = hidden.index_copy(0, batch.given.given_rows.rows, batch.given.given_rows.values)
         return hidden
 
     def _summed(self, x: Tensor) -> Tensor:
@@ -263,7 +261,7 @@ class Decoder:
         residual = residual + x
         return self._normed(residual, norm), residual
 
-    def _queries(self, layer: LayerWeights, x: Tensor, batch: _Batch, index: int) -> Tensor:
+    def _queries(self, layer: LayerWeights, x: Tensor, batch: _Pass, index: int) -> Tensor:
         """Returns the rotated queries [T, heads, head_dim], and writes keys and values to the pool."""
         kv_layer, head_dim = batch.given.kv_layers[index], self.weights.head_dim
         num_heads, num_kv_heads = self.weights.num_heads, self.weights.num_kv_heads
@@ -290,12 +288,12 @@ class Decoder:
             batch.angles[None] = unturned, torch.zeros_like(unturned)
         return self._kernels.rows.rope_and_write(qkv, *batch.angles[rope], kv_layer, batch.write_slots)
 
-    def _attended(self, layer: LayerWeights, queries: Tensor, batch: _Batch, kv_layer: Tensor) -> Tensor:
+    def _attended(self, layer: LayerWeights, queries: Tensor, batch: _Pass, kv_layer: Tensor) -> Tensor:
         weights, attention = self.weights, self._kernels.attention
         rule = AttentionRule(weights.attention_scale, batch.window(layer), weights.attention_cap)
         return attention.attend(queries, kv_layer, batch.given.plan, rule, layer.sinks)
 
-    def _mlp(self, mlp: Mlp | Experts, x: Tensor, batch: _Batch, layer: int) -> Tensor:
+    def _mlp(self, mlp: Mlp | Experts, x: Tensor, batch: _Pass, layer: int) -> Tensor:
         if isinstance(mlp, Mlp):
             return self._dense(mlp, x, batch.products, layer)
         linear, mixture = self._kernels.linear, self._mixtures[layer]
