@@ -233,6 +233,7 @@ class Request:
     status: Status = Status.WAITING
     was_admitted: bool = False
     is_held_back: bool = False  # in this step it does not fit into memory or into the step's time
+    is_unencoded: bool = False  # it waits for the encoding of an image, for which a step had no time
     # While it waits for memory, others may start before it only in steps before this number. None: it was
     # neither preempted nor the first request that did not fit.
     passed_until: int | None = None

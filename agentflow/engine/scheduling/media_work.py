@@ -35,7 +35,8 @@ MOST_OF_PLANNED = 1.2
 class MediaWork:
     """The media of one engine.
 
-    ``wanted``: how many unfinished requests have each medium. Without any, no step plans anything.
+    ``wanted``: the unfinished requests that have each medium. Without any, no step plans anything.
+    ``completed``: the media whose features were made since the scheduler last took them out.
     ``planned``: the slices of each encoding that the step being planned runs. ``num_encoded``: media whose
     features were made. ``num_evicted``: media whose features, or parts of them, were dropped for room.
     Slices differ in their time, and other requests wait for the step: slices that would end long after the
@@ -62,7 +63,8 @@ class MediaWork:
         self._begun: dict[str, MediaEncoding] = {}
         self._used: set[str] = set()  # by the tokens of the step being planned
         self._failed: dict[str, Exception] = {}  # encodings that could not begin
-        self.wanted: Counter[str] = Counter()
+        self.wanted: dict[str, dict[Request, None]] = {}
+        self.completed: list[str] = []
         self._num_steps = 0
         self._fresh: dict[str, int] = {}  # the step of the last slice, until the features are used
         self._left_over: Counter[str] = Counter()  # slices that were planned and not run
@@ -93,18 +95,21 @@ class MediaWork:
 
     def arrived(self, request: Request) -> None:
         """A request with media waits for the first time."""
-        self.wanted.update({run.identity for run in request.media})
+        for run in request.media:
+            self.wanted.setdefault(run.identity, {})[request] = None
 
     def departed(self, request: Request) -> None:
-        """A request of ``arrived`` has ended."""
-        for identity in {run.identity for run in request.media}:
-            self.wanted[identity] -= 1
-            if not self.wanted[identity]:
-                del self.wanted[identity]
+        """A request has ended. May be repeated."""
+        for run in request.media:
+            requests = self.wanted.get(run.identity, {})
+            requests.pop(request, None)
+            if not requests:
+                self.wanted.pop(run.identity, None)
         if not self.wanted:
             self.planned.clear()
             self._used.clear()
             self._failed.clear()
+            self.completed.clear()
 
     def start_step(self) -> None:
         """A step is being planned."""
@@ -209,6 +214,7 @@ class MediaWork:
             if not encoding.num_slices:
                 del self._begun[identity], self._left_over[identity]
                 self.num_encoded += 1
+                self.completed.append(identity)
         return failed
 
     def shrink(self, running: Iterable[Request]) -> bool:
@@ -237,7 +243,7 @@ class MediaWork:
     def _is_awaited(self, identity: str) -> bool:
         """Whether the medium is being encoded for a request, or was and is not used yet."""
         last = self._fresh.get(identity)
-        return last is not None and self._num_steps - last < GRACE_STEPS and self.wanted[identity] > 0
+        return last is not None and self._num_steps - last < GRACE_STEPS and identity in self.wanted
 
     def _needed_by(self, running: Iterable[Request]) -> set[str]:
         """The media that running requests need next."""

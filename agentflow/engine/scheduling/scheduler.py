@@ -181,6 +181,8 @@ class Scheduler:
         self._planned: Request | None = None  # whose turn it is while a step is planned
         self._held_back: list[Request] = []  # waiting requests that do not fit in this step
         self._num_unencoded = 0  # requests of the step, held back by their images
+        # Requests that were passed since then, with the image. They wait apart from the next step on.
+        self._unencoded: list[tuple[Request, str]] = []
 
     @property
     def counters(self) -> Counters:
@@ -385,6 +387,8 @@ class Scheduler:
         too (see ``pace``)."""
         while self._held_back:
             self._held_back.pop().is_held_back = False
+        if self.media is not None and (self._unencoded or self.media.completed):
+            self._set_unencoded(self.media)
         prompts = [*self._prefills.requests.values()]
         if self._in_flight.launched:  # the last chunks of some are launched
             prompts = [r for r in prompts if r.num_to_compute > (1 if r.tree is None else 0)]
@@ -416,6 +420,8 @@ class Scheduler:
                     if not self._encode(request, run.identity, draft):
                         self._hold_back(request)
                         self._num_unencoded += 1
+                        if self._num_unencoded == MAX_UNENCODED:
+                            self.waiting.hold_back_unencoded()
                     continue
                 if not self._admit(request):
                     self._hold_back(request)
@@ -445,6 +451,19 @@ class Scheduler:
                     self.media.use(request, start, start + num_tokens)
             if not num_tokens or num_tokens == num_left:
                 prompts.remove(request)
+
+    def _set_unencoded(self, media: MediaWork) -> None:
+        """Requests that the last step passed wait apart until their image is encoded. The search for others
+        then passes all of them, except in a step that has time for their encodings."""
+        for request, identity in self._unencoded:
+            if request in self.waiting and not media.is_ready(identity):
+                self.waiting.set_unencoded(request, True)
+        self._unencoded.clear()
+        for identity in media.completed:
+            for request in media.wanted.get(identity, ()):
+                if request.is_unencoded:
+                    self.waiting.set_unencoded(request, False)
+        media.completed.clear()
 
     @property
     def _has_room_to_run(self) -> bool:
@@ -606,12 +625,7 @@ class Scheduler:
                 self._pace.departed(request)
             if not request.origin.is_ahead:
                 self.memory.liveness.departed(request.origin.state)
-        if (
-            self.media is not None
-            and request.media
-            and request.status is not Status.FINISHED
-            and request.arrival >= 0
-        ):
+        if self.media is not None and request.media:
             self.media.departed(request)
         request.status = Status.FINISHED
         state = request.origin.state
@@ -751,8 +765,9 @@ class Scheduler:
         if self._num_unencoded >= MAX_UNENCODED and self.media is not None and request.media:
             if match is None:
                 match = self._num_cached(request)
-            if self.media.missing(request, match) is not None:
+            if (run := self.media.missing(request, match)) is not None:
                 self._hold_back(request)
+                self._unencoded.append((request, run.identity))
                 return True
         if not self.config.use_cache or not self._prefills.requests:
             return False

@@ -7,26 +7,31 @@ the requests' tree is then computed once. It is not fair: a request that shares 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from agentflow.engine.request import Request
-from agentflow.engine.scheduling.policies.policy import Clock, LongestPrefix, PeekCache
-from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingNode
+from agentflow.engine.cache.token_run import TokenRun
+from agentflow.engine.request import CacheKey, Request
+from agentflow.engine.scheduling.policies.policy import Clock, PeekCache, SimplePolicy
+from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingNode, WaitingTree
 from agentflow.engine.scheduling.scheduler import POLICIES, NewPolicy
 
 
-class DepthFirst(LongestPrefix):
+class DepthFirst(SimplePolicy):
     """Depth first through the tree of waiting requests: first the requests below the one that was admitted
     last, then the subtree with the most requests."""
 
     def __init__(self, peek: PeekCache, token_budget: int, clock: Clock) -> None:
-        super().__init__(peek, token_budget, clock)
+        super().__init__()
+        self._peek = peek
+        self._tree = WaitingTree()
         self._path: list[WaitingNode] = []  # from the root to the end of the last admitted request
         self._num_waiting: dict[WaitingNode, int] = {}  # requests at and below each node of the tree
         self._tree.on_joined = self._joined
 
     def add(self, request: Request) -> None:
         super().add(request)
+        run = request.reusable_run()
+        self._tree.add(request, run, self._peek(request.cache_key, run))
         counts = self._num_waiting
         for node in self._nodes_up(request):
             if node in counts:
@@ -40,6 +45,7 @@ class DepthFirst(LongestPrefix):
                 self._num_waiting[node] -= 1
                 if not self._num_waiting[node]:
                     del self._num_waiting[node]
+            self._tree.remove(request)
         super().remove(request)
 
     def _joined(self, nodes: Sequence[WaitingNode]) -> None:
@@ -74,7 +80,7 @@ class DepthFirst(LongestPrefix):
         pending = [root]
         while pending:
             node = pending.pop()
-            if node.start + node.cached < node.end and is_blocked(node.any_request(self._holds_back), None):
+            if node.start + node.cached < node.end and node.unblocked(None, is_blocked) is None:
                 continue  # all below need the same token next
             for request in node.requests.values():
                 if not is_blocked(request, None):
@@ -87,6 +93,12 @@ class DepthFirst(LongestPrefix):
             self._path = [*self._nodes_up(request)]
             self._path.reverse()
         super().admit(request)
+
+    def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
+        self._tree.tokens_cached(cache_key, run)
+
+    def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
+        self._tree.tokens_evicted(cache_key, run, kept)
 
 
 SIMULATED_POLICIES: Mapping[str, NewPolicy] = {**POLICIES, "dfs-weight": DepthFirst}

@@ -249,11 +249,17 @@ def test_pictures_of_one_tenant_do_not_stretch_the_steps_of_others() -> None:
     assert decoding.num_generated > 40
 
 
-def test_f37_a_step_tries_few_of_the_requests_that_wait_for_the_encoding_of_their_image() -> None:
-    """However many of them wait. All requests for text start."""
+@pytest.mark.parametrize("policy", ["fair-lpm", "lpm"])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("task_group", [0, 1])
+def test_f37_the_work_of_a_step_does_not_grow_with_the_requests_that_wait_for_the_encoding_of_their_image(
+    policy, is_shared, task_group
+) -> None:
+    """However many of them wait, and whether their prompts begin with the same text or with the image. All
+    requests for text start."""
     num_lines = {}
-    for num_waiting in (100, 400):
-        harness = Harness(feature_bytes=1e6, token_budget=64, max_running=64)
+    for num_waiting in (200, 1200):
+        harness = Harness(feature_bytes=1e6, token_budget=64, max_running=64, policy=policy)
         media = MediaWork(harness.runner, 1e6, clock=itertools.count(0.0, 1e-3).__next__)
         harness.scheduler.media = harness.media = media
         harness.add(0, [1] * 8, 100, tenant="reader")
@@ -262,15 +268,60 @@ def test_f37_a_step_tries_few_of_the_requests_that_wait_for_the_encoding_of_thei
         for number in range(num_waiting):
             medium = prepared(b"flood %d" % number, num_bytes=30_000, num_rows=2)
             media.add(medium)
-            run = medium.pieces[1].at(medium.identity, 1)
-            harness.add(10 + number, [7, *pseudo_tokens(run).tolist(), 7], 1, media=[run], tenant="flood")
-        harness.step()
-        texts = [harness.add(1, [2] * 30, 1, tenant="reader"), harness.add(2, [3] * 30, 1, tenant="flood")]
+            run = medium.pieces[1].at(medium.identity, 1 if is_shared else 0)
+            prompt = [*([7] if is_shared else []), *pseudo_tokens(run).tolist(), 7]
+            harness.add(10 + number, prompt, 1, media=[run], tenant="flood", task_group=task_group)
+        for _ in range(10):  # the first steps look at each of them once
+            harness.step()
+        texts = [
+            harness.add(1, [2] * 30, 1, tenant="reader"),
+            harness.add(2, [7] + [3] * 30, 1, tenant="flood"),
+        ]
         with counted_lines() as lines:
             assert harness.scheduler.schedule() is not None
         assert [text.status for text in texts] == [Status.RUNNING] * 2
         num_lines[num_waiting] = lines.num
-    assert num_lines[400] - num_lines[100] < 300 * 80
+    assert num_lines[1200] < 2 * num_lines[200]
+
+
+def test_f37_a_text_passes_requests_that_wait_for_their_images_and_need_the_same_token_next() -> None:
+    """Nothing of their prompts is cached: their system prompt is computed once the first image is encoded."""
+    harness = Harness(feature_bytes=1e6, token_budget=64, max_running=64)
+    media = MediaWork(harness.runner, 1e6, clock=itertools.count(0.0, 1e-3).__next__)
+    harness.scheduler.media = harness.media = media
+    harness.add(0, [1] * 8, 100, tenant="reader")
+    for _ in range(10):
+        harness.step()
+    for number in range(100):
+        medium = prepared(b"flood %d" % number, num_bytes=30_000, num_rows=2)
+        media.add(medium)
+        run = medium.pieces[1].at(medium.identity, 20)
+        harness.add(10 + number, [*([7] * 20), *pseudo_tokens(run).tolist(), 7], 1, media=[run])
+    text = harness.add(1, [*([7] * 20), 3], 1)
+    harness.step()
+    assert text.status is not Status.WAITING
+
+
+def test_f37_a_request_starts_once_its_image_is_encoded_however_many_wait_for_other_images() -> None:
+    """An earlier request with the same image was encoded for. The image of no other request is ready."""
+    harness = Harness(feature_bytes=1e9, token_budget=64, max_running=64)
+    media = harness.media
+    assert media is not None
+    harness.add(0, [1] * 8, 100, tenant="reader")
+    flood: list = []
+    for number in range(200):
+        medium = prepared(b"flood %d" % (number if number != 150 else 0), num_bytes=30_000, num_rows=2)
+        media.add(medium)
+        run = medium.pieces[1].at(medium.identity, 1)
+        prompt = [number, *pseudo_tokens(run).tolist(), 7]
+        flood.append(harness.add(10 + number, prompt, 1, media=[run], tenant="flood"))
+    while flood[150].status is Status.WAITING:
+        assert flood[0].status is Status.WAITING or flood[149].status is Status.WAITING
+        assert harness.step()
+    assert flood[149].status is Status.WAITING
+    assert not media.is_ready(flood[149].media[0].identity)
+    harness.run()
+    assert all(one.status is Status.FINISHED for one in flood)
 
 
 class SlowEncoding:

@@ -227,12 +227,13 @@ def test_a_chat_has_its_time_per_token_after_steps_that_were_all_full():
     assert max(steps.took_s) <= pace.MOST_PART * 0.008
 
 
+@pytest.mark.parametrize("policy", ["fair-lpm", "lpm"])
 @pytest.mark.parametrize("task_group", [0, 1])
-def test_a_step_asks_about_one_of_the_requests_that_are_held_back_together(task_group):
+def test_a_step_asks_about_one_of_the_requests_that_are_held_back_together(task_group, policy):
     """However many of them wait, and whatever their prompts have in common."""
     num_lines = {}
     for num_waiting in (100, 1000):
-        steps = Paced(ROWS, tpot_target_ms=20)
+        steps = Paced(ROWS, tpot_target_ms=20, policy=policy)
         steps.add(4, 1000, tenant="a")
         steps.step()
         for _ in range(num_waiting):
@@ -250,27 +251,36 @@ def test_a_step_asks_about_one_of_the_requests_that_are_held_back_together(task_
     assert num_lines[1000] < 1.2 * num_lines[100]
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_f37_a_step_asks_about_no_request_that_is_held_back_with_others_of_the_rank_of_chats(is_shared):
-    """Chats wait for their group, and others may not start yet."""
+@pytest.mark.parametrize("policy", ["fair-lpm", "lpm"])
+@pytest.mark.parametrize("num_shared", [0, 1, 3])
+def test_f37_a_step_asks_about_no_request_that_is_held_back_with_others_of_the_rank_of_chats(
+    num_shared, policy
+):
+    """Chats wait for their group, and others may not start yet. Of the three tokens of each prompt, the first
+    are equal. The step that holds some back for the first time looks at each of them."""
+    first = {}
     num_lines = {}
     for num_waiting in (100, 1000):
-        steps = Paced(ROWS, max_running=64, tpot_target_ms=20)
+        steps = Paced(ROWS, max_running=64, tpot_target_ms=20, policy=policy)
         for _ in range(10):
             steps.add(4, 1000)
             steps.step()
         for number in range(num_waiting + 5):
             objective, group = ("throughput", AWAITED_GROUPS + 1) if number < num_waiting else ("latency", 0)
-            prompt = [99 if is_shared else 100 + number, number, number]
+            prompt = [*[99] * num_shared, *[100 + number] * 3][:3]
             steps.scheduler.add(
                 request_of(1000 + number, prompt, 1000, objective=objective, task_group=group)
             )
-        for _ in range(5):
+        with counted_lines() as lines:
+            steps.step()
+        first[num_waiting] = lines.num
+        for _ in range(4):
             steps.step()
         with counted_lines() as lines:
             steps.step()
         assert len(steps.running) == 10
         num_lines[num_waiting] = lines.num
+    assert first[1000] < 11 * first[100]
     assert num_lines[1000] < 1.2 * num_lines[100]
 
 

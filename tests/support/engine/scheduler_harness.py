@@ -21,7 +21,7 @@ from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.policies.policy import LongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
+from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES, DepthFirst
 from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.protocol.sampling import SamplingParams
 
@@ -180,6 +180,8 @@ class Harness:
         waiting = self.scheduler.waiting
         matches: list[tuple[Request, int]] = []
         if isinstance(waiting, LongestPrefix):
+            matches = [(one, waiting._by_match.count_match(one)) for one in waiting._waiting.values()]
+        if isinstance(waiting, DepthFirst):
             matches = [(one, waiting._tree.count_match(one)) for one in waiting._waiting.values()]
         if isinstance(waiting, FairLongestPrefix):
             for tenant in waiting._tenants.values():

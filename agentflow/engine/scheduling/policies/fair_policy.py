@@ -62,6 +62,7 @@ class FairLongestPrefix(Policy):
         self._by_charge: list[_Charged] = []  # a heap with old entries
         self._passed: list[TenantQueue] = []  # not in the heap, as they cannot use a chunk of this step
         self._in_step: dict[TenantQueue, None] = {}  # tenants that this step touched
+        self._holds_back_unencoded = False  # in this step
         # By tenant and number, the one with the latest request last.
         self._programs: OrderedDict[tuple[str, int], TenantProgram] = OrderedDict()
         self._paused: set[tuple[str, int]] = set()  # programs, by tenant and number
@@ -145,10 +146,21 @@ class FairLongestPrefix(Policy):
         for tenant in self._in_step:
             tenant.start_step()
         self._in_step.clear()
+        self._holds_back_unencoded = False
         self._restore_passed()
 
     def hold_back_paced(self, tenant: str) -> None:
         self._tenants[tenant].by_match.hold_back_paced()
+
+    def set_unencoded(self, request: Request, is_unencoded: bool) -> None:
+        tenant = self._tenants.get(request.tenant)
+        if tenant is not None and request.id in tenant.arrivals.waiting:
+            tenant.set_unencoded(request, is_unencoded)
+        else:
+            request.is_unencoded = is_unencoded
+
+    def hold_back_unencoded(self) -> None:
+        self._holds_back_unencoded = True
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
         """A request of the tenant with the lowest charge that can use a chunk. Within a step charges only
@@ -171,6 +183,7 @@ class FairLongestPrefix(Policy):
         self, tenant: TenantQueue, prompts: Sequence[Request], is_blocked: IsBlocked | None
     ) -> Request | None:
         self._in_step[tenant] = None
+        tenant.by_match.holds_back_unencoded = self._holds_back_unencoded
         if len(self._tenants) > 1:
             prompts = [request for request in prompts if request.tenant == tenant.name]
         return tenant.next(prompts, is_blocked)

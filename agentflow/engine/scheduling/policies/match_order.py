@@ -1,15 +1,16 @@
 """The waiting requests of one tenant by rank, then short ones before long ones, then the longest match first.
 
 A request is *short* if it has at most ``short_tokens`` tokens to compute. Short and long ones have separate
-trees (``waiting_tree``), by their length when they arrived. Once ``pace`` has held requests back together,
-these requests have two more such trees, so that the search for another one passes all of them. While only a
-few requests wait, there are no trees: to look through the few costs less than to change trees.
+trees (``waiting_tree``), by their length when they arrived. Requests that are held back together have other
+trees, so that the search for another one passes all of them: requests that ``pace`` holds back, once it has
+held some back, and requests that wait for the encoding of an image. While only a few requests wait, there are
+no trees: to look through the few costs less than to change trees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 from agentflow.engine.request import CacheKey, Request
@@ -17,6 +18,10 @@ from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, Waiting
 
 MAX_FEW = 4
 """At most this many waiting requests of a tenant are kept without trees."""
+_LONG: Final = 1
+_PACED: Final = 2
+_UNENCODED: Final = 4
+"""Which tree a request is in: the sum of the kinds that it belongs to."""
 Rank: TypeAlias = tuple[int, int, int]
 _Placed: TypeAlias = tuple[Request, int, Rank]
 """A request with its match and its rank."""
@@ -24,13 +29,14 @@ _Placed: TypeAlias = tuple[Request, int, Rank]
 
 class MatchOrder:
     """The requests in this order. ``holds_back_paced``: in this step, requests that ``pace`` holds back
-    together are blocked, except those that are cached completely."""
+    together are blocked, except those that are cached completely. ``holds_back_unencoded``: so are requests
+    that wait for the encoding of an image."""
 
-    def __init__(self, short_tokens: int) -> None:
-        self.holds_back_paced = False
+    def __init__(self, short_tokens: float) -> None:
+        self.holds_back_paced = self.holds_back_unencoded = False
         self._short_tokens = short_tokens
-        self._num_trees = 2  # or 4, once ``pace`` has held requests back
-        self._trees: Sequence[WaitingTree] = ()
+        self._divides_paced = False  # once ``pace`` has held requests back
+        self._trees: dict[int, WaitingTree] = {}  # by kind
         self._few: list[_Few] = []  # in the order of their arrival
 
     def add(self, request: Request, run: TokenRun, match: int, rank: Rank) -> None:
@@ -41,9 +47,7 @@ class MatchOrder:
             return
         if self._few:
             self._plant_few()
-        if not self._trees:
-            self._trees = self._new_trees()
-        _plant(self._trees, one)
+        self._plant(self._trees, one)
 
     def remove(self, request: Request) -> bool:
         """Removes the request. Returns whether it was there."""
@@ -51,7 +55,7 @@ class MatchOrder:
             if one.request is request:
                 self._few.remove(one)
                 return True
-        for tree in self._trees:
+        for tree in self._trees.values():
             if request.id in tree.nodes:
                 tree.remove(request)
                 return True
@@ -66,7 +70,7 @@ class MatchOrder:
         for one in self._few:
             if one.request is request:
                 return one.match
-        for tree in self._trees:
+        for tree in self._trees.values():
             if request.id in tree.nodes:
                 return tree.count_match(request)
         raise KeyError(request.id)
@@ -78,7 +82,7 @@ class MatchOrder:
             if one.request.cache_key == cache_key and (common := one.common(run)) > one.match:
                 one.match = common
                 has_changed = True
-        for tree in self._trees:
+        for tree in self._trees.values():
             if tree.nodes and tree.tokens_cached(cache_key, run):
                 has_changed = True
         return has_changed
@@ -90,49 +94,65 @@ class MatchOrder:
             if one.match > kept and one.request.cache_key == cache_key and one.common(run()) > kept:
                 one.match = kept
                 has_changed = True
-        for tree in self._trees:
+        for tree in self._trees.values():
             if tree.tokens_evicted(cache_key, run, kept):
                 has_changed = True
         return has_changed
 
     def start_step(self) -> None:
         """A step is being planned."""
-        self.holds_back_paced = False
-        for tree in self._trees:
+        self.holds_back_paced = self.holds_back_unencoded = False
+        for tree in self._trees.values():
             tree.start_step()
 
     def hold_back_paced(self) -> None:
         """As in ``Policy``."""
         self.holds_back_paced = True
-        if self._num_trees > 2:
+        if self._divides_paced:
             return
-        trees = [WaitingTree() for _ in range(4)]
-        planted = {node.requests[number]: tree for tree in self._trees for number, node in tree.nodes.items()}
-        for request in sorted(planted, key=_arrival):
-            tree = planted[request]
-            is_short, rank = tree is self._trees[0], tree.nodes[request.id].rank
-            _plant(trees, _Few(request, request.reusable_run(), tree.count_match(request), rank, is_short))
-        self._trees, self._num_trees = trees, 4
+        planted = [
+            self._planted_as(kind, node.requests[number])
+            for kind, tree in self._trees.items()
+            for number, node in tree.nodes.items()
+        ]
+        self._divides_paced = True
+        trees: dict[int, WaitingTree] = {}
+        for one in sorted(planted, key=_arrival):
+            self._plant(trees, one)
+        self._trees = trees
+
+    def set_unencoded(self, request: Request, is_unencoded: bool) -> None:
+        """As in ``Policy``."""
+        for kind, tree in self._trees.items():
+            if request.id in tree.nodes:
+                one = self._planted_as(kind, request)
+                tree.remove(request)
+                request.is_unencoded = is_unencoded
+                self._plant(self._trees, one)
+                return
+        request.is_unencoded = is_unencoded
 
     @property
     def has_complete_paced(self) -> bool:
         """Whether a request that ``pace`` holds back may be cached completely. It is not blocked then."""
-        return bool(self._few) or any(tree.has_complete() for tree in self._trees[2:])
+        return bool(self._few) or any(
+            tree.has_complete() for kind, tree in self._trees.items() if kind & _PACED
+        )
 
     def first(self, is_blocked: IsBlocked) -> Request | None:
         """The first request that is not blocked. A long request that the cache has made short since it
         arrived is short."""
         if self._few:
             return self._first_of_few(is_blocked)
+        held_back = _PACED * self.holds_back_paced + _UNENCODED * self.holds_back_unencoded
         firsts: list[_Placed | None] = [None, None]  # of short and of long ones
-        for number, tree in enumerate(self._trees):
+        for kind, tree in self._trees.items():
             if tree.nodes:
-                is_held_back = self.holds_back_paced and number > 1
-                first = tree.first(is_blocked, only_complete=is_held_back)
+                first = tree.first(is_blocked, only_complete=bool(kind & held_back))
                 if first is not None:
                     other: _Placed = *first, tree.nodes[first[0].id].rank
-                    known = firsts[number % 2]
-                    firsts[number % 2] = other if known is None else min(known, other, key=_order_in_trees)
+                    known = firsts[kind & _LONG]
+                    firsts[kind & _LONG] = other if known is None else min(known, other, key=_order_in_trees)
         return self._first_of_two(*firsts)
 
     def _first_of_few(self, is_blocked: IsBlocked) -> Request | None:
@@ -165,18 +185,30 @@ class MatchOrder:
 
     def _plant_few(self) -> None:
         """Moves the few requests to new trees. After an exception, they still wait without trees."""
-        trees = self._new_trees()
+        trees: dict[int, WaitingTree] = {}
         for one in self._few:
-            _plant(trees, one)
+            self._plant(trees, one)
         self._trees = trees
         self._few.clear()
 
-    def _new_trees(self) -> Sequence[WaitingTree]:
-        return [WaitingTree() for _ in range(self._num_trees)]
+    def _plant(self, trees: dict[int, WaitingTree], one: _Few) -> None:
+        request = one.request
+        kind = _LONG * (not one.is_short) + _PACED * (self._divides_paced and request.is_paced)
+        kind += _UNENCODED * request.is_unencoded
+        tree = trees.get(kind)
+        if tree is None:
+            tree = trees[kind] = WaitingTree()
+        tree.add(request, one.run, one.match, one.rank)
+
+    def _planted_as(self, kind: int, request: Request) -> _Few:
+        """A request in the tree of this kind."""
+        tree = self._trees[kind]
+        rank, match = tree.nodes[request.id].rank, tree.count_match(request)
+        return _Few(request, request.reusable_run(), match, rank, not kind & _LONG)
 
     @property
     def _has_planted(self) -> bool:
-        for tree in self._trees:  # noqa: SIM110 - faster than any()
+        for tree in self._trees.values():  # noqa: SIM110 - faster than any()
             if tree.nodes:
                 return True
         return False
@@ -217,13 +249,8 @@ def _order_of_few(one: _Few) -> tuple[Rank, int]:
     return one.rank, -one.match
 
 
-def _plant(trees: Sequence[WaitingTree], one: _Few) -> None:
-    tree = trees[(0 if one.is_short else 1) + (2 if len(trees) > 2 and one.request.is_paced else 0)]
-    tree.add(one.request, one.run, one.match, one.rank)
-
-
-def _arrival(request: Request) -> int:
-    return request.arrival
+def _arrival(one: _Few) -> int:
+    return one.request.arrival
 
 
 def _order_in_trees(one: _Placed) -> tuple[Rank, int, int]:

@@ -22,7 +22,8 @@ from itertools import islice
 from agentflow.engine.cache.token_run import TokenRun
 from agentflow.engine.request import CacheKey, Origin, Request
 from agentflow.engine.scheduling.policies.charges import Charged
-from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, WaitingTree
+from agentflow.engine.scheduling.policies.match_order import MatchOrder
+from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked
 
 PeekCache = Callable[[CacheKey, TokenRun], int]
 """The number of cached tokens of a run under a key. Changes nothing."""
@@ -104,6 +105,15 @@ class Policy(ABC):
     def hold_back_paced(self, tenant: str) -> None:
         """Until the next step, all requests of the tenant are blocked that ``pace`` holds back together
         (``Request.is_paced``), so that the policy need not ask about them."""
+        return
+
+    def set_unencoded(self, request: Request, is_unencoded: bool) -> None:
+        """A request waits for the encoding of an image (``Request.is_unencoded``), or no longer does."""
+        request.is_unencoded = is_unencoded
+
+    def hold_back_unencoded(self) -> None:
+        """Until the next step, all requests that wait for the encoding of an image are blocked, so that the
+        policy need not ask about them."""
         return
 
     def charge(self, request: Request, num_tokens: int) -> None:
@@ -240,40 +250,43 @@ class RandomOrder(FirstCome):
 
 
 class LongestPrefix(SimplePolicy):
-    """Longest cached prefix first; among equals roughly the oldest."""
+    """Longest cached prefix first; among equals roughly the oldest. ``pace`` holds back the requests of all
+    tenants together."""
 
     def __init__(self, peek: PeekCache, token_budget: int, clock: Clock) -> None:
         super().__init__()
         self._peek = peek
-        self._tree = WaitingTree()
-        self._held_back: set[str] = set()  # tenants, in this step
+        self._by_match = MatchOrder(math.inf)
 
     def add(self, request: Request) -> None:
         super().add(request)
         run = request.reusable_run()
-        self._tree.add(request, run, self._peek(request.cache_key, run))
+        self._by_match.add(request, run, self._peek(request.cache_key, run), _ONE_RANK)
 
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
-        found = self._tree.first(is_blocked, self._holds_back if self._held_back else None)
-        return found[0] if found is not None else None
-
-    def _holds_back(self, request: Request) -> bool:
-        return request.is_paced and request.tenant in self._held_back
+        return self._by_match.first(is_blocked)
 
     def start_step(self) -> None:
-        self._tree.start_step()
-        self._held_back.clear()
+        self._by_match.start_step()
 
     def hold_back_paced(self, tenant: str) -> None:
-        self._held_back.add(tenant)
+        self._by_match.hold_back_paced()
+
+    def set_unencoded(self, request: Request, is_unencoded: bool) -> None:
+        self._by_match.set_unencoded(request, is_unencoded)
+
+    def hold_back_unencoded(self) -> None:
+        self._by_match.holds_back_unencoded = True
 
     def remove(self, request: Request) -> None:
-        if request.id in self._waiting:
-            self._tree.remove(request)
+        self._by_match.remove(request)
         super().remove(request)
 
     def tokens_cached(self, cache_key: CacheKey, run: TokenRun) -> None:
-        self._tree.tokens_cached(cache_key, run)
+        self._by_match.tokens_cached(cache_key, run)
 
     def tokens_evicted(self, cache_key: CacheKey, run: Callable[[], TokenRun], kept: int) -> None:
-        self._tree.tokens_evicted(cache_key, run, kept)
+        self._by_match.tokens_evicted(cache_key, run, kept)
+
+
+_ONE_RANK = (0, 0, 0)

@@ -135,7 +135,8 @@ class TenantQueue:
         self.by_match = MatchOrder(self._short_tokens)
         self.count_match = self.by_match.count_match
         self._num_at: dict[int, int] = {}  # requests in line, by priority
-        self._groups: dict[tuple[int, Hashable], Siblings] = {}  # by priority and task group
+        # By priority and task group; requests that wait for the encoding of an image are apart.
+        self._groups: dict[tuple[int, Hashable, bool], Siblings] = {}
         self._continuing: list[_QueuePosition] = []  # requests that continue their programs, in order
         self._positions: dict[int, _QueuePosition] = {}  # of requests that have a program, by id
         self._of_program: dict[int, dict[int, Request]] = {}  # the same, by program and id
@@ -172,9 +173,7 @@ class TenantQueue:
             self._of_program.setdefault(request.origin.program, {})[request.id] = request
             if program.has_begun:
                 insort(self._continuing, position)
-        group = _find_group(request)
-        if group is not None:
-            self._groups.setdefault((priority, group), Siblings()).add(request)
+        self._join_group(request)
 
     def remove(self, request: Request) -> None:
         """The request no longer waits. After a fault in a move, it may be in two places, or not in all parts
@@ -213,14 +212,28 @@ class TenantQueue:
             index = bisect_left(self._continuing, position)
             if index < len(self._continuing) and self._continuing[index].request is request:
                 del self._continuing[index]
+        self._leave_group(request)
+
+    def set_unencoded(self, request: Request, is_unencoded: bool) -> None:
+        """A request in line waits for the encoding of an image, or no longer does."""
+        self._chosen = self._found = None
+        self._leave_group(request)
+        self.by_match.set_unencoded(request, is_unencoded)
+        self._join_group(request)
+
+    def _join_group(self, request: Request) -> None:
         group = _find_group(request)
         if group is not None:
-            key = request.origin.priority, group
-            in_group = self._groups.get(key)
-            if in_group is not None:
-                in_group.remove(request)
-                if not len(in_group):
-                    del self._groups[key]
+            key = request.origin.priority, group, request.is_unencoded
+            self._groups.setdefault(key, Siblings()).add(request)
+
+    def _leave_group(self, request: Request) -> None:
+        key = request.origin.priority, _find_group(request), request.is_unencoded
+        siblings = self._groups.get(key)
+        if siblings is not None:
+            siblings.remove(request)
+            if not len(siblings):
+                del self._groups[key]
 
     def open_group(self, request: Request) -> None:
         """A request is admitted: the others of its task group come next."""
@@ -419,9 +432,9 @@ class TenantQueue:
             urgent = times.first(priority, math.inf if times is self._deadlines else self._clock())
             if urgent is not None and not is_blocked(urgent, self.count_match(urgent)):
                 return urgent
-        for group in reversed(self.open_groups):
-            siblings = self._groups.get((priority, group))
-            if siblings is None:
+        for group, is_unencoded in itertools.product(reversed(self.open_groups), (False, True)):
+            siblings = self._groups.get((priority, group, is_unencoded))
+            if siblings is None or (is_unencoded and self.by_match.holds_back_unencoded):
                 continue
             if self.by_match.holds_back_paced and not (
                 siblings.num_unpaced or self.by_match.has_complete_paced
@@ -545,6 +558,9 @@ class Siblings:
             match = match_of(request)
             if not is_blocked(request, match):
                 return request
+            if request.is_held_back:  # by itself
+                index += 1
+                continue
             after_equals = request.run(match + 1) + AFTER_TOKENS
             index = bisect_left(self._by_tokens, after_equals, index + 1, key=Request.reusable_run)
         return None

@@ -32,9 +32,6 @@ IsBlocked = Callable[[Request, int | None], bool]
 """Whether a request should wait because a running one is computing the tokens it needs next, or because it
 does not fit into memory in this step (``Request.is_held_back``). The second argument is the request's match
 if the policy knows it."""
-HoldsBack = Callable[[Request], bool]
-"""Whether a request is blocked in this step together with all others like it, unless it is cached
-completely."""
 Rank = tuple[Any, ...]
 SKIPPED = 64
 """A skip is made after this many edges in a row without one."""
@@ -99,26 +96,26 @@ class WaitingNode:
         """Whether requests end here or below. A node without any is removed."""
         return bool(self.requests or self.children)
 
-    def any_request(self, holds_back: HoldsBack | None = None) -> Request:
-        """A request here or below, if possible one that is not held back: by itself, as only a few are, or
-        with others."""
-        node = self
-        while not node.requests:
-            node = next(iter(node.children.values()))
-        some = next(iter(node.requests.values()))
-        if some.is_held_back or (holds_back is not None and holds_back(some)):
-            left = self._not_held_back()
-            return next((one for one in left if holds_back is None or not holds_back(one)), some)
-        return some
+    def unblocked(self, match: int | None, is_blocked: IsBlocked) -> Request | None:
+        """A request here or below that is not blocked. All of them need the same token next, so one of them
+        decides for the others, unless it is held back by itself."""
+        for request in self._requests_below():
+            if request.is_held_back:
+                continue
+            if not is_blocked(request, match):
+                return request
+            if not request.is_held_back:
+                return None
+        return None
 
-    def _not_held_back(self) -> Iterator[Request]:
+    def _requests_below(self) -> Iterator[Request]:
         pending = [iter([self])]
         while pending:
             node = next(pending[-1], None)
             if node is None:
                 pending.pop()
                 continue
-            yield from (request for request in node.requests.values() if not request.is_held_back)
+            yield from node.requests.values()
             pending.append(iter(node.children.values()))
 
 
@@ -275,13 +272,10 @@ class WaitingTree:
             heapq.heappush(self._frontiers, self._blocked.pop())
         self._blocked_children.clear()
 
-    def first(
-        self, is_blocked: IsBlocked, holds_back: HoldsBack | None = None, *, only_complete: bool = False
-    ) -> tuple[Request, int] | None:
+    def first(self, is_blocked: IsBlocked, *, only_complete: bool = False) -> tuple[Request, int] | None:
         """Of the requests that are not blocked, the one with the lowest rank and then the longest match.
-        Returns it with its match. ``only_complete``: all are held back together."""
-        held_back: list[_Frontier] = []
-        found: tuple[Request, int] | None = None
+        Returns it with its match. ``only_complete``: all are held back together, except requests that are
+        cached completely."""
         while self._frontiers:
             entry = self._frontiers[0]
             match, node = -entry[1], entry[3]
@@ -290,42 +284,31 @@ class WaitingTree:
                 if node.queued_match == match:
                     node.queued_match = -1
                 continue
-            if only_complete:
-                request, is_certain = _complete_request(node), True
+            if not only_complete:
+                request = self._unblocked(node, match, is_blocked)
+            else:
+                request = _complete_request(node)
                 if request is None and not self.has_complete():
                     break  # nor has a later one
-            else:
-                request, is_certain = self._unblocked(node, match, is_blocked, holds_back)
             if request is not None:
-                found = request, match
-                break
-            (self._blocked if is_certain else held_back).append(heapq.heappop(self._frontiers))
-        for entry in held_back:
-            heapq.heappush(self._frontiers, entry)
-        return found
+                return request, match
+            self._blocked.append(heapq.heappop(self._frontiers))
+        return None
 
-    def _unblocked(
-        self, node: WaitingNode, match: int, is_blocked: IsBlocked, holds_back: HoldsBack | None
-    ) -> tuple[Request | None, bool]:
-        """Returns a request whose cached part ends at this frontier and that is not blocked. Requests below
-        one child need the same next token, so one of them decides for all. If there is none, also returns
-        whether that is certain for the whole step: a request that was just held back does not decide for the
-        others."""
+    def _unblocked(self, node: WaitingNode, match: int, is_blocked: IsBlocked) -> Request | None:
+        """A request whose cached part ends at this frontier and that is not blocked."""
         if match < node.end:
-            return _ask(node, match, is_blocked, holds_back)
+            return node.unblocked(match, is_blocked)
         if node.requests and (complete := _complete_request(node)) is not None:
-            return complete, True
-        all_certain = True
+            return complete
         for child in node.uncached.values():
             if child in self._blocked_children:
                 continue
-            unblocked, is_certain = _ask(child, match, is_blocked, holds_back)
-            if unblocked is not None:
-                return unblocked, True
-            if is_certain:
-                self._blocked_children.add(child)
-            all_certain = all_certain and is_certain
-        return None, all_certain
+            request = child.unblocked(match, is_blocked)
+            if request is not None:
+                return request
+            self._blocked_children.add(child)
+        return None
 
     def has_complete(self) -> bool:
         """Whether a request is complete and not held back. In a step only a few are held back."""
@@ -566,16 +549,3 @@ def _complete_request(node: WaitingNode) -> Request | None:
             if not request.is_held_back:
                 return request
     return None
-
-
-def _ask(
-    node: WaitingNode, match: int, is_blocked: IsBlocked, holds_back: HoldsBack | None
-) -> tuple[Request | None, bool]:
-    """A request here or below if it is not blocked, and otherwise whether it decides for the others."""
-    request = node.any_request(holds_back)
-    if holds_back is not None and holds_back(request):  # so are all that are not blocked by themselves
-        return None, True
-    was_held_back = request.is_held_back
-    if not is_blocked(request, match):
-        return request, True
-    return None, was_held_back or not request.is_held_back
