@@ -33,8 +33,9 @@ changes no charge, and the room that it frees goes to the tenants that eviction 
 
 from __future__ import annotations
 
+import heapq
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,15 @@ class _TenantPauses:
     by_pause: dict[ProgramKey, _Paused] = field(default_factory=dict)
     by_rank: list[_Paused] = field(default_factory=list)
     late_at: float = -math.inf  # the other programs are late no sooner than this
+    num_left: int = -1  # of ``ProgramPauses`` when this was found
+
+
+@dataclass(slots=True)
+class _Candidates:
+    """The programs of a tenant that a step may pause."""
+
+    num_active: int  # programs that are not paused, also others
+    cheapest: list[tuple[int, int, int, ProgramKey]]  # a heap of priority, tokens, -number and key
 
 
 @dataclass(slots=True)
@@ -116,7 +126,8 @@ class ProgramPauses:
         self._clock = clock
         self._tenants: dict[str, _TenantPauses] = {}
         self._resumed: set[ProgramKey] = set()  # programs of which no request has ended since
-        self._without: set[str] = set()  # tenants in which nothing more can be paused in this step
+        self._candidates: dict[str, _Candidates] = {}  # by tenant, in this step
+        self._num_left = 0  # requests that stopped or left the queue, and states that were closed
         self._lost: OrderedDict[str, _Lost] = OrderedDict()  # by tenant
 
     def recomputes(self, request: Request, num_tokens: int, context: int) -> None:
@@ -144,8 +155,8 @@ class ProgramPauses:
 
     def left(self) -> None:
         """A request stopped or left the queue, or a state was closed: other programs may be late sooner."""
-        for pauses in self._tenants.values():
-            pauses.late_at = -math.inf
+        self._num_left += 1
+        self._candidates.clear()
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Tokens are charged to a tenant."""
@@ -157,45 +168,70 @@ class ProgramPauses:
         """Pauses a program if that is better than to evict the leaf (``MakeRoom`` of the cache)."""
         redo_s = self._redo_s(leaf.start + len(leaf.slots))
         tenant = str(leaf.account.owner)
-        if tenant in self._without or leaf.returns - self._clock() > COSTLY_GAPS * redo_s:
+        if leaf.returns - self._clock() > COSTLY_GAPS * redo_s:
             return False
         if self._decayed(tenant).lost_s <= THRASHING * WINDOW_S:
             return False
+        candidates = self._candidates.get(tenant)
+        if candidates is None:
+            candidates = self._candidates[tenant] = self._find_candidates(tenant)
+        self.is_used = True
+        if candidates.num_active < 2 or not candidates.cheapest:
+            return False
+        priority, num_tokens, number, key = heapq.heappop(candidates.cheapest)
+        candidates.num_active -= 1
+        self._pause(key, (-priority, -number), num_tokens)  # the numbers of candidates are negative
+        return True
+
+    def _find_candidates(self, tenant: str) -> _Candidates:
         busy = {program_key(request) for request in self._running.values()}
-        active = {
-            key: program
-            for key, program in self._memory.liveness.programs.get(tenant, {}).items()
-            if not program.is_paused
-        }
-        sizes = {
-            key: self._size(program)
+        programs = self._memory.liveness.programs.get(tenant, {})
+        active = {key: program for key, program in programs.items() if not program.is_paused}
+        cheapest = [
+            (program.priority, self._size(program), -program.number, key)
             for key, program in active.items()
             if key not in busy and self._may_pause(key, program)
-        }
-        self.is_used = True
-        if len(active) < 2 or not sizes:
-            self._without.add(tenant)
-            return False
-        cheapest = min(sizes, key=lambda key: (active[key].priority, sizes[key], -active[key].number))
-        self._pause(cheapest, active, sizes)
-        return True
+        ]
+        heapq.heapify(cheapest)
+        return _Candidates(len(active), cheapest)
 
     def resume(self) -> None:
         """Begins a step: resumes programs that have room or that were paused long enough."""
-        self._without.clear()
+        self._candidates.clear()
+        running = self._find_running()
         for tenant, pauses in [*self._tenants.items()]:
-            while pauses.by_pause and (paused := self._next(tenant, pauses)) is not None:
-                # After a fault here the program is still paused, and is resumed by a later step.
-                self._memory.liveness.resume(paused.key)
-                self._policy.resume(*paused.key)
-                del pauses.by_pause[paused.key]
-                pauses.by_rank.remove(paused)
-                self._resumed.add(paused.key)
+            self._resume_some(tenant, pauses, is_running=tenant in running)
             if not pauses.by_pause:
                 del self._tenants[tenant]
         if len(self._resumed) > self._memory.slots.total:
             self._resumed.clear()
         self.is_used = bool(self._tenants)
+
+    def _resume_some(self, tenant: str, pauses: _TenantPauses, *, is_running: bool) -> None:
+        """``is_running``: whether a request of a program of the tenant runs."""
+        now, gap_s = self._clock(), math.nan
+        while pauses.by_pause:
+            longest, first = next(iter(pauses.by_pause.values())), pauses.by_rank[0]
+            need = first.need + int(GROWTH_PART * self._memory.slots.total)
+            if pauses.num_charged >= longest.until or now >= longest.until_s:
+                first = longest
+            elif self._memory.room_for(tenant) < need:
+                if is_running or (now < pauses.late_at and pauses.num_left == self._num_left):
+                    return
+                if math.isnan(gap_s):
+                    gap_s = self._gap_s(tenant)
+                    pauses.late_at, pauses.num_left = self._late_at(tenant, gap_s), self._num_left
+                if now < pauses.late_at:
+                    return
+            # After a fault here the program is still paused, and is resumed by a later step.
+            self._memory.liveness.resume(first.key)
+            self._policy.resume(*first.key)
+            del pauses.by_pause[first.key]
+            del pauses.by_rank[bisect_left(pauses.by_rank, first)]
+            self._resumed.add(first.key)
+            program = self._memory.liveness.programs.get(tenant, {}).get(first.key)
+            if program is not None and not math.isnan(gap_s):
+                pauses.late_at = max(pauses.late_at, self._last_late(program, gap_s))
 
     @property
     def paused(self) -> Sequence[ProgramKey]:
@@ -205,50 +241,43 @@ class ProgramPauses:
     @property
     def resumes_in_s(self) -> float:
         """Seconds until the first program is resumed in any case; infinite if none is paused."""
-        ends = [
-            min(next(iter(pauses.by_pause.values())).until_s, self._late_at(tenant))
-            for tenant, pauses in self._tenants.items()
+        running = self._find_running()
+        ends = [next(iter(pauses.by_pause.values())).until_s for pauses in self._tenants.values()]
+        late = [
+            self._late_at(tenant, self._gap_s(tenant)) for tenant in self._tenants if tenant not in running
         ]
-        return max(0.0, min(ends) - self._clock()) if ends else math.inf
+        return max(0.0, min(ends + late) - self._clock()) if ends else math.inf
 
-    def _next(self, tenant: str, pauses: _TenantPauses) -> _Paused | None:
-        longest, first = next(iter(pauses.by_pause.values())), pauses.by_rank[0]
-        now = self._clock()
-        if pauses.num_charged >= longest.until or now >= longest.until_s:
-            return longest
-        need = first.need + int(GROWTH_PART * self._memory.slots.total)
-        if self._memory.room_for(tenant) >= need:
-            return first
-        if now < pauses.late_at or self._is_running(tenant):
-            return None
-        pauses.late_at = self._late_at(tenant)
-        return first if now >= pauses.late_at else None
+    def _find_running(self) -> set[str]:
+        """The tenants with running requests of programs."""
+        return {one.tenant for one in self._running.values() if one.origin.program}
 
-    def _late_at(self, tenant: str) -> float:
-        """The time from which all states of the tenant's other programs are late; infinite while one of them
-        has a request. Before a state has a mean time, it has the longest one of the tenant."""
-        if self._is_running(tenant):
-            return math.inf
+    def _gap_s(self, tenant: str) -> float:
+        """The longest mean time between the requests of a state of the tenant, for states that have none
+        yet."""
         liveness = self._memory.liveness
         programs = liveness.programs.get(tenant, {}).values()
         gaps = [liveness.gap(state) for program in programs for state in program.states]
-        gap_s = max([gap for gap in gaps if gap is not None], default=math.inf)
-        others = [state for program in programs if not program.is_paused for state in program.states]
-        return max([liveness.late_at(state, gap_s) for state in others], default=-math.inf)
+        return max([gap for gap in gaps if gap is not None], default=math.inf)
 
-    def _is_running(self, tenant: str) -> bool:
-        """Whether a request of a program of the tenant runs."""
-        return any(one.tenant == tenant and one.origin.program for one in self._running.values())
+    def _late_at(self, tenant: str, gap_s: float) -> float:
+        """The time from which all states of the tenant's other programs are late; infinite while one of them
+        has a request that waits."""
+        programs = self._memory.liveness.programs.get(tenant, {}).values()
+        others = [self._last_late(program, gap_s) for program in programs if not program.is_paused]
+        return max(others, default=-math.inf)
 
-    def _pause(
-        self, key: ProgramKey, active: dict[ProgramKey, LiveProgram], sizes: dict[ProgramKey, int]
-    ) -> None:
+    def _last_late(self, program: LiveProgram, gap_s: float) -> float:
+        """The time from which all states of the program are late."""
+        late_at = self._memory.liveness.late_at
+        return max([late_at(state, gap_s) for state in program.states], default=-math.inf)
+
+    def _pause(self, key: ProgramKey, rank: tuple[int, int], need: int) -> None:
         pauses = self._tenants.setdefault(key[0], _TenantPauses())
         until = pauses.num_charged + int(PAUSED_POOLS * self._memory.slots.total)
-        rank = -active[key].priority, active[key].number
-        paused = _Paused(rank, key, sizes[key], until, self._clock() + PAUSED_S)
+        paused = _Paused(rank, key, need, until, self._clock() + PAUSED_S)
         pauses.by_pause[key] = paused
-        pauses.late_at = -math.inf
+        pauses.num_left = -1  # one program fewer that may be late
         insort(pauses.by_rank, paused)
         self._memory.liveness.pause(key)
         self._policy.pause(*key)

@@ -275,6 +275,43 @@ def test_a_program_is_not_busy_with_a_request_that_moved_to_another_one(monkeypa
     assert scheduler.pauses.paused == [("", 1)]
 
 
+@pytest.mark.parametrize("paused_s", [50.0, math.inf])
+def test_f37_many_programs_are_paused_and_resumed_with_few_looks_at_each(monkeypatch, paused_s):
+    """In one step each. All programs but one are paused, because the whole pool is needed. They are resumed
+    because the time is over, or because the other one does not come back."""
+    monkeypatch.setattr(program_pauses, "THRASHING", -1.0)
+    monkeypatch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
+    monkeypatch.setattr(program_pauses, "PAUSED_S", paused_s)
+
+    def work(num_programs: int) -> tuple[int, int]:
+        now, pool = 0.0, 16 * num_programs
+        steps = ByHand()
+        config = SchedulerConfig(max_running=4)
+        steps.runner = FakeRunner(num_slots=pool, max_context=pool)
+        scheduler = steps.scheduler = Scheduler(
+            num_slots=pool, max_context=pool, config=config, clock=lambda: now
+        )
+        for _ in range(2):
+            for program in range(1, num_programs + 1):
+                now += 0.01
+                steps.run_request(4 + program % 7, state=program, program=program)
+        memory = scheduler.memory
+        with counted_lines() as lines:
+            slots = memory.allocate(pool)
+        num_lines = lines.num
+        assert len(scheduler.pauses.paused) == num_programs - 1
+        now += 100.0
+        with counted_lines() as lines:
+            scheduler.pauses.resume()
+        assert not scheduler.pauses.paused
+        memory.slots.release(slots)
+        return num_lines, lines.num
+
+    (paused, resumed), (paused_more, resumed_more) = work(100), work(400)
+    assert paused_more < 6 * paused
+    assert resumed_more < 6 * resumed
+
+
 def free(request: Request, match: int) -> bool:
     return False
 
