@@ -1,5 +1,6 @@
 """Grammars as trees, for the engine and for the backends behind APIs.
 
-``parts`` has the parts of a rule, ``char_ranges`` their sets of characters, and ``lexemes`` decides which
-rules may be terminals of a lexer. ``pattern_parts`` divides regular expressions.
+``parts`` has the parts of a rule, and ``char_ranges`` their sets of characters. ``gbnf`` reads grammars in
+GBNF, and ``lexemes`` decides which rules may be terminals of a lexer. ``pattern_parts`` divides regular
+expressions.
 """

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from agentflow.engine.grammar.compiler.gbnf import read_gbnf
 from agentflow.errors import BadArgument
 from agentflow.protocol.bounds.json_bounds import schema_constraint
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.grammars.gbnf import read_gbnf, rule_names
 from agentflow.server.compatible.fields import is_given
 from agentflow.server.errors import invalid_field
 
@@ -73,7 +73,7 @@ def _schema(given: msgspec.Raw, param: str) -> Constraint:
 
 def _grammar(source: str, param: str) -> Constraint:
     """A grammar in Lark's notation, or in EBNF, which writes rules with ``::=``."""
-    return _ebnf(source, param) if "::=" in source else Constraint("grammar", source)
+    return _ebnf(source, param) if rule_names(source) else Constraint("grammar", source)
 
 
 def _ebnf(source: str, param: str) -> Constraint:

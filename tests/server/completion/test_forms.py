@@ -31,6 +31,7 @@ OPENAIS: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": ["red", "green"]}, "red|green"),
     ({"guided_grammar": 'start: "x" "y"*'}, "xy*"),
     ({"guided_grammar": EBNF}, EITHER),
+    ({"guided_grammar": 'start: "::=" /[ab]/'}, "::=[ab]"),
     ({"ebnf": EBNF}, EITHER),
     ({"guided_json": SCHEMA}, N),
     ({"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "xgrammar"}, N),

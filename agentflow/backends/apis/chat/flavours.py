@@ -11,11 +11,12 @@ import msgspec
 
 from agentflow.backends.apis.capability_table import EmbeddingFacts, ModelFacts
 from agentflow.backends.apis.grammars.gbnf import gbnf_of_pattern
-from agentflow.backends.apis.grammars.lark_grammar import gbnf_of_grammar, is_gbnf
+from agentflow.backends.apis.grammars.lark_grammar import gbnf_of_grammar
 from agentflow.backends.apis.grammars.xgrammar_pattern import xgrammar_pattern
 from agentflow.backends.apis.strict_schema import Unwrap, enum_schema, strict_schema, unwrapped
 from agentflow.errors import NotSupported
 from agentflow.protocol.constraint import Constraint, ConstraintKind
+from agentflow.protocol.grammars.gbnf import rule_names
 from agentflow.protocol.images import MediumKind
 from agentflow.protocol.sampling import is_whole
 
@@ -303,7 +304,7 @@ def constraint_fields(
             return ConstraintFields({"grammar": gbnf_of_grammar(constraint.source)})
         case "grammar" if flavour.name == "sglang":
             return ConstraintFields({"ebnf": gbnf_of_grammar(constraint.source)})
-        case "grammar" if "::=" in constraint.source and not is_gbnf(constraint.source):
+        case "grammar" if "::=" in constraint.source and not rule_names(constraint.source):
             raise NotSupported(
                 "the server would read a grammar that contains '::=' as EBNF: write the text as two strings"
             )

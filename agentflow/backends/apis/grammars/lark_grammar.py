@@ -24,6 +24,7 @@ from agentflow.backends.apis.grammars.gbnf import (
     repeated,
     written_part,
 )
+from agentflow.protocol.grammars.gbnf import rule_names
 from agentflow.protocol.grammars.lexemes import Lexer, TooLarge
 from agentflow.protocol.grammars.parts import (
     EMPTY,
@@ -43,7 +44,6 @@ MAX_TERMINAL_CHARS: Final = 2_000
 MAX_SHOWN_CHARS: Final = 60
 """The length of a terminal in an error."""
 
-_GBNF_RULE: Final = re.compile(r"^[ \t]*<?[\w-]+>?[ \t]*::=", re.MULTILINE)
 _TOKEN: Final = re.compile(
     r"(?P<space>[ \t\r\n]+|//[^\n]*)"
     r'|(?P<string>"(?:\\.|[^"\\\n])*"i?)'
@@ -61,11 +61,6 @@ _BRACE: Final = re.compile(r"\{(?![0-9]+(?:,[0-9]*)?\})")
 _ANCHOR: Final = re.compile(r"(?<!\[)\^|\$")
 
 
-def is_gbnf(source: str) -> bool:
-    """Whether the grammar has rules of GBNF."""
-    return _GBNF_RULE.search(source) is not None
-
-
 @remembered
 def gbnf_of_grammar(source: str) -> str:
     """Returns a grammar in GBNF with the same texts; one in GBNF unchanged.
@@ -77,7 +72,7 @@ def gbnf_of_grammar(source: str) -> str:
     Raises:
         NotSupported: There is none, or the grammar has parts that are not translated.
     """
-    if is_gbnf(source):
+    if rule_names(source):
         return source
     try:
         rules = _Reader(source).rules()
@@ -99,7 +94,7 @@ def read_grammar(source: str) -> dict[str, GrammarPart]:
     Raises:
         NotSupported: The grammar is in GBNF, or has parts that are not read.
     """
-    if is_gbnf(source):
+    if rule_names(source):
         raise cannot_express("it is in that notation already")
     try:
         rules = _Reader(source).rules()

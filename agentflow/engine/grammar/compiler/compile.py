@@ -70,6 +70,7 @@ from agentflow.engine.grammar.regex import (
 )
 from agentflow.errors import BadArgument, RequestRefused, error_param
 from agentflow.protocol.constraint import Constraint, TagRule, Whitespace
+from agentflow.protocol.grammars.gbnf import rule_names
 
 VERSION: Final = 1
 """The version of the compiled form, which is part of the key."""
@@ -86,7 +87,6 @@ _PLACES_WITHOUT_END: Final = 32
 """A tag that cannot end at more places in a row where its body may end is rejected. Shorter, a number or a
 word may take the beginning of the end too, but has to stop."""
 
-_RULE_OF_EBNF: Final = re.compile(r"^[ \t]*(<?[\w-]+>?)[ \t]*::=", re.MULTILINE)
 _START_OF_LARK: Final = re.compile(r"^([ \t]*)start(?=[ \t]*(?:\[[^\]\n]*\])?[ \t]*:)", re.MULTILINE)
 _TERMINAL_OF_LARK: Final = re.compile(
     r"^[ \t]*(_?[A-Z][A-Z0-9_]*)(?=[ \t]*(?:\[[^\]\n]*\])?[ \t]*:)", re.MULTILINE
@@ -290,7 +290,7 @@ def _lark_of_schema(schema: Schema, whitespace: Whitespace) -> str:
 def _of_grammar(source: str) -> Regex | str:
     """Returns a grammar in GBNF as an expression, unless a rule contains itself: an expression has the masks
     of a DFA, and the library's parser counts every token that a rule may read."""
-    if "root" in _RULE_OF_EBNF.findall(source):
+    if "root" in rule_names(source):
         with suppress(BadArgument):  # ``_of_lark`` raises it for the whole grammar
             if (regex := regex_of_gbnf(source)) is not None:
                 return regex
@@ -299,7 +299,7 @@ def _of_grammar(source: str) -> Regex | str:
 
 def _of_lark(source: str, end: str = "") -> str:
     """Returns the grammar. One in GBNF has ``end`` after each text."""
-    names = _RULE_OF_EBNF.findall(source)
+    names = rule_names(source)
     if names and "root" not in names:
         raise BadArgument(
             f"grammar: rules with ::= are GBNF, which needs a rule named root; found: {names[:8]}"
@@ -332,7 +332,7 @@ def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
 
 
 def _body_of(tag: TagRule, whitespace: Whitespace) -> TagBody:
-    if tag.kind == "grammar" and _RULE_OF_EBNF.search(tag.source):
+    if tag.kind == "grammar" and rule_names(tag.source):
         return WithEnd(_of_lark(tag.source, tag.end))
     body = _of_source(tag.kind, tag.source, whitespace)
     is_large_pattern = tag.kind == "regex" and isinstance(body, str)

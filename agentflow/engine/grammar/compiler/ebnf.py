@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Final
 
-from agentflow.engine.grammar.compiler.gbnf import read_gbnf
 from agentflow.engine.grammar.regex import Alternation, CharSet, Concatenation, Regex, Repeat, literal
 from agentflow.errors import BadArgument
 from agentflow.protocol.grammars.char_ranges import MAX_CODE_POINT, Ranges, all_but, without_surrogates
+from agentflow.protocol.grammars.gbnf import read_gbnf
 from agentflow.protocol.grammars.lexemes import Lexemes
 from agentflow.protocol.grammars.parts import (
     EMPTY,

@@ -27,6 +27,7 @@ MAX_DEPTH: Final = 100
 """The deepest nesting of brackets in a rule."""
 MAX_REPEATS: Final = 1_000_000_000
 
+_RULE: Final = re.compile(r"^[ \t]*(<?[\w-]+>?)[ \t]*::=", re.MULTILINE)
 _SPACE: Final = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _SPACE_AND_LINES: Final = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _NAME: Final = re.compile(r"[\w-]+")
@@ -35,6 +36,15 @@ _CHAR: Final = re.compile(
 )
 _TIMES: Final = re.compile(r"\{\s*([0-9]{1,9})\s*(,?)\s*([0-9]{0,9})\s*\}", re.ASCII)
 _NAMED_ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t"}
+
+
+def rule_names(source: str) -> list[str]:
+    """Returns the names before ``::=``. Empty for grammars in other notations.
+
+    >>> rule_names('root ::= "a" b\\nb ::= "c"'), rule_names('start: "root ::="')
+    (['root', 'b'], [])
+    """
+    return _RULE.findall(source)
 
 
 def read_gbnf(source: str) -> dict[str, GrammarPart]:
