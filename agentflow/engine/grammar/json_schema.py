@@ -125,7 +125,7 @@ def schema_to_regex(schema: object, whitespace: Whitespace) -> Regex | None:
         regex = _SchemaReader(schema, whitespace).regex(schema)
     except _NotRegular:
         return None
-    return regex if _positions(regex, {}) <= MOST_POSITIONS else None
+    return regex if num_positions(regex) <= MOST_POSITIONS else None
 
 
 class _SchemaReader:
@@ -351,17 +351,18 @@ def _limit(said: JsonObject, key: str) -> int | None:
     return count
 
 
-def _positions(regex: Regex, known: dict[int, int]) -> int:
+def num_positions(regex: Regex, known: dict[int, int] | None = None) -> int:
     """Returns the size of the expression when written out. A shared part counts each time."""
+    known = {} if known is None else known
     found = known.get(id(regex))
     if found is None:
         if isinstance(regex, Repeat):
             most = regex.least if regex.most is None else regex.most
-            found = _positions(regex.part, known) * max(1, most)
+            found = num_positions(regex.part, known) * max(1, most)
         elif isinstance(regex, Concatenation):
-            found = sum([_positions(part, known) for part in regex.parts])
+            found = sum([num_positions(part, known) for part in regex.parts])
         elif isinstance(regex, Alternation):
-            found = sum([_positions(option, known) for option in regex.options])
+            found = sum([num_positions(option, known) for option in regex.options])
         else:
             found = 1
         known[id(regex)] = found

@@ -47,7 +47,12 @@ from agentflow.engine.grammar.compiler.lark import (
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, PartedConstraint, Relaxed
 from agentflow.engine.grammar.compiler.relax import check_kept, compile_parts
 from agentflow.engine.grammar.dfa import build_dfa
-from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
+from agentflow.engine.grammar.json_schema import (
+    FREE_WHITESPACE_CHARS,
+    MOST_POSITIONS,
+    num_positions,
+    schema_to_regex,
+)
 from agentflow.engine.grammar.llguidance import (
     ALL_TOKENS_ALLOWED,
     LEXER_STATES,
@@ -241,7 +246,8 @@ def _of_tags(
 ) -> Regex | str:
     if constraint.between is None:
         return tag_grammar(tags, bodies, constraint.max_tags)
-    regular = [body for body in bodies if not isinstance(body, str | WithEnd)]
+    plain = [body.regex if isinstance(body, WithEnd) else body for body in bodies]
+    regular = [body for body in plain if body is not None and not isinstance(body, str)]
     if is_small and len(regular) == len(bodies):
         return row_regex(tags, regular, constraint.between, constraint.max_tags)
     return row_grammar(tags, bodies, constraint.between, constraint.max_tags)
@@ -318,7 +324,11 @@ def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
     """Returns the compiled source of a tag. Rejects a source that no text can match, since nothing else could
     be generated after the tag's begin, and a grammar whose texts do not end."""
     try:
-        body = _body_of(tag, whitespace)
+        if tag.kind == "grammar" and rule_names(tag.source):
+            return _gbnf_body(tag)
+        body = _of_source(tag.kind, tag.source, whitespace)
+        if tag.kind == "regex" and isinstance(body, str):
+            body = pattern_with_end(_escaped(tag.source), tag.end)
         count = num_alternatives(_read_schema(tag.source)) if tag.kind == "schema" else 0
         alone = _checked(tag_alone(tag, body), tag.kind, count)
         if tag.kind == "grammar" and isinstance(body, str):
@@ -331,12 +341,32 @@ def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
         raise BadArgument(f"tags: {tag.begin!r}: {why}") from None
 
 
-def _body_of(tag: TagRule, whitespace: Whitespace) -> TagBody:
-    if tag.kind == "grammar" and rule_names(tag.source):
-        return WithEnd(_of_lark(tag.source, tag.end))
-    body = _of_source(tag.kind, tag.source, whitespace)
-    is_large_pattern = tag.kind == "regex" and isinstance(body, str)
-    return pattern_with_end(_escaped(tag.source), tag.end) if is_large_pattern else body
+def _gbnf_body(tag: TagRule) -> TagBody:
+    """Returns a tag's grammar in GBNF: as an expression, whose masks need no parser, where each text has the
+    tag's end only after it."""
+    regex = _of_grammar(tag.source)
+    if isinstance(regex, str):
+        regex = None
+    elif _ends_once(regex, tag.end) and num_positions(regex) <= MOST_POSITIONS:
+        with suppress(BadArgument):  # the lexer's limits are lower than the parser's
+            _checked(tag_alone(tag, regex), tag.kind, 0)
+            return regex
+    body = WithEnd(_of_lark(tag.source, tag.end), regex)
+    _checked(tag_alone(tag, body), tag.kind, 0)
+    return body
+
+
+def _ends_once(regex: Regex, end: str) -> bool:
+    """Whether no text of the expression, with ``end`` after it, has ``end`` at an earlier place. In doubt,
+    False."""
+    ended = LookAhead(Concatenation((regex, literal(end))), wanted=True)
+    try:
+        build_dfa(Concatenation((ended, _ANY_TEXT, literal(end), ANY_CHAR, _ANY_TEXT)))
+    except BadArgument:
+        return True
+    except TooLargeForDfa:
+        pass
+    return False
 
 
 def _check_end(tag: TagRule, body: str, alone: str) -> None:

@@ -83,9 +83,10 @@ def _char(code_point: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WithEnd:
-    """A Lark grammar of a tag's body and its ``end``."""
+    """A Lark grammar of a tag's body and its ``end``. ``regex``: the body alone, if it is regular."""
 
     grammar: str
+    regex: Regex | None = None
 
 
 TagBody: TypeAlias = "Regex | WithEnd | str"

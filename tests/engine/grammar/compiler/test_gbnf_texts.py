@@ -299,6 +299,38 @@ def test_f37_a_tag_in_gbnf_ends_wherever_its_body_may_end(
         assert takes_text(grammar, f"<{text}") == is_tagged(rules, end, f"<{text}"), (text, rules, end)
 
 
+@examples(30)
+@given(
+    st.fixed_dictionaries(dict.fromkeys(NAMES, parts)),
+    st.text("ab", min_size=1, max_size=3),
+    st.lists(st.text("ab<", max_size=9), max_size=20),
+)
+def test_f37_a_row_of_tags_in_gbnf_needs_no_parser(rules: dict[str, Part], end: str, more: list[str]) -> None:
+    """Unless a rule contains itself. The body ends wherever it may end, as under the parser."""
+    source = "\n".join([f"{name} ::= {written(part)}" for name, part in rules.items()])
+    tag = {"begin": "<", "kind": "grammar", "source": source, "end": end}
+    try:
+        row = compile_constraint(Constraint("tags", json.dumps([tag]), between="", max_tags=2))
+    except BadArgument:  # it has no texts, or is ambiguous
+        return
+    assert (row.form == "dfa") == (regex_of_gbnf(source) is not None)
+    for text in [*TEXTS, *more]:
+        expected = is_row(rules, end, f"<{text}", 2)
+        assert takes(row, f"<{text}") == expected, (text, rules, end)
+
+
+def is_row(rules: dict[str, Part], end: str, text: str, most: int) -> bool:
+    """Whether a text is one to ``most`` tags."""
+    if not most or text[:1] != "<":
+        return False
+    ends = [at for at in range(1, len(text)) if text.startswith(end, at)]
+    return any(
+        derives(rules, text[1:at])
+        and (at + len(end) == len(text) or is_row(rules, end, text[at + len(end) :], most - 1))
+        for at in ends
+    )
+
+
 def is_tagged(rules: dict[str, Part], end: str, text: str) -> bool:
     """Whether each ``<`` in free text begins a text of the rules and ``end``."""
     _, begin, inside = text.partition("<")
