@@ -326,7 +326,7 @@ def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
     try:
         if tag.kind == "grammar" and rule_names(tag.source):
             return _gbnf_body(tag)
-        body = _of_source(tag.kind, tag.source, whitespace)
+        body: TagBody = _of_source(tag.kind, tag.source, whitespace)
         if tag.kind == "regex" and isinstance(body, str):
             body = pattern_with_end(_escaped(tag.source), tag.end)
         count = num_alternatives(_read_schema(tag.source)) if tag.kind == "schema" else 0
@@ -344,10 +344,9 @@ def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
 def _gbnf_body(tag: TagRule) -> TagBody:
     """Returns a tag's grammar in GBNF: as an expression, whose masks need no parser, where each text has the
     tag's end only after it."""
-    regex = _of_grammar(tag.source)
-    if isinstance(regex, str):
-        regex = None
-    elif _ends_once(regex, tag.end) and num_positions(regex) <= MOST_POSITIONS:
+    found = _of_grammar(tag.source)
+    regex = None if isinstance(found, str) else found
+    if regex is not None and _ends_once(regex, tag.end) and num_positions(regex) <= MOST_POSITIONS:
         with suppress(BadArgument):  # the lexer's limits are lower than the parser's
             _checked(tag_alone(tag, regex), tag.kind, 0)
             return regex
