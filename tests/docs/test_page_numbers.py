@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from support.docs.page_blocks import DOCS
 
@@ -135,7 +137,34 @@ SENTENCES = {
 }
 
 
+def has_sentence(text: str, sentence: str) -> bool:
+    """Whether the text has the sentence, and not only a part of a word or a number of it: no 15 of 115."""
+    before = r"(?<!\w)(?<!\d[.,])" if sentence[0].isalnum() else ""
+    after = r"(?!\w)(?![.,]\d)" if sentence[-1].isalnum() else ""
+    return re.search(before + re.escape(sentence) + after, text) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence", "expected"),
+    [
+        ("after 15 members", "15 members", True),
+        ("after 115 members", "15 members", False),
+        ("after 1,015 members", "15 members", False),
+        ("after 0.15 members", "15 members", False),
+        ("at most 15", "at most 15", True),
+        ("at most 15. Then", "at most 15", True),
+        ("at most 150", "at most 15", False),
+        ("at most 15,000", "at most 15", False),
+        ("at most 15.5", "at most 15", False),
+        ("at most 150 and at most 15", "at most 15", True),
+        ("(at most 15)", "(at most 15)", True),
+    ],
+)
+def test_f37_a_number_in_a_sentence_is_compared_whole(text: str, sentence: str, expected: bool) -> None:
+    assert has_sentence(text, sentence) == expected
+
+
 @pytest.mark.parametrize("page", SENTENCES)
 def test_f37_the_numbers_in_the_text_are_the_constants(page: str) -> None:
     text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
-    assert [sentence for sentence in SENTENCES[page] if sentence not in text] == []
+    assert [sentence for sentence in SENTENCES[page] if not has_sentence(text, sentence)] == []
