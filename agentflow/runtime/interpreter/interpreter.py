@@ -351,7 +351,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Close():
                 state.is_closing = True
             case ops.Await():
-                ops.check_number(op.ticket)
+                state.await_ticket(op.ticket)
             case _:
                 pass
         number = self._next_number(state) if OPS[type(op)].is_numbered else None

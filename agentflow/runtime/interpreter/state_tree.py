@@ -106,6 +106,7 @@ class StateRecord(Generic[ContextT]):
         self.num_chars = 0  # of its context, including its parents'
         self._num_inherited = 0  # of these, its parents'
         self.error: AgentflowError | None = None
+        self.awaited = 0  # the last ticket
         self.reached = 0
         self._events = events
         self.graph: GraphExecution[ContextT] | None = None
@@ -159,6 +160,16 @@ class StateRecord(Generic[ContextT]):
         num_own = self.num_chars - self._num_inherited
         return FORKED_CHAR_BYTES * self._num_inherited + OWN_CHAR_BYTES * num_own
 
+    def await_ticket(self, ticket: int) -> None:
+        """Accepts the ticket of an ``Await``. ``ProtocolError`` if it is not larger than the last one: events
+        have only the largest ticket that is reached."""
+        check_number(ticket)
+        if ticket <= self.awaited:
+            raise ProtocolError(
+                f"state {self.id} awaits ticket {self.awaited} already: {ticket} is not larger"
+            )
+        self.awaited = ticket
+
     def reach(self, ticket: int) -> None:
         """The ops before the ``Await`` with this ticket are done."""
         self.reached = ticket
@@ -192,7 +203,7 @@ class GraphExecution(Generic[ContextT]):
         self.states: list[StateRecord[ContextT]] = []
         self.root = root
         self._left: set[StateRecord[ContextT]] = set()  # states with ops to run
-        self._ticket = GRAPH_TICKET  # which the root reaches at the end
+        self._ticket = root.awaited = GRAPH_TICKET  # which the root reaches at the end
 
     def add(self, state: StateRecord[ContextT]) -> None:
         """Adds a state of the graph. Only the root sends events."""
@@ -203,7 +214,7 @@ class GraphExecution(Generic[ContextT]):
 
     def reach(self, ticket: int) -> None:
         """The ops of the root before the ``Await`` with this ticket are done. The graph may not be."""
-        self._ticket = max(self._ticket, ticket)
+        self._ticket = ticket
         if not self._left:
             self.root.reach(self._ticket)
 

@@ -800,7 +800,10 @@ export interface SealOp {
 export interface AwaitOp {
   op: "await";
   state: number;
-  /** Larger than the ticket of the state's last `await`. */
+  /**
+   * Larger than the ticket of the state's last `await`, and than 0, or 1 for the root of a graph;
+   * otherwise the state fails (`protocol_error`).
+   */
   ticket: number;
 }
 

@@ -446,6 +446,36 @@ async def test_reached_tickets_are_sent_after_the_variables():
         assert at.listener.reached == {1: 3}
 
 
+@pytest.mark.parametrize("ticket", [5, 4, 0])
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_f37_the_tickets_of_a_state_increase(ticket: int, is_read: bool) -> None:
+    async with bench(ScriptedGenerator(lambda prompt: "a")) as at:
+        at.submit(ops.Open(1), gen(1, 2), ops.Await(1, 5), ops.Open(3))
+        await settle()
+        if is_read:
+            at.listen()
+        at.submit(gen(1, 4), ops.Await(1, ticket), gen(1, 6), ops.Await(3, ticket or 1))
+        await settle()
+        while at.listen():
+            pass
+        assert at.listener.reached == {1: 5, 3: ticket or 1}
+        assert at.listener.failed[1].error.code == "protocol_error"
+        assert at.listener.texts.keys() == {2, 4}  # the ops before the wrong one run
+        # A client that has missed all events receives the last ticket again.
+        at.interpreter.rewind({}, {1: 0})
+        assert Reached(1, 5) in at.interpreter.events.drain()
+
+
+async def test_f37_the_first_ticket_of_a_graph_is_larger_than_the_ticket_of_its_end() -> None:
+    graph = ops.SubmitGraph(20, (ops.Open(1), gen(1, 3)), outputs=(3,))
+    async with bench(ScriptedGenerator(["x"])) as at:
+        at.submit(graph, ops.Await(20, 1))
+        await settle()
+        while at.listen():
+            pass
+        assert at.listener.failed[20].error.code == "protocol_error"
+
+
 async def test_unread_text_is_sent_as_one_delta():
     words = " ".join(str(number) for number in range(500))
     async with bench(ScriptedGenerator(lambda prompt: words)) as at:
