@@ -20,7 +20,7 @@ def check_unsupported(
     """``ApiError`` for a field of ``reasons`` that has a value, unless it is the field's ``neutral`` value.
     ``prefix``: the beginning of the fields' names in errors."""
     for name, why in reasons.items():
-        value = getattr(body, name, None)
+        value = getattr(body, name)
         if is_given(value) and value != (neutral or {}).get(name, ...):
             raise unsupported(f"{prefix}{name}", why)
 

@@ -12,7 +12,12 @@ import msgspec
 from agentflow.engine.grammar.compiler.messages import PartedConstraint
 from agentflow.protocol.bounds.json_bounds import schema_constraint
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.compatible.field_errors import check_num_logprobs, naming_field, naming_param
+from agentflow.server.compatible.field_errors import (
+    check_num_logprobs,
+    check_unsupported,
+    naming_field,
+    naming_param,
+)
 from agentflow.server.compatible.fields import is_given
 from agentflow.server.compatible.forms import ANY_OBJECT
 from agentflow.server.compatible.logprobs import token_logprob
@@ -75,6 +80,15 @@ from agentflow.server.openai.types import (
 )
 
 _KIND = "chat.completion.chunk"
+_WHY_UNSUPPORTED = {
+    "echo": "the answer of a conversation is its next turn; /v1/completions supports it",
+    "audio": "the models generate no audio",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "web_search_options": "the server does not search the web",
+    "moderation": "the server does not moderate",
+}
+_NEUTRAL = {"echo": False}
 
 
 async def create_chat_completion(call: ApiCall) -> None:
@@ -116,13 +130,19 @@ async def _answer(call: ApiCall, memory: AnswerMemory) -> None:
     await reply_beside(call, count_logprobs(answers), answer)
 
 
+def check_chat_fields(body: ChatRequest, max_n: int) -> None:
+    """``ApiError`` for a field that is not supported, or is wrong. ``max_n``: the limit of answers."""
+    check_fields(body, max_n)
+    check_unsupported(body, _WHY_UNSUPPORTED, _NEUTRAL)
+
+
 def _make_request(
     call: ApiCall, body: ChatRequest, generator: TextGenerator
 ) -> tuple[str, CompletionRequest]:
     """Returns the field of the constraint, and the request in the common form of all APIs. ``ApiError``, with
     the field, for a field that is wrong or not supported."""
     limits = call.service.http_limits
-    check_fields(body, limits.max_n)
+    check_chat_fields(body, limits.max_n)
     tools = read_tools(body.tools or ())
     choice = read_tool_choice(body.tool_choice, has_tools=bool(tools), parallel=body.parallel_tool_calls)
     max_tokens = body.max_completion_tokens or body.max_tokens

@@ -146,7 +146,7 @@ def _make_requests(
 ) -> tuple[str, list[CompletionRequest]]:
     """Returns the field of the constraint, and a request for each prompt."""
     limits = call.service.http_limits
-    check_fields(body, limits.max_n, takes=("best_of", "echo"))
+    check_fields(body, limits.max_n, ranks=True)
     prompts = read_prompts(body.prompt)
     n = body.best_of or body.n or 1
     if n * len(prompts) > limits.max_n:

@@ -5,7 +5,7 @@ Errors contain the field that is wrong or not supported.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -68,17 +68,10 @@ _WHY_UNSUPPORTED = {
     "include_stop_str_in_output": "the stop string is not part of the answer",
     "suffix": "the models continue a text, and cannot fill in a gap",
     "store": "nothing is stored",
-    "echo": "the answer of a conversation is its next turn; /v1/completions supports it",
-    "audio": "the models generate no audio",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "web_search_options": "the server does not search the web",
-    "moderation": "the server does not moderate",
 }
 # The values that are accepted, because they have no effect.
 _NEUTRAL = {
     "store": False,
-    "echo": False,
     "skip_special_tokens": True,
     "include_stop_str_in_output": False,
     "suffix": msgspec.Raw(b'""'),
@@ -88,14 +81,18 @@ _KIND_OF_PART = {AudioPart: "audio", FilePart: "files"}
 _UNSUPPORTED_MEMBERS = {"audio": "the models generate no audio", "function_call": "use tool_calls"}
 
 
-def check_fields(request: SharedFields, max_n: int, *, takes: Container[str] = ()) -> None:
-    """``ApiError`` for a field that is not supported, or is wrong. ``takes``: the fields that only this
-    endpoint supports."""
-    reasons = {name: why for name, why in _WHY_UNSUPPORTED.items() if name not in takes}
-    check_unsupported(request, reasons, _NEUTRAL)
+def check_fields(request: SharedFields, max_n: int, *, ranks: bool = False) -> None:
+    """``ApiError`` for a field that is not supported, or is wrong.
+
+    Args:
+        request: The body.
+        max_n: The limit of answers.
+        ranks: Whether the endpoint returns the best of several answers.
+    """
+    check_unsupported(request, _WHY_UNSUPPORTED, _NEUTRAL)
     n = request.n or 1
     best_of = request.best_of or n
-    if best_of != n and "best_of" not in takes:
+    if best_of != n and not ranks:
         raise unsupported("best_of", "all answers are returned; use n")
     if best_of < n:
         raise invalid_field("best_of", f"it must be at least 'n', which is {n}")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.errors import ApiError
-from agentflow.server.openai.request import check_fields, read_conversation, read_tool_choice, read_tools
+from agentflow.server.openai.chat import check_chat_fields
+from agentflow.server.openai.request import read_conversation, read_tool_choice, read_tools
 from agentflow.server.openai.types import ChatRequest
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
@@ -141,17 +142,17 @@ def test_of_what_is_not_read_nothing_is_built(field: str) -> None:
 
 
 def test_f37_an_empty_suffix_is_no_suffix() -> None:
-    check_fields(read(suffix=""), 1)
+    check_chat_fields(read(suffix=""), 1)
 
 
 def test_null_is_the_same_as_leaving_a_field_out() -> None:
     body = read(audio=None, functions=None, suffix=None, prediction=None)
-    check_fields(body, 1)
+    check_chat_fields(body, 1)
     message = {"role": "assistant", "content": "x", "audio": None, "function_call": None, "parsed": None}
     assert turns(message) == (Message("assistant", "x"),)
     for field in ("audio", "functions", "suffix"):
         with pytest.raises(ApiError) as caught:
-            check_fields(read(**{field: []}), 1)
+            check_chat_fields(read(**{field: []}), 1)
         assert caught.value.param == field
     with pytest.raises(ApiError) as caught:
         turns(message | {"audio": {"id": "a"}})
