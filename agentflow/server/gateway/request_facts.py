@@ -27,6 +27,8 @@ from agentflow.server.errors import ApiError
 from agentflow.server.http.caller import ANYONE, Caller, caller_with
 
 MAX_NAME_CHARS = 256
+LATEST = ":latest"
+"""The end of a name that Ollama's clients may write or leave out."""
 BLOB_CHARS = 4_096
 """A data URL or base64 string of at least this length counts as an image or another file."""
 _BLOB_BYTES = 4_096  # about a thousand tokens
@@ -42,7 +44,7 @@ _STATELESS = ("completions", "embeddings", "messages", "chat", "generate", "embe
 class RequestFacts:
     """One request."""
 
-    model: str = ""  # empty if the request has none, or could not be read
+    model: str = ""  # without ``LATEST``; empty if the request has none, or could not be read
     run: TokenRun | None = None  # the prompt; None: the request has none
     key: tuple[str, str] = ("", "")  # prompts with different keys share no cache
     caller: Caller = ANYONE
@@ -67,7 +69,7 @@ def read_asked(
     asked = RequestFacts(caller=_caller(headers))
     parts = [unquote(part)[:MAX_NAME_CHARS] for part in path.split("/") if part]
     if "models" in parts[:-1]:
-        asked.model = "/".join(parts[parts.index("models") + 1 :])
+        asked.model = "/".join(parts[parts.index("models") + 1 :]).removesuffix(LATEST)
     else:
         asked.names = tuple(part for part in parts[2:] if any(map(str.isdigit, part)))
     if parts[-1:] == ["session-ticket"]:
@@ -91,7 +93,7 @@ def _read_body(asked: RequestFacts, body: bytes) -> None:
     fields = _decoded(body)
     if not isinstance(fields, dict):
         return
-    asked.model = _text(fields.get("model")) or asked.model
+    asked.model = _text(fields.get("model")).removesuffix(LATEST) or asked.model
     asked.key = asked.model, _text(fields.get("cache_salt"))
     asked.program = _text(fields.get("prompt_cache_key"))
     asked.objective = asked.caller.objective or (

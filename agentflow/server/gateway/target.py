@@ -17,6 +17,7 @@ from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.runtime.circuit import Circuit
 from agentflow.server.gateway.cache_size import shown_cache_tokens
 from agentflow.server.gateway.defaults import CACHE_TOKENS
+from agentflow.server.gateway.request_facts import LATEST
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Target:
 
     def pause(self, model: str, pause_s: float) -> None:
         """Records that the target asked for a pause when it got a request for the model."""
-        name = model if model in (self.models or ()) else ""
+        name = model if self.lists_model(model) else ""
         self.busy_until_s[name] = time.monotonic() + pause_s
 
     def is_busy(self, model: str) -> bool:
@@ -72,7 +73,11 @@ class Target:
 
     def has_model(self, name: str) -> bool:
         """Whether the target has the model, or its models are unknown."""
-        return self.models is None or name in self.models
+        return self.models is None or self.lists_model(name)
+
+    def lists_model(self, name: str) -> bool:
+        """Whether the target's list has the model, with or without ``LATEST``."""
+        return not {name, f"{name}{LATEST}"}.isdisjoint(self.models or ())
 
     def url(self, raw_path: bytes, query: bytes = b"") -> httpx2.URL:
         """The URL of a path at this target. ``raw_path``: the path as the client sent it."""

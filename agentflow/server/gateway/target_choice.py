@@ -204,7 +204,7 @@ class TargetChoice:
         return router
 
     def _is_listed(self, model: str) -> bool:
-        return any(target.models and model in target.models for target in self.targets)
+        return any(target.lists_model(model) for target in self.targets)
 
     def _call(self, asked: RequestFacts, candidates: Sequence[Target]) -> RoutedRequest:
         caller, program = asked.caller, asked.program

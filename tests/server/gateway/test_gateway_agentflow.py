@@ -76,6 +76,48 @@ async def test_openais_client_gets_the_same_answers_as_from_a_server() -> None:
                 )
 
 
+MESSAGES = [{"role": "user", "content": "hi"}]
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 1},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
+    "/api/chat": {"messages": MESSAGES, "stream": False, "options": {"num_predict": 1}},
+    "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 1}},
+}
+
+
+@pytest.mark.parametrize(
+    ("is_up", "listed", "may_come_back"),
+    [
+        (True, {MODEL}, False),
+        (True, None, False),  # it shows no models, and can be asked
+        (False, {MODEL}, False),
+        (False, {MODEL, "other"}, True),
+        (False, None, True),
+    ],
+)
+async def test_f37_an_unknown_model_is_not_found_unless_a_server_that_may_have_it_is_down(
+    is_up: bool, listed: set[str] | None, may_come_back: bool
+) -> None:
+    with two_servers() as servers:
+        async with before(servers) as route:
+            target = route.gateway.targets[1]
+            target.models = None if listed is None else frozenset(listed)
+            if not is_up:
+                target.circuit.attempt().failed(0.0)
+            for path, fields in ASKED.items():
+                got = await route.http.post(path, json={"model": "other", **fields})
+                expected = 404 if not may_come_back else 529 if path == "/v1/messages" else 503
+                code = "no_target" if may_come_back else "model_not_found"
+                assert (got.status_code, code in got.text) == (expected, True), (path, got.text)
+                assert ("retry-after" in got.headers) == may_come_back
+                assert (await route.http.post(path, json={"model": MODEL, **fields})).status_code == 200
+            got = await route.http.post("/api/chat", json={"model": f"{MODEL}:latest", **ASKED["/api/chat"]})
+            assert (got.status_code, got.headers["x-agentflow-target"]) == (200, "0")
+            shown = await route.http.get("/v1/models/other")
+            assert shown.status_code == (503 if may_come_back else 404)
+
+
 async def test_anthropics_client() -> None:
     with two_servers() as servers:
         async with (

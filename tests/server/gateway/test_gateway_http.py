@@ -352,6 +352,25 @@ async def test_requests_go_where_their_model_is() -> None:
         assert (await route.chat(model="unknown")).status_code == 200  # a target decides
 
 
+@pytest.mark.parametrize("listed", ["b", "b:latest"])
+@pytest.mark.parametrize("asked", ["b", "b:latest"])
+async def test_f37_a_model_is_found_with_and_without_latest(listed: str, asked: str) -> None:
+    def having(name: str) -> Play:
+        return lambda request: models(name) if request.path == "/v1/models" else completion()
+
+    async with routed_fakes(having(""), having("")) as route:
+        for fake, name in zip(route.fakes, ("a", listed), strict=True):
+            fake._script = having(name)
+        await route.gateway.check_all()
+        for text in range(4):
+            got = await route.chat(f"{text} " * 300, model=asked)
+            assert got.headers["x-agentflow-target"] == "1"
+        assert (await route.http.get(f"/v1/models/{asked}")).headers["x-agentflow-target"] == "1"
+        route.gateway.targets[1].pause("b", 60.0)
+        assert route.gateway.targets[1].is_busy("b")
+        assert not route.gateway.targets[1].is_busy("a")
+
+
 async def test_f37_models_that_have_left_all_servers_are_forgotten() -> None:
     """A server that loads and unloads adapters lists many in its life. A request in progress still ends."""
     listed, hold = ["first"], Hold()
