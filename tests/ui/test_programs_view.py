@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import anyio
 import pytest
@@ -163,6 +164,34 @@ def test_failed_parts_stay_and_cancelled_ones_leave(stage: Stage, visit: Visit) 
         expect(nodes).to_have_count(1)
         expect(states.filter(has_text="has failed or was cancelled")).to_have_count(2)
     expect(nodes).to_have_count(0)
+
+
+def test_f37_a_session_keeps_its_place_when_an_earlier_one_ends(stage: Stage, visit: Visit) -> None:
+    async def work(flow: af.Session, name: str) -> None:
+        async with flow.state(program=name) as s:
+            for number in range(2):
+                s += "Item:" + af.gen(f"{name} {number}")
+            await anyio.sleep_forever()
+
+    screen = visit(stage.url)
+    screen.open("programs")
+    screen.wait_status("open")
+    headings = screen.page.get_by_role("heading", level=2)
+    details = screen.page.get_by_role("region", name="Node")
+    first = running(stage.url, partial(work, name="first"))
+    with ExitStack() as sessions:
+        with first:
+            expect(headings).to_have_count(1)
+            for number, name in enumerate(("second", "third"), 2):
+                sessions.enter_context(running(stage.url, partial(work, name=name)))
+                expect(headings).to_have_count(number)
+            before = headings.all_inner_texts()
+            screen.page.get_by_role("option").filter(has_text="third 1").click()
+            expect(details.get_by_role("heading")).to_have_text("third 1")
+        expect(headings).to_have_text(before[1:])
+        expect(details.get_by_role("heading")).to_have_text("third 1")
+        expect(screen.page.get_by_role("option").filter(has_text="third 1")).to_be_focused()
+        stage.end_all()
 
 
 def test_many_states_are_counted_and_fit_into_360_pixels(stage: Stage, visit: Visit) -> None:

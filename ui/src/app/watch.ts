@@ -13,13 +13,15 @@ const AGAIN_S = 2;
 interface Options {
   readonly steps: boolean;
   readonly tree: boolean;
+  readonly graphs?: boolean;
   readonly intervalS: number;
   readonly maxNodes?: number;
 }
 
-/** Calls `receive` with each look at the engine. Returns a sentence while there is nothing to see, else null.
+/** Calls `receive` with each look at the engine; it returns false if it has nothing to show. Returns a sentence
+ * while there is nothing new to see, else null.
  * The options count when a session begins: a component that changes them takes a new `key`. */
-export function useWatch(options: Options, receive: (watched: Watched) => void): string | null {
+export function useWatch(options: Options, receive: (watched: Watched) => boolean | void): string | null {
   const [problem, setProblem] = useState<string | null>("Waiting for the engine.");
   const newest = useRef(receive);
   newest.current = receive;
@@ -41,8 +43,7 @@ export function useWatch(options: Options, receive: (watched: Watched) => void):
             const error = watched.error ?? null;
             setProblem(error && "The engine is restarting: what is shown is from before.");
             if (error !== null) continue;
-            hasSeen.current = true;
-            newest.current(watched);
+            hasSeen.current = newest.current(watched) !== false;
           }
           return;
         } catch (error) {

@@ -16,8 +16,8 @@ const MAX_STATES = 100;
 
 export default function ProgramsView() {
   const [isPaused, setPaused] = useState(false);
-  const { graphs, problem } = useGraphs(isPaused);
-  const shown = (graphs ?? []).map((graph, number) => ({ graph, number })).filter(({ graph }) => graph.states?.length);
+  const { shown, problem } = useGraphs(isPaused);
+  const { sessions, numLeftOut } = shown;
   let room = MAX_DRAWN;
   return (
     <View
@@ -30,15 +30,18 @@ export default function ProgramsView() {
         </button>
       }
     >
-      {problem && shown.length > 0 && <p class="view-note">{problem}</p>}
-      {shown.length === 0 && (
+      {problem && sessions.length > 0 && <p class="view-note">{problem}</p>}
+      {sessions.length === 0 && (
         <p class="empty">{problem ?? "No state is open: start a run in the playground, or a program in Python."}</p>
       )}
-      {shown.map(({ graph, number }) => {
-        const section = <SessionGraph key={number} graph={graph} number={number} most={room} />;
+      {sessions.map(({ key, graph, number }) => {
+        const section = <SessionGraph key={key} graph={graph} number={number} most={room} />;
         room -= Math.min(room, graph.nodes?.length ?? 0);
         return section;
       })}
+      {numLeftOut > 0 && (
+        <p class="graph-hint">{counted(numLeftOut, "more session is", "more sessions are")} not shown.</p>
+      )}
     </View>
   );
 }
@@ -47,7 +50,7 @@ function SessionGraph({ graph, number, most }: { graph: LiveGraph; number: numbe
   const picture = pictureOf(graph, most);
   const title = titleOf(graph);
   const id = `session-${number}`;
-  const session = number === 0 ? "This page" : `Session ${number}`;
+  const session = number === 1 ? "This page" : `Session ${number}`;
   return (
     <section class="program" aria-labelledby={id} data-testid="program">
       <div class="part-head">

@@ -1,51 +1,66 @@
-// The live graphs of the tenant's sessions, requested again and again while the view is shown.
-import type { LiveGraph } from "agentflow-client";
-import { useSignalEffect } from "@preact/signals";
+// The live graphs of the tenant's sessions, as a watch reports them while the view is shown.
+import { GraphsView, type LiveGraph, type Watched } from "agentflow-client";
 import { useRef, useState } from "preact/hooks";
-import { sentenceOf, session } from "../app/session";
+import { useWatch } from "../app/watch";
 
-const INTERVAL_MS = 500;
-const AFTER_ERROR_MS = 2000;
+/** The graph of one session. `number`: stays the same while the session is watched; 1: this page's session. */
+export interface WatchedSession {
+  readonly number: number;
+  /** Of no other session, also after the numbers have begun again. */
+  readonly key: string;
+  readonly graph: LiveGraph;
+}
 
-/** The graphs, this page's own session first, and a sentence while there is nothing new to see. */
-export function useGraphs(isPaused: boolean): { graphs: readonly LiveGraph[] | null; problem: string | null } {
-  const [graphs, setGraphs] = useState<readonly LiveGraph[] | null>(null);
-  const [problem, setProblem] = useState<string | null>("Waiting for the server.");
-  const paused = useRef(isPaused);
-  paused.current = isPaused;
-  const hasShown = useRef(false);
-  useSignalEffect(() => {
-    const now = session.value;
-    if (now === null) {
-      setProblem(hasShown.current ? "Not connected: what is shown is from before." : "Not connected.");
-      return;
-    }
-    let isLeft = false;
-    let timer: ReturnType<typeof setTimeout> | undefined;
-    const again = (afterMs: number): void => {
-      if (!isLeft) timer = setTimeout(() => void look(), afterMs);
-    };
-    const look = async (): Promise<void> => {
-      if (paused.current || document.hidden) return again(INTERVAL_MS);
-      try {
-        const found = await now.graphs();
-        if (isLeft) return;
-        if (!paused.current) {
-          hasShown.current = found.some(({ states }) => states?.length);
-          setGraphs(found);
-        }
-        setProblem(null);
-        again(INTERVAL_MS);
-      } catch (error) {
-        if (!isLeft) setProblem(sentenceOf(error));
-        again(AFTER_ERROR_MS);
-      }
-    };
-    void look();
-    return () => {
-      isLeft = true;
-      clearTimeout(timer);
-    };
+export interface ShownGraphs {
+  readonly sessions: readonly WatchedSession[];
+  /** Sessions with open states that are not among them. */
+  readonly numLeftOut: number;
+}
+
+/** The graphs with open states, and a sentence while there is nothing new to see. */
+export function useGraphs(isPaused: boolean): { shown: ShownGraphs; problem: string | null } {
+  const view = useRef(new WatchedGraphs()).current;
+  const [newest, setNewest] = useState<ShownGraphs>(NOTHING);
+  const shown = useRef(newest);
+  if (!isPaused) shown.current = newest;
+  const problem = useWatch({ steps: false, tree: false, graphs: true, intervalS: 0.5 }, (watched) => {
+    view.apply(watched);
+    const now = view.shown();
+    setNewest(now);
+    return now.sessions.length > 0;
   });
-  return { graphs, problem };
+  return { shown: shown.current, problem };
+}
+
+const NOTHING: ShownGraphs = { sessions: [], numLeftOut: 0 };
+
+/** The graphs that the deltas describe. */
+export class WatchedGraphs {
+  readonly #view = new GraphsView();
+  #numResets = 0;
+  #numLeftOut = 0;
+
+  apply(watched: Watched): void {
+    if (!watched.graphs) return;
+    if (watched.graphs.reset) this.#numResets += 1;
+    this.#numLeftOut = watched.graphs.num_graphs_left_out ?? 0;
+    this.#view.apply(watched);
+  }
+
+  shown(): ShownGraphs {
+    const sessions = [...this.#view.graphs]
+      .filter(([, { states }]) => states.size > 0)
+      .sort(([a], [b]) => a - b)
+      .map(([number, graph]) => ({
+        number,
+        key: `${this.#numResets}/${number}`,
+        graph: {
+          states: [...graph.states.values()].sort((a, b) => a.id - b.id),
+          nodes: [...graph.nodes.values()],
+          num_states_left_out: graph.numStatesLeftOut,
+          num_nodes_left_out: graph.numNodesLeftOut,
+        },
+      }));
+    return { sessions, numLeftOut: this.#numLeftOut };
+  }
 }

@@ -1,5 +1,6 @@
-import type { LiveGraph, LiveNode } from "agentflow-client";
+import type { LiveGraph, LiveNode, Watched } from "agentflow-client";
 import { describe, expect, it } from "vitest";
+import { WatchedGraphs } from "./graphs";
 import { neighbour, NODE_HEIGHT, NODE_WIDTH, pictureOf, type PlacedNode } from "./picture";
 import { countsOf, factsOf, lineOf, missOf, placeOf, titleOf } from "./words";
 
@@ -124,5 +125,33 @@ describe("words about a graph", () => {
     expect(missOf("evicted", 1234)).toBe("1,234 tokens: evicted");
     expect(missOf("", 0)).toBe("");
     expect(missOf("later_version", 1)).toBe("1 token: later_version");
+  });
+});
+
+describe("the watched graphs", () => {
+  const watched = (graphs: NonNullable<Watched["graphs"]>): Watched => ({ graphs });
+  const session = (id: number) => ({ id, states: [{ id: 1, program: 1 }] });
+
+  it("f37: keep the key of a session while others end, and give it to no other", () => {
+    const graphs = new WatchedGraphs();
+    graphs.apply(watched({ reset: true, graphs: [session(3), session(2)], num_graphs_left_out: 4 }));
+    const [second, third] = graphs.shown().sessions;
+    expect([second!.number, third!.number]).toEqual([2, 3]);
+    expect(graphs.shown().numLeftOut).toBe(4);
+    graphs.apply(watched({ gone: [2], graphs: [session(4)] }));
+    const after = graphs.shown();
+    expect(after.sessions.map(({ key }) => key)).toEqual([third!.key, expect.not.stringMatching(second!.key)]);
+    expect(after.numLeftOut).toBe(0);
+    graphs.apply(watched({ reset: true, graphs: [session(1), session(2)] }));
+    const keys = [second!, third!, ...after.sessions].map(({ key }) => key);
+    for (const { key } of graphs.shown().sessions) expect(keys).not.toContain(key);
+  });
+
+  it("leave out sessions without states", () => {
+    const graphs = new WatchedGraphs();
+    graphs.apply(watched({ reset: true, graphs: [{ ...session(2), nodes: [node(1)] }] }));
+    expect(graphs.shown().sessions).toHaveLength(1);
+    graphs.apply(watched({ graphs: [{ id: 2, states_gone: [1] }] }));
+    expect(graphs.shown().sessions).toEqual([]);
   });
 });
