@@ -303,6 +303,82 @@ def test_f42_a_model_without_a_chat_template_leads_to_the_playground(visit: Visi
         screen.view("playground")
 
 
+MARKDOWN = """3. third
+4. fourth
+
+- [ ] open
+- [x] done
+
+| name | tokens |
+|:-----|-------:|
+| one  |      1 |
+
+![a chart](http://127.0.0.2/chart.png)
+
+```python
+def leaf():
+    return "green"
+```
+"""
+
+
+def test_f37_lists_tables_images_and_code_of_a_reply(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url, permissions=["clipboard-read", "clipboard-write"])
+    open_chat(screen)
+    stage.answer("leaf", MARKDOWN)
+    say(screen, "A leaf?")
+    reply = screen.page.locator(".chat-turn.is-assistant")
+    assert reply.locator("ol").evaluate("(list) => list.start") == 3
+    assert reply.get_by_role("cell").evaluate_all(
+        "(cells) => cells.map((cell) => getComputedStyle(cell).textAlign.replace(/-webkit-/, ''))"
+    ) == ["left", "right"]
+    expect(reply.get_by_role("listitem").filter(has_text="open")).to_have_text("☐ open")
+    expect(reply.get_by_role("listitem").filter(has_text="done")).to_have_text("☑ done")
+    expect(reply.get_by_role("link", name="a chart")).to_have_attribute("href", "http://127.0.0.2/chart.png")
+    copy = reply.get_by_role("button", name="Copy this code")
+    copy.focus()
+    screen.page.keyboard.press("Enter")
+    expect(copy).to_have_class(re.compile("is-copied"))
+    expect(copy).to_be_focused()
+    assert screen.page.evaluate("() => navigator.clipboard.readText()") == 'def leaf():\n    return "green"'
+    for scheme in ("light", "dark"):
+        screen.page.emulate_media(color_scheme=scheme)
+        assert axe_violations(screen) == []
+
+
+def test_f37_a_browser_without_a_clipboard_copies_and_keeps_the_focus(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url, permissions=["clipboard-read"])
+    screen.page.add_init_script("navigator.clipboard.writeText = () => Promise.reject(new Error('no'))")
+    open_chat(screen)
+    stage.answer("leaf", "Green.")
+    say(screen, "A leaf?")
+    copy = screen.page.locator(".chat-turn.is-assistant").get_by_role("button", name="Copy")
+    copy.focus()
+    screen.page.keyboard.press("Enter")
+    expect(copy).to_have_class(re.compile("is-copied"))
+    expect(copy).to_be_focused()
+    assert screen.page.evaluate("() => navigator.clipboard.readText()") == "Green."
+
+
+def test_f37_chats_with_long_titles_fit_and_a_new_one_has_the_focus(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url, viewport={"width": 360, "height": 740}, has_touch=True)
+    open_chat(screen)
+    stage.answer("leaf", "Green.")
+    say(screen, "x" * 39 + "\U0001f343 is a leaf that has a long name")
+    expect(screen.at("turns")).to_contain_text("Green.")
+    new = screen.page.get_by_role("button", name="New chat")
+    new.focus()
+    screen.page.keyboard.press("Enter")
+    expect(screen.at("message")).to_be_focused()
+    chosen = screen.page.get_by_label("Chat", exact=True)
+    box = chosen.bounding_box()
+    assert box is not None
+    assert box["x"] + box["width"] <= 360
+    assert "\ufffd" not in chosen.inner_text()
+    assert chosen.locator("option").first.evaluate("(option) => option.label.isWellFormed()")
+    assert scrolls_sideways(screen) == []
+
+
 def settle(screen: Screen, *, tools: str, max_tokens: int = 512) -> None:
     """Opens the settings and sets them; the model's likeliest tokens are taken."""
     screen.page.get_by_text("Settings", exact=True).click()

@@ -35,9 +35,9 @@ import {
   textOf,
   titleOf,
   type ToolUse,
-  usages,
 } from "./chats";
 import { openCalls, pathOf, siblingsOf, type Turn } from "./conversation";
+import { lineOf } from "./figures";
 import { MarkdownText } from "./MarkdownText";
 import { StreamingReasoning, Reasoning } from "./Reasoning";
 import "./chat.css";
@@ -67,7 +67,14 @@ export default function ChatView() {
               ))}
             </select>
           )}
-          <button type="button" onClick={newChat} disabled={path.length === 0}>
+          <button
+            type="button"
+            disabled={path.length === 0}
+            onClick={() => {
+              newChat();
+              focusNext(MESSAGE);
+            }}
+          >
             New chat
           </button>
         </>
@@ -128,7 +135,6 @@ function TurnView({ turn }: { turn: Turn }) {
   const streaming = live.value.get(keyOf(turn));
   const siblings = siblingsOf(conversation.value, turn);
   const place = siblings.indexOf(turn.id);
-  const usage = usages.value.get(keyOf(turn));
   const isBusy = isStreaming.value;
   const showSibling = (step: 1 | -1): void => {
     const to = siblings[place + step]!;
@@ -174,7 +180,7 @@ function TurnView({ turn }: { turn: Turn }) {
           <Streaming key="live" variable={streaming.variable} isReply={streaming.isReply} />
         ) : (
           <>
-            <Reasoning text={turn.reasoning ?? ""} numTokens={usage?.reasoning_tokens} />
+            <Reasoning text={turn.reasoning ?? ""} numTokens={turn.figures?.numReasoning} />
             <Finished turn={turn} />
           </>
         )
@@ -197,7 +203,7 @@ function TurnView({ turn }: { turn: Turn }) {
       {!streaming && !isEditing.value && (
         <footer class="chat-tools">
           {turn.content !== "" && (
-            <button type="button" class="quiet small" onClick={() => void copyText(turn.content)}>
+            <button type="button" class="quiet small" onClick={(event) => void copyText(turn.content, event.currentTarget)}>
               Copy
             </button>
           )}
@@ -219,11 +225,7 @@ function TurnView({ turn }: { turn: Turn }) {
               {turn.problem ? "Try again" : "Another reply"}
             </button>
           )}
-          {usage?.prompt_tokens ? (
-            <span class="hint">
-              {usage.cached_tokens ?? 0} of {usage.prompt_tokens} prompt tokens cached
-            </span>
-          ) : null}
+          {turn.figures && <span class="hint">{lineOf(turn.figures)}</span>}
         </footer>
       )}
     </li>

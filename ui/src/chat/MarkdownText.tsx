@@ -18,7 +18,7 @@ export function MarkdownText(props: { text: () => string; subscribe?: (changed: 
       if (!element || text === shown) return;
       shown = text;
       const start = performance.now();
-      showMarkdown(element, text);
+      showMarkdown(element, text, !props.subscribe); // while it streams, buttons would be replaced under the pointer
       pause = Math.max(LEAST_PAUSE_MS, 10 * (performance.now() - start));
     };
     show();

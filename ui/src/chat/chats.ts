@@ -1,13 +1,15 @@
 // The chats of this page: their conversations, and the replies that are being generated.
-import { AgentflowError, type CalledTool, type ChatMessage, type State, type Usage, type Variable } from "agentflow-client";
+import { AgentflowError, type CalledTool, type ChatMessage, type State, type Variable } from "agentflow-client";
 import { computed, signal } from "@preact/signals";
 import { announce } from "../app/announce";
+import { counted } from "../charts/numbers";
 import { sentenceOf, session } from "../app/session";
 import { keepStored, stored } from "../app/stored";
 import { imageOf, isLost, keepImages } from "../images/kept";
 import type { ShownImage } from "../images/picture";
 import { blindness, LOST } from "../images/sight";
 import { SentenceReader } from "../text/sentences";
+import { shortened } from "../text/shorten";
 import {
   added,
   changed,
@@ -23,6 +25,7 @@ import {
   type PlainConversation,
   type Turn,
 } from "./conversation";
+import { figuresOf } from "./figures";
 import { runTool, SPECS } from "./tools";
 
 /** `required`: each message of the user is answered by a call, and the answer to a call as the model likes. */
@@ -65,7 +68,6 @@ export const settings = signal<Settings>(
 );
 /** Replies that stream now, by chat and turn. */
 export const live = signal<ReadonlyMap<string, LiveReply>>(new Map());
-export const usages = signal<ReadonlyMap<string, Usage>>(new Map());
 
 export const keyOf = (turn: Turn, chat = current.peek()) => `${chat}/${turn.id}`;
 
@@ -119,7 +121,7 @@ export function newChat(): void {
 export function titleOf(one: Conversation): string {
   const turn = one.turns.get(1);
   const first = turn?.content.trim().replace(/\s+/g, " ") || turn?.images?.[0]?.name || "";
-  return first ? (first.length > 40 ? `${first.slice(0, 40)}…` : first) : "New chat";
+  return shortened(first, 41) || "New chat";
 }
 
 /**
@@ -214,8 +216,12 @@ function ask(chat: number, parent: number): void {
   const text = () => textOf(variable, isReply);
   const sentences = new SentenceReader();
   let numRead = 0;
+  const startMs = performance.now();
+  let firstMs: number | null = null;
   const unsubscribe = variable.onChange(() => {
     const now = text();
+    const atMs = performance.now();
+    if (variable.text !== "" || variable.reasoning !== "") firstMs ??= atMs;
     for (const sentence of sentences.push(now.slice(numRead))) announce(sentence);
     numRead = now.length;
     if (!variable.done) return;
@@ -223,14 +229,16 @@ function ask(chat: number, parent: number): void {
     unsubscribe();
     const isWhole = variable.error === undefined;
     const calls = Map.groupBy(isReply ? callsOf(variable) : [], (call) => isWhole && isComplete(call));
-    if (variable.usage) usages.value = new Map(usages.peek()).set(key, variable.usage);
+    const { usage } = variable;
+    const numOutput = usage?.output_tokens || maxTokens;
     finish({
       content: now,
       ...(variable.reasoning ? { reasoning: variable.reasoning } : {}),
       toolCalls: calls.get(true) ?? [],
       truncatedCalls: calls.get(false) ?? [],
+      ...(usage ? { figures: figuresOf(usage, ((firstMs ?? atMs) - startMs) / 1000, (atMs - startMs) / 1000) } : {}),
       ...(variable.error ? { problem: problemOf(variable.error) } : {}),
-      ...(isWhole && variable.finishReason === "length" ? { problem: `It ended at ${maxTokens} tokens.` } : {}),
+      ...(isWhole && variable.finishReason === "length" ? { problem: `It ended at ${counted(numOutput, "token")}.` } : {}),
     });
     state.close();
   });

@@ -1,6 +1,7 @@
 // A conversation as a tree of turns: an edited turn is a sibling of the one before, and one branch is shown.
 import type { CalledTool, ChatMessage, Image } from "agentflow-client";
 import type { ShownImage } from "../images/picture";
+import type { Figures } from "./figures";
 
 export interface Turn {
   readonly id: number;
@@ -17,6 +18,8 @@ export interface Turn {
   readonly truncatedCalls?: readonly CalledTool[];
   /** Of a tool's turn: the call that it answers. */
   readonly call?: { readonly id: string; readonly name: string };
+  /** Of a reply that has ended by itself. */
+  readonly figures?: Figures;
   /** Why a reply has ended early. */
   readonly problem?: string;
 }

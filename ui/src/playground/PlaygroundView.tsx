@@ -187,7 +187,11 @@ export default function PlaygroundView() {
           {toPython(program.value, hasTurns)}
         </pre>
         <div class="row end">
-          <button type="button" class="primary" onClick={() => void copyText(toPython(program.peek(), hasTurns))}>
+          <button
+            type="button"
+            class="primary"
+            onClick={(event) => void copyText(toPython(program.peek(), hasTurns), event.currentTarget)}
+          >
             Copy
           </button>
         </div>

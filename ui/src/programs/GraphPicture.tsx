@@ -4,6 +4,7 @@ import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Facts } from "../charts/Facts";
 import { imageOf } from "../images/kept";
 import { isolated } from "../runs/layout";
+import { shortened } from "../text/shorten";
 import { neighbour, NODE_WIDTH, type Picture, type PlacedNode } from "./picture";
 import { factsOf, lineOf, nameOf, placeOf, statusOf } from "./words";
 
@@ -143,7 +144,7 @@ function Node({ placed: { node, x, y }, height, isCurrent, isChosen, choose, hov
       </text>
       <text>
         <tspan class="graph-name" x="34" y="20">
-          {isolated(name.length > MAX_NAME_CHARS ? `${name.slice(0, MAX_NAME_CHARS - 1)}…` : name)}
+          {isolated(shortened(name, MAX_NAME_CHARS))}
         </tspan>
         <tspan class="graph-comma">, </tspan>
         <tspan class="graph-line" x="34" y="36">

@@ -1,6 +1,7 @@
 // Nodes and states of a live graph in words.
 import type { LiveGraph, LiveMedium, LiveNode, LiveState } from "agentflow-client";
 import { compact, count, counted } from "../charts/numbers";
+import { startOf } from "../text/shorten";
 
 const KINDS: Readonly<Record<string, string>> = {
   gen: "gen",
@@ -37,7 +38,7 @@ const MAX_NAME_CHARS = 200;
 const MAX_NAMES = 20;
 
 export function nameOf(node: LiveNode): string {
-  return node.name?.slice(0, MAX_NAME_CHARS) || kindOf(node);
+  return startOf(node.name ?? "", MAX_NAME_CHARS) || kindOf(node);
 }
 
 function kindOf(node: LiveNode): string {

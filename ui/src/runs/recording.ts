@@ -2,6 +2,7 @@
 //
 // `RecordingReader` takes the lines of docs/guides/recording.md one by one, of a file or of this page's session. A
 // line that contradicts earlier ones, or that this version does not know, is counted and left out.
+import { shortened, startOf } from "../text/shorten";
 
 export const FORMAT_VERSION = 2;
 
@@ -370,7 +371,7 @@ export class RecordingReader {
         if (!state.isCancelled) for (const one of withForks(state)) one.isCancelled = true;
         if (isObject(op["failure"])) {
           const { type, message } = op["failure"];
-          state.failure ??= shortened([textOf(type), textOf(message)].filter(Boolean).join(": "));
+          state.failure ??= lineOf([textOf(type), textOf(message)].filter(Boolean).join(": "));
         }
         return true;
       default:
@@ -379,7 +380,7 @@ export class RecordingReader {
   }
 
   private converse(messages: readonly Json[], state: RunState): void {
-    state.firstText ||= shortened(textOf(messages[0]?.["content"]));
+    state.firstText ||= lineOf(textOf(messages[0]?.["content"]));
     for (const message of messages) {
       const calls = Array.isArray(message["tool_calls"]) ? message["tool_calls"].filter(isObject) : [];
       const said = calls.map((call) => `${textOf(call["name"])}(${textOf(call["arguments"])})`);
@@ -423,7 +424,7 @@ export class RecordingReader {
     const references = parts.filter(isObject).map((part) => numberOf(part["var"]) + base);
     if (references.length > 0) state.steps.push({ references });
     const text = parts.find((part) => typeof part === "string");
-    if (typeof text === "string") state.firstText ||= shortened(text);
+    if (typeof text === "string") state.firstText ||= lineOf(text);
   }
 
   private fork(op: Json, state: RunState, atS: number, base: number): boolean {
@@ -576,12 +577,8 @@ function messagesOf(conversation: unknown): readonly Json[] {
   return Array.isArray(messages) ? messages.filter(isObject) : [];
 }
 
-function shortened(text: string): string {
-  const line = text
-    .slice(0, 2 * MAX_FIRST_TEXT)
-    .replace(/\s+/g, " ")
-    .trim();
-  return line.length > MAX_FIRST_TEXT ? `${line.slice(0, MAX_FIRST_TEXT)}…` : line;
+function lineOf(text: string): string {
+  return shortened(startOf(text, 2 * MAX_FIRST_TEXT).replace(/\s+/g, " ").trim(), MAX_FIRST_TEXT + 1);
 }
 
 function codePoints(text: string): number {

@@ -3,6 +3,7 @@
 import { ReplySoFar } from "agentflow-client";
 import { counted, duration, percent } from "../charts/numbers";
 import { missOf } from "../programs/words";
+import { startOf } from "../text/shorten";
 import type { Call, RunState, Usage } from "./recording";
 import { isolated, nameOf, outcomeOf, type Outcome } from "./layout";
 
@@ -65,7 +66,7 @@ export function summaryOf(state: RunState): string {
   const own = state.firstText;
   const [first] = state.calls;
   if (own.length > 3 || first === undefined) return own;
-  return textOf(first).slice(0, 200).replace(/\s+/g, " ").trim() || own;
+  return startOf(textOf(first), 200).replace(/\s+/g, " ").trim() || own;
 }
 
 function finishOf({ finishReason }: Call): string {

@@ -2,16 +2,48 @@
 // the web. The page's security policy forbids the same once more. HTML in the markdown is shown as text, so that
 // the sanitiser parses nothing that the policy would stop, with a message in the console.
 import DOMPurify from "dompurify";
-import { Lexer, Marked, type Token } from "marked";
+import { Lexer, Marked, type Token, type TokenizerAndRendererExtension } from "marked";
+import { copyText } from "./copy";
 
 /** Tags without attributes that models use where markdown has nothing. */
 const NOT_PLAIN = /<(?!\/?(?:br|sub|sup) *\/?>)/gi;
+
+const escaped = (text: string): string => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+
+/** Formulas of TeX are shown as their source, in which markdown would find emphasis and escapes. */
+const FORMULA = /^(?:\\\(.{1,2000}?\\\)|\\\[[^]{1,2000}?\\\]|\$\$[^]{1,2000}?\$\$|\$(?!\s)[^$\n]{0,400}[^$\s]\$(?!\w))/;
+const FORMULAS: TokenizerAndRendererExtension[] = [
+  {
+    name: "displayed formula",
+    level: "block",
+    tokenizer(source) {
+      const raw = /^(?:\\\[|\$\$)/.test(source) ? FORMULA.exec(source)?.[0] : undefined;
+      if (raw === undefined || !/^ *(?:\n|$)/.test(source.slice(raw.length))) return undefined;
+      return { type: "displayed formula", raw };
+    },
+    renderer: ({ raw }) => `<pre><code>${escaped(raw)}</code></pre>`,
+  },
+  {
+    name: "formula",
+    level: "inline",
+    start: (source) => source.match(/\\[([]|\$/)?.index,
+    tokenizer(source) {
+      const raw = FORMULA.exec(source)?.[0];
+      return raw === undefined ? undefined : { type: "formula", raw };
+    },
+    renderer: ({ raw }) => `<code>${escaped(raw)}</code>`,
+  },
+];
 
 const marked = new Marked({
   gfm: true,
   breaks: true,
   async: false,
+  extensions: FORMULAS,
   renderer: {
+    checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
+    /** A link to it: the page loads nothing from elsewhere. */
+    image: ({ href, text }) => `<a href="${escaped(href).replaceAll('"', "&quot;")}">${escaped(text) || "image"}</a>`,
     html(token) {
       const text = token.text.trim().replaceAll("&", "&amp;").replace(NOT_PLAIN, "&lt;");
       return "block" in token && token.block ? `<p>${text.replaceAll("\n", "<br>")}</p>` : text;
@@ -69,6 +101,7 @@ function purify(html: string): DocumentFragment {
   return purifier.sanitize(html, {
     ALLOWED_TAGS: TAGS,
     ALLOWED_ATTR: ["href", "start", "align"],
+    ADD_URI_SAFE_ATTR: ["start", "align"],
     ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
     ALLOW_DATA_ATTR: false,
     ALLOW_ARIA_ATTR: false,
@@ -79,8 +112,9 @@ function purify(html: string): DocumentFragment {
 /** Longer texts are shown as they are. */
 const MAX_MARKDOWN_CHARS = 60_000;
 
-/** Shows `source` in `host`. A page has one h1: the model's headings become smaller ones. */
-export function showMarkdown(host: HTMLElement, source: string): void {
+/** Shows `source` in `host`. A page has one h1: the model's headings become smaller ones. `hasButtons`: blocks of code
+ * can be copied. */
+export function showMarkdown(host: HTMLElement, source: string, hasButtons: boolean): void {
   const html = source.length <= MAX_MARKDOWN_CHARS ? htmlOf(source) : null;
   host.classList.toggle("is-plain", html === null);
   if (html === null) {
@@ -94,5 +128,19 @@ export function showMarkdown(host: HTMLElement, source: string): void {
     smaller.append(...heading.childNodes);
     heading.replaceWith(smaller);
   }
+  if (hasButtons) for (const block of fragment.querySelectorAll("pre")) addCopyButton(block);
   host.replaceChildren(fragment);
+}
+
+function addCopyButton(block: HTMLPreElement): void {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "quiet small";
+  button.textContent = "Copy";
+  button.ariaLabel = "Copy this code";
+  button.addEventListener("click", () => void copyText(block.textContent.replace(/\n$/, ""), button));
+  const frame = document.createElement("div");
+  frame.className = "code-block";
+  block.replaceWith(frame);
+  frame.append(button, block);
 }

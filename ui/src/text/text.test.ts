@@ -1,6 +1,7 @@
 import { describe, expect, test } from "vitest";
 import { htmlOf } from "./markdown";
 import { SentenceReader } from "./sentences";
+import { shortened, startOf } from "./shorten";
 import { cutOf } from "./stream_text";
 
 describe("sentences", () => {
@@ -37,7 +38,7 @@ describe("sentences", () => {
 describe("markdown", () => {
   test("f37: of a model that repeats itself is shown in bounded time", () => {
     const plain = (html: string): string => html.replaceAll(/<[^>]*>/g, "");
-    for (const part of ["_a_", " ", "**a *b ", "a ", "\n* a", "> a\n", "_a_\n\n"]) {
+    for (const part of ["_a_", " ", "**a *b ", "a ", "\n* a", "> a\n", "_a_\n\n", "$a", "\\(", "\n\\[a"]) {
       const source = `a${part.repeat(60_000 / part.length)}b`;
       expect(plain(htmlOf(source)!)).toContain("b");
     }
@@ -45,8 +46,43 @@ describe("markdown", () => {
     expect(plain(htmlOf(`${"x<y ".repeat(3000)}\nend`)!)).toContain("x&lt;y");
   });
 
+  test("f37: tells open tasks from done ones, and links to images", () => {
+    const html = htmlOf("- [ ] open\n- [x] done\n\n![a <b>](http://x.y/?a=1&b=2) ![](http://x.y/)")!;
+    expect(html).toMatch(/☐ +open/);
+    expect(html).toMatch(/☑ +done/);
+    expect(html).toContain('<a href="http://x.y/?a=1&amp;b=2">a &lt;b></a>');
+    expect(html).toContain('<a href="http://x.y/">image</a>');
+    expect(html).not.toMatch(/<(input|img)/);
+  });
+
+  test("f37: formulas are shown as their source", () => {
+    const inline = ["\\( a_1 * b_1 \\)", "$a_1 * b_2 * c$", "$x$", "$$a_1 + a_2$$", "\\[ \\{x_1, x_2\\} \\]"];
+    for (const formula of inline) expect(htmlOf(`so ${formula}, too`)).toContain(`so <code>${formula}</code>, too`);
+    const display = "\\[\n\\int_0^1 a_1 * b_1\n- c\n\\]";
+    expect(htmlOf(`so\n\n${display}\n\ntoo`)).toContain(`<pre><code>${display}</code></pre>`);
+    for (const text of ["costs $5 and $10 more", "**$5**, **$6**", "$HOME and $PATH", "US$5-$10", "$a/$b"]) {
+      expect(htmlOf(text)).not.toContain("<code>");
+    }
+    expect(htmlOf("`\\(a\\)` and `$a_1$`")).toContain("<code>\\(a\\)</code> and <code>$a_1$</code>");
+  });
+
   test("f37: of quotes and lists that are too deep is none", () => {
     for (const part of [">", "1. "]) expect(htmlOf(part.repeat(5_000))).toBeNull();
+  });
+});
+
+describe("cut texts", () => {
+  test("f37: fit, are well-formed, and begin as the text does", () => {
+    const texts = ["\u{1f600}".repeat(9), `a${"\u{1f600}".repeat(9)}`, "plain text", ""];
+    for (const text of texts) {
+      for (let most = 1; most < 22; most++) {
+        const [cut, start] = [shortened(text, most), startOf(text, most)];
+        expect(Math.max(cut.length, start.length)).toBeLessThanOrEqual(most);
+        expect(cut.isWellFormed() && start.isWellFormed()).toBe(true);
+        expect(text.startsWith(start) && text.startsWith(cut.replace("…", ""))).toBe(true);
+        expect(cut === text).toBe(text.length <= most);
+      }
+    }
   });
 });
 

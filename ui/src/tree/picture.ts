@@ -2,6 +2,7 @@
 
 import { count } from "../charts/numbers";
 import { ticksBetween } from "../charts/ticks";
+import { shortened } from "../text/shorten";
 import type { Block, Scale, TreeLayout } from "./layout";
 import { drawBlock, type Box, type Look, type Palette } from "./palette";
 import { GHOST_S, HIT_S, type PrefixNode } from "./prefixes";
@@ -121,11 +122,7 @@ function drawNode(
   if (bottom - top < MIN_LABEL_HEIGHT) return;
   context.fillStyle = look.isInUse ? palette.inUseInk : palette.ink;
   if (look.ghost !== null) context.globalAlpha = look.ghost;
-  context.fillText(
-    label.length > fitting ? `${label.slice(0, Math.max(1, fitting - 1))}…` : label,
-    from + 5,
-    (top + bottom) / 2,
-  );
+  context.fillText(shortened(label, Math.max(2, fitting)), from + 5, (top + bottom) / 2);
   context.globalAlpha = 1;
 }
 

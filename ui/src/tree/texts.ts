@@ -3,6 +3,7 @@ import { AgentflowError, type Session } from "agentflow-client";
 import { useSignal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import { sentenceOf, session } from "../app/session";
+import { startOf } from "../text/shorten";
 import type { PrefixNode } from "./prefixes";
 
 /** `foreign`: of another tenant. `gone`: no longer in the tree. */
@@ -46,7 +47,7 @@ export class Texts {
     if (key !== this.keyOf(node)) return { kind: "failed", reason: "The tree has changed." };
     if (this.known.size >= MAX_KEPT) this.clear();
     this.known.set(this.keyOf(node), peek);
-    if (peek.kind === "text") this.labels.set(node.id, peek.text.slice(0, 300).replace(/\s+/g, " ").trim());
+    if (peek.kind === "text") this.labels.set(node.id, startOf(peek.text, 300).replace(/\s+/g, " ").trim());
     else this.labels.delete(node.id);
     return peek;
   }

@@ -1,0 +1,1 @@
+function e(e,n){return e.length>n?`${t(e,n-1)}…`:e}function t(e,t){return e.slice(0,t).replace(/[\ud800-\udbff]$/,``)}export{t as n,e as t};
