@@ -379,6 +379,20 @@ def test_f37_chats_with_long_titles_fit_and_a_new_one_has_the_focus(stage: Stage
     assert scrolls_sideways(screen) == []
 
 
+def test_f37_a_typed_limit_of_tokens_is_whole_and_what_the_field_shows(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    open_chat(screen)
+    stage.answer("leaf", "Green.")
+    screen.page.get_by_text("Settings", exact=True).click()
+    field = screen.page.get_by_label("Max tokens")
+    for number, (typed, shown) in enumerate([("12.5", "13"), ("", "13"), ("0", "1"), ("9999999", "100000")]):
+        field.fill(typed)
+        field.press("Tab")
+        expect(field).to_have_value(shown)
+        say(screen, "A leaf?")
+        expect(screen.page.locator(".chat-turn.is-assistant").nth(number)).to_contain_text("Green.")
+
+
 def settle(screen: Screen, *, tools: str, max_tokens: int = 512) -> None:
     """Opens the settings and sets them; the model's likeliest tokens are taken."""
     screen.page.get_by_text("Settings", exact=True).click()

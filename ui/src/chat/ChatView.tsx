@@ -6,6 +6,7 @@ import { useCallback, useLayoutEffect, useRef } from "preact/hooks";
 import { focusNext } from "../app/focus";
 import { hrefOf } from "../app/router";
 import { session } from "../app/session";
+import { typedNumber } from "../app/typedNumber";
 import { View } from "../app/View";
 import { ImageArea } from "../images/ImageArea";
 import { isLost } from "../images/kept";
@@ -457,8 +458,7 @@ function SettingsFields() {
               step={step}
               value={now[name]}
               onChange={(event) => {
-                const given = event.currentTarget.valueAsNumber;
-                if (Number.isFinite(given)) settings.value = { ...now, [name]: Math.min(max, Math.max(min, given)) };
+                settings.value = { ...now, [name]: typedNumber(event.currentTarget) ?? now[name] };
               }}
             />
           </label>

@@ -1,6 +1,7 @@
 // The program as a form. Every change makes a new program; nothing is kept in the fields themselves.
 import type { ComponentChildren } from "preact";
 import { focusNext } from "../app/focus";
+import { typedNumber } from "../app/typedNumber";
 import { ImageArea } from "../images/ImageArea";
 import {
   gen,
@@ -246,7 +247,7 @@ function SelectFields({ step, onChange }: { step: SelectStep; onChange: (step: S
 function ForkFields({ step, place, onChange }: { step: ForkStep; place: string; onChange: (step: Step) => void }) {
   const { branches } = step;
   const resize = (count: number | null) => {
-    const wanted = Math.min(MAX_BRANCHES, Math.max(1, count ?? 1));
+    const wanted = count ?? branches.length;
     const added = Array.from({ length: Math.max(0, wanted - branches.length) }, (_, index) => ({
       label: `branch ${branches.length + index + 1}`,
       instruction: branches.at(-1)?.instruction ?? "",
@@ -347,10 +348,7 @@ export function NumberField(props: {
         step={props.step ?? 1}
         placeholder={props.placeholder ?? "default"}
         value={props.value ?? ""}
-        onChange={(event) => {
-          const given = event.currentTarget.valueAsNumber;
-          props.onChange(Number.isFinite(given) ? Math.min(props.max, Math.max(props.min, given)) : null);
-        }}
+        onChange={(event) => props.onChange(typedNumber(event.currentTarget))}
       />
     </Field>
   );
