@@ -244,7 +244,9 @@ _MODES = ("auto", "required", "none")
 
 def conversation(messages: Sequence[Message | Mapping[str, Any]]) -> ConversationExpression:
     """A conversation, after which the assistant's turn is open; if the last message is the assistant's, its
-    turn continues. A conversation must be the first item of a state. ``gen`` or ``reply`` comes next.
+    turn continues. A conversation must be the first item of a state. ``gen``, ``reply`` or ``assistant``
+    write into the open turn. A turn of another role ends it, unless it is empty: then ``BadArgument`` says
+    that the conversation waits for its answer. Without messages, nothing is appended.
 
     ``messages``: ``af.Message``, or dicts in the format of OpenAI's API, including the ``tool_calls`` of an
     assistant and the results of tools. Earlier answers of the model reuse the tokens that it generated.

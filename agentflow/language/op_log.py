@@ -207,9 +207,9 @@ class TurnPosition(NamedTuple):
     """The position of a state among its turns."""
 
     open_role: Role | None = None  # the role of the open turn
-    closes_with_reply: bool = False  # the next reply ends that turn, which the program did not open itself
+    closes_with_reply: bool = False  # a conversation opened that turn: the next reply or turn ends it
     last_role: str | None = None  # the role of the last turn that has ended
-    has_text: bool = False  # something was appended after that turn, outside turns
+    has_text: bool = False  # something was appended in the open turn, or after the last one
 
     def begun(self, role: Role) -> TurnPosition:
         """The position after the begin of a turn."""

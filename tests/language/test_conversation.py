@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Any
@@ -470,7 +471,7 @@ async def test_a_conversation_must_be_the_first_append():
         branch = s.copy()
         with pytest.raises(af.errors.BadArgument, match=why):
             branch += af.conversation(ASKED)
-        with pytest.raises(af.errors.BadArgument, match="the assistant turn is open"):
+        with pytest.raises(af.errors.BadArgument, match="waits for its answer"):
             s += af.user("More.")
 
 
@@ -543,6 +544,64 @@ async def test_a_conversation_has_the_token_ids_of_its_turns():
             plain += af.gen("answer", max_tokens=12)
             assert (await s["answer"]).text == await plain["answer"]
         assert await s.token_ids() == await plain.token_ids()
+
+
+@pytest.mark.parametrize("last", ["user", "assistant", "tool"])
+async def test_f37_turns_continue_a_conversation_with_the_token_ids_of_its_turns(last: str):
+    """A stored history, and after it turns as in any state: the assistant's fills the open turn, and the
+    user's ends the assistant's."""
+    messages = [*ASKED, {"role": "assistant", "content": "Yes."}] if last != "user" else ASKED
+    if last == "tool":
+        messages = LATER
+    async with af.session(backend=FakeEngine(), seed=1) as flow, flow.state() as s, flow.state() as plain:
+        s += af.conversation(messages)
+        plain += af.conversation(messages)
+        if last == "assistant":
+            s += af.user("And in Rome?") + af.assistant(af.gen("answer", max_tokens=4), "!")
+            plain.end()
+            plain += af.user("And in Rome?")
+            async with plain.assistant():
+                plain += af.gen("answer", max_tokens=4) + "!"
+        else:
+            async with s.assistant():
+                s += af.gen("answer", max_tokens=4) + "!"
+            plain += af.gen("answer", max_tokens=4) + "!"
+            plain.end()
+        s += af.user("Thanks.")
+        plain += af.user("Thanks.")
+        assert await s.token_ids() == await plain.token_ids()
+        assert await s.messages() == await plain.messages()
+        assert [message["content"] for message in await s.messages()].count("") == (last == "tool")
+
+
+async def test_f37_a_turn_of_the_user_ends_the_turn_that_a_conversation_opened():
+    async with scripted("cold", "Warm.") as flow, flow.state() as s:
+        s += af.conversation(ASKED) + "It is " + af.gen("a")
+        s += af.user("And Rome?") + af.gen("b")
+        assert await s.text() == (
+            "<user>Is it cold in Oslo?</user><assistant>It is cold</assistant>"
+            "<user>And Rome?</user><assistant>Warm.</assistant>"
+        )
+
+
+@pytest.mark.parametrize(
+    "append",
+    [af.State.end, lambda s: s.add(af.user("And in Rome?")), lambda s: s.add(af.system("Be brief."))],
+)
+async def test_f37_an_empty_turn_of_the_assistant_is_refused(append: Callable[[af.State], Any]):
+    """A conversation waits for its answer: an empty turn would stand in the prompt."""
+    async with scripted("Yes.") as flow, flow.state() as s:
+        s += af.conversation(ASKED)
+        with pytest.raises(af.errors.BadArgument, match="waits for its answer"):
+            append(s)
+        s += af.gen("answer")
+        assert await s.text() == "<user>Is it cold in Oslo?</user><assistant>Yes."
+
+
+async def test_f37_a_conversation_without_messages_appends_nothing():
+    async with scripted("Yes.") as flow, flow.state() as s:
+        s += af.conversation([]) + af.user("Is it cold?") + af.gen("answer")
+        assert await s.text() == "<user>Is it cold?</user><assistant>Yes.</assistant>"
 
 
 async def test_an_engine_without_tag_constraints_rejects_tools():

@@ -181,7 +181,14 @@ class Recorder:
         self._record(op)
 
     def begin(self, role: ops.Role, call: ToolCall | None = None) -> None:
-        """Begins a turn. ``call``: the call that a tool's turn answers."""
+        """Begins a turn. ``call``: the call that a tool's turn answers. In the turn that a conversation
+        opened, the assistant's turn is that one, and other turns end it."""
+        position = self._position
+        if position.closes_with_reply and role == "assistant" and not position.has_text:
+            self._position = position._replace(closes_with_reply=False)
+            return
+        if position.closes_with_reply and role != "assistant":
+            self.end()
         is_open = self._position.open_role
         if is_open is not None:
             raise BadArgument(
@@ -197,6 +204,11 @@ class Recorder:
         """Ends the open turn."""
         if self._position.open_role is None:
             raise BadArgument("there is no open turn to end")
+        if self._position.closes_with_reply and not self._position.has_text:
+            raise BadArgument(
+                "the conversation waits for its answer: append af.gen(…) or af.assistant(…) first, or give "
+                "all messages before the answer to af.conversation([…])"
+            )
         self._position = self._position.ended()
         self._entries.append(TurnEnds())
         self.put(ops.End(self._state.id))
@@ -275,6 +287,8 @@ class Recorder:
         """Records the turns of a conversation, and the assistant's, which stays open."""
         if self._position.open_role is not None or self._entries or not self._state.transcript.is_empty:
             raise BadArgument("a conversation begins a state: append it first, and nothing before it")
+        if not conversation.messages and not conversation.tools:
+            return  # the first call of an application that keeps its history elsewhere
         for message in conversation.messages:
             arguments = [call.arguments for call in message.tool_calls]
             sources = [placed.image.source for placed in message.images]
@@ -287,7 +301,7 @@ class Recorder:
             self._entries.append(TurnEnds())
         last = conversation.messages[-1].role if conversation.messages else ""
         self._entries[-1:] = [] if last == "assistant" else [TurnEnds(), TurnBegins("assistant")]
-        self._position = TurnPosition("assistant", closes_with_reply=True)
+        self._position = TurnPosition("assistant", closes_with_reply=True, has_text=last == "assistant")
         self._offer = Offer(conversation.tools, conversation.choice)
         files = [placed.image for message in conversation.messages for placed in message.images]
         if files:
@@ -387,7 +401,7 @@ class Recorder:
 
     def _append_entry(self, entry: TranscriptEntry) -> None:
         self._entries.append(entry)
-        if self._position.open_role is None:
+        if not self._position.has_text:
             self._position = self._position._replace(has_text=True)
 
     def _append_variable(self, name: str, value_type: ValueType, *, is_gen: bool = False) -> VariableNode:
