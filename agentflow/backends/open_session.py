@@ -322,6 +322,11 @@ def _chosen_backend(url: str | None, options: SessionOptions, first: str | None 
     if url is None:
         from agentflow.backends.local import Embedded
 
+        if isinstance(model := options.get("model"), str) and _is_address(model):
+            raise BadArgument(
+                f"session: {model!r:.200} is an address, and model= the name of a model: leave out `model=`",
+                param="model",
+            )
         return Embedded(**_chosen(options, *_OF_MODEL), **of_engine)
     if of_engine:
         name = next(iter(of_engine))

@@ -204,9 +204,10 @@ def _parsed(url: str) -> WebSocketURI:
         path = parts.path if parts.path not in ("", "/") else SESSION_PATH
         return parse_uri(urlunsplit((scheme, parts.netloc, path, parts.query, parts.fragment)))
     except (InvalidURI, ValueError) as error:
-        remedy = "" if "://" in url else f"; a model that runs in this process is model={url!r:.200}"
+        remedy = f"; model={url!r:.200} runs in this process, and 'openai:MODEL' behind an API"
         raise BadArgument(
-            f"{url!r:.200} is not the url of a server ({error}): it looks like ws://127.0.0.1:8410{remedy}"
+            f"{url!r:.200} is not the url of a server ({error}): it looks like ws://127.0.0.1:8410"
+            + ("" if "://" in url else remedy)
         ) from None
 
 

@@ -220,12 +220,22 @@ async def test_no_server(free_tcp_port):
     assert len(shown(failure.value).splitlines()) < 10  # no frames of the connection
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "models/gemma.gguf"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "models/gemma.gguf", "openai/gpt-4.1-mini"])
 async def test_a_model_in_place_of_an_address(name):
     with pytest.raises(af.errors.BadArgument) as failure:
         async with af.session(name):
             pass
-    says(failure.value, f"model={name!r}")
+    says(failure.value, f"model={name!r}", "openai:MODEL")
+
+
+@pytest.mark.parametrize("address", ["openai:gpt-4.1-mini", "anthropic:claude", "http://127.0.0.1:8410/v1"])
+async def test_f37_an_address_in_place_of_a_model(address, monkeypatch):
+    monkeypatch.delenv("AGENTFLOW_URL", raising=False)
+    with pytest.raises(af.errors.BadArgument) as failure:
+        async with af.session(model=address):
+            pass
+    assert failure.value.param == "model"
+    says(failure.value, repr(address), "leave out `model=`")
 
 
 async def test_no_model(tmp_path, monkeypatch):
@@ -328,6 +338,18 @@ async def test_a_function_that_is_not_async():
             await flow.run(af.program(program))
         with pytest.raises(af.errors.BadArgument, match="an async function"):
             af.program(program).trace()
+
+
+async def test_f37_a_generator_in_place_of_a_program():
+    async def program(s: af.State):
+        s += af.gen("answer")
+        yield s["answer"]
+
+    async with opened() as flow:
+        with pytest.raises(af.errors.BadArgument) as failure:
+            await flow.run(program)
+        says(failure.value, f"{FILE}:{program.__code__.co_firstlineno}, in program", "flow.stream")
+        assert "async def" not in str(failure.value)
 
 
 async def test_with_and_for_instead_of_async():

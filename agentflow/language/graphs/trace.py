@@ -72,9 +72,12 @@ def called(program: Callable[..., Awaitable[ResultT]], /, *args: Any, **kwargs: 
     """Calls the program; the result is to be awaited. ``BadArgument`` if the function is not async."""
     running = program(*args, **kwargs)
     if not inspect.isawaitable(running):
+        advice = "an async function, so write `async def`"
+        if inspect.isasyncgen(running):
+            advice = "no generator: it returns its result, and flow.stream yields its texts"
         raise BadArgument(
             f"{defined_at(program)}, returned {short_repr(running)}, which cannot be awaited: a program is "
-            "an async function, so write `async def`"
+            f"{advice}"
         )
     return running
 
