@@ -105,6 +105,30 @@ async def test_a_graph_is_one_op_and_returns_only_its_outputs():
         assert not flow._link.variables
 
 
+async def test_f37_the_gathered_values_of_branches_are_traced():
+    """``gather`` gives the values of a fork, in lists, dicts and later prompts, as in a run."""
+
+    @af.program
+    async def paragraphs(s: af.State, topic: str) -> dict[str, list[object]]:
+        s += af.user(f"On {topic}.")
+        words = af.gen("words", type=int)
+        async with s.fork(2) as branches:
+            for branch, part in zip(branches, ["light", "water"], strict=True):
+                branch += (
+                    af.user(part) + af.assistant(af.gen("text")) + af.user("Words?") + af.assistant(words)
+                )
+        await branches
+        texts = await branches.gather("text")
+        s += af.user("Sum up: ", *texts) + af.assistant(af.gen("sum"))
+        return {"texts": [*texts, await s["sum"]], "words": [*await branches.gather(words)]}
+
+    async with af.session(backend=af.Scripted(lambda call: str(len(call))), seed=1) as flow:
+        wanted = await flow.run(paragraphs, "leaves")
+        graph = paragraphs.trace()
+        assert await flow.submit(graph, {"topic": "leaves"}) == wanted
+        assert await flow.map(graph, ["leaves"]) == [wanted]
+
+
 async def test_the_values_of_typed_gens_are_typed():
     @dataclass
     class City:

@@ -634,9 +634,10 @@ class Branches(AsyncOnly, list[State]):
         >>> judgments = await branches.gather("judgment")
         """
         variables = self.variables(name)
-        for branch in self:
-            branch._node.ask()
-        await _raise_cause([find_target(variable).node for variable in variables])
+        if not self.parent._node.link.is_tracing:
+            for branch in self:
+                branch._node.ask()
+            await _raise_cause([find_target(variable).node for variable in variables])
         return [await variable for variable in variables]
 
     def as_completed(self, name: VariableName) -> Completed:
