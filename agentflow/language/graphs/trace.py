@@ -356,7 +356,10 @@ def _driven(awaitable: Awaitable[Any], name: str) -> Any:
     except StopIteration as stop:
         return stop.value
     steps.close()
-    raise DataDependent(f"{name} waits for something that is not the model: a trace cannot")
+    raise DataDependent(
+        f"{name} waits for something that is not the model: a trace cannot. Await variables without tasks: one "
+        "by one, or by branches.gather(…)"
+    )
 
 
 class _Outputs:
