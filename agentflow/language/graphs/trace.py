@@ -357,8 +357,8 @@ def _driven(awaitable: Awaitable[Any], name: str) -> Any:
         return stop.value
     steps.close()
     raise DataDependent(
-        f"{name} waits for something that is not the model: a trace cannot. Await variables without tasks: one "
-        "by one, or by branches.gather(…)"
+        f"{name} waits for something that is not the model: a trace cannot. Await variables one by one, or by"
+        " branches.gather(…)"
     )
 
 
