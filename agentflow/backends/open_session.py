@@ -324,7 +324,7 @@ def _chosen_backend(url: str | None, options: SessionOptions, first: str | None 
 
         if isinstance(model := options.get("model"), str) and _is_address(model):
             raise BadArgument(
-                f"session: {model!r:.200} is an address, and model= the name of a model: leave out `model=`",
+                f"session: model={model!r:.200} is an address, as in af.session({model!r:.200})",
                 param="model",
             )
         return Embedded(**_chosen(options, *_OF_MODEL), **of_engine)

@@ -235,7 +235,7 @@ async def test_f37_an_address_in_place_of_a_model(address, monkeypatch):
         async with af.session(model=address):
             pass
     assert failure.value.param == "model"
-    says(failure.value, repr(address), "leave out `model=`")
+    says(failure.value, f"af.session({address!r})")
 
 
 async def test_no_model(tmp_path, monkeypatch):
