@@ -130,7 +130,7 @@ def measure_adapters(report: Report) -> None:
     )
     for layer in runner.kv_layers:
         layer.normal_()
-    config = runner._config
+    config = runner._shape
     assert isinstance(config, DecoderConfig)
     with tempfile.TemporaryDirectory() as adapters:
         folders = [write_adapter(Path(adapters) / str(seed), config, seed) for seed in range(NUM_ADAPTERS)]

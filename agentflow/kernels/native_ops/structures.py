@@ -588,12 +588,12 @@ def native_rows(given: ForwardInput, angles: NDArray[np.float32] | None) -> Nati
         len(given.rows),
         array_address(given.rows),
     )
-    embedded = given.given_rows
-    if embedded is not None:
-        made.num_given, made.given = len(embedded.rows), array_address(embedded.rows)
-        made.embeddings = embedded.values.data_ptr()
-        if embedded.deep is not None:
-            made.num_deep, made.deep = len(embedded.deep), embedded.deep.data_ptr()
+    given_rows = given.given_rows
+    if given_rows is not None:
+        made.num_given, made.given = len(given_rows.rows), array_address(given_rows.rows)
+        made.embeddings = given_rows.values.data_ptr()
+        if given_rows.deep is not None:
+            made.num_deep, made.deep = len(given_rows.deep), given_rows.deep.data_ptr()
     if angles is not None:
         made.angles = array_address(angles)
     return made

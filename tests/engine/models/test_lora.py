@@ -325,7 +325,7 @@ def test_an_adapter_has_the_tensor_names_of_any_release_of_a_model_with_vision(
     name: str, tmp_path: Path
 ) -> None:
     saved_vision_model(name, tmp_path / "model")
-    config = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")._config
+    config = TorchRunner(tmp_path / "model", num_slots=10, device="cpu", dtype="float32")._shape
     assert isinstance(config, DecoderConfig)
     family = FAMILIES[config.architecture]
     assert family.other_names

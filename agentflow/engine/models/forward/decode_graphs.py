@@ -90,9 +90,9 @@ def on_device(given: ForwardInput, arrived: Mapping[str, Tensor]) -> DeviceInput
     """Returns the input with its arrays on the device. ``arrived``: the uploaded ``list_arrays(given)``."""
     num_rows = len(given.rows)
     has_all_rows = num_rows == len(given.token_ids) and bool((given.rows == np.arange(num_rows)).all())
-    embedded = None
+    given_rows = None
     if given.given_rows is not None:
-        embedded = DeviceRows(
+        given_rows = DeviceRows(
             arrived["given_rows"],
             given.given_rows.values,
             given.given_rows.deep,
