@@ -119,7 +119,11 @@ def test_a_high_effort(server: ApiServer, api: Api, fields: Any) -> None:
 
 @pytest.mark.parametrize(
     ("api", "fields"),
-    [(CHAT, {"thinking_token_budget": 3}), (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 3}})],
+    [
+        (CHAT, {"thinking_token_budget": 3}),
+        (CHAT, {"thinking_token_budget": 3, "logprobs": True, "top_logprobs": 2}),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 3}}),
+    ],
 )
 def test_a_budget_cuts_the_reasoning(server: ApiServer, api: Api, fields: Any) -> None:
     answer = ask(server, api, SCRIPT, extra=fields, temperature=0)
