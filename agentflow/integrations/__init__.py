@@ -19,6 +19,7 @@ from agentflow.integrations.client import (
 )
 from agentflow.integrations.wiring import WiredProgram
 from agentflow.language.expressions import Appendable, conversation_with
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.typed.replies import read_reply
 from agentflow.language.typed.tools import describe_tool
 from agentflow.protocol.chat import (
@@ -52,6 +53,7 @@ __all__ = [
     "ToolChoice",
     "ToolSpec",
     "TopLogprobs",
+    "UserCode",
     "WiredProgram",
     "cache_key",
     "connection_through",

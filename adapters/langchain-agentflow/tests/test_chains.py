@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from operator import itemgetter
 from typing import Any
 
+import anyio
 import pytest
 from langchain_agentflow import Agentflow, ChatAgentflow, wired
 from langchain_core.exceptions import OutputParserException
@@ -348,3 +350,19 @@ def test_a_wired_chain_on_the_small_model():
     model = ChatAgentflow(max_tokens=12)
     chain = three_steps(model) | StrOutputParser()
     assert wired(chain).invoke(INPUT) == chain.invoke(INPUT)
+
+
+async def test_f37_a_part_that_waited_for_a_cancelled_job_fails_the_chain() -> None:
+    """Its result was None, next to the results of the other parts."""
+
+    async def waits(text: str) -> str:
+        job = asyncio.create_task(anyio.sleep_forever())  # noqa: TID251  # of the user
+        await anyio.lowlevel.checkpoint()
+        job.cancel()
+        await job
+        return text
+
+    model = ChatAgentflow(backend=af.Scripted(answer))
+    both = RunnableParallel(a=RunnableLambda(waits), b=RunnablePassthrough())
+    with pytest.raises(af.errors.RunFailed):
+        await wired(ask("Say {topic}") | model | StrOutputParser() | both).ainvoke(INPUT)

@@ -20,6 +20,7 @@ from langchain_core.runnables.config import get_executor_for_config
 
 from agentflow.integrations import (
     ModelConnection,
+    UserCode,
     open_task_group,
 )
 from langchain_agentflow.errors import langchain_errors
@@ -55,7 +56,8 @@ class Awaiting:
             return await connection.shared.loop.arun(function)
 
     async def invoke(self, part: Runnable[Any, Any], value: Any) -> Any:
-        return await part.ainvoke(value, self.config)
+        with UserCode("a part of the chain"):
+            return await part.ainvoke(value, self.config)
 
     async def gather(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         results: list[Any] = [None] * len(coroutines)
