@@ -218,7 +218,7 @@ class ScriptedGenerator:
     """
 
     def __init__(self, script: Script) -> None:
-        if not isinstance(script, Mapping | Sequence) and not callable(script):
+        if not isinstance(script, Mapping | Sequence) and not _is_function(script):
             raise BadArgument(
                 f"Scripted: {short_repr(script)} is no script: give a dict from the names of variables to "
                 "their answers, a list of answers, or a function",
@@ -470,7 +470,7 @@ class ScriptedGenerator:
         script = self._script
         if isinstance(script, Mapping):
             left = {
-                name: (len(answers) if isinstance(answers, list | tuple) else 1) - self._num_sent[name]
+                name: (len(answers) if _is_list(answers) else 1) - self._num_sent[name]
                 for name, answers in script.items()
             }
         else:
@@ -510,7 +510,8 @@ class ScriptedGenerator:
         return call.answer
 
     def _scripted(self, call: ScriptedCall) -> ScriptedAnswer:
-        script, position, kept = self._script, call.sent.number, "the script"
+        script: Any = self._script
+        position, kept = call.sent.number, "the script"
         if isinstance(script, Mapping):
             if call.name not in script:
                 known = ", ".join(map(repr, script)) or "none"
@@ -519,9 +520,9 @@ class ScriptedGenerator:
                 )
             kept = f"the script of {call.name!r}"
             script, position = script[call.name], call.sent.ordinal
-            if not callable(script) and not isinstance(script, list | tuple):
+            if not _is_function(script) and not _is_list(script):
                 return script
-        if callable(script):
+        if _is_function(script):
             return _called(script, call)
         if position >= len(script):
             raise ScriptMismatch(
@@ -534,6 +535,16 @@ class ScriptedGenerator:
         self._stats["steps"] += 1
         self._stats["prompt_tokens"] += usage.prompt_tokens
         self._stats["generated_tokens"] += usage.output_tokens
+
+
+def _is_function(script: object) -> bool:
+    """Whether it makes answers. A tool call is an answer."""
+    return callable(script) and not isinstance(script, ToolCall)
+
+
+def _is_list(script: object) -> bool:
+    """Whether it has several answers. A named tuple is one."""
+    return isinstance(script, list | tuple) and not hasattr(script, "_fields")
 
 
 def _called(script: Callable[[ScriptedCall], ScriptedAnswer], call: ScriptedCall) -> ScriptedAnswer:

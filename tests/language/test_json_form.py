@@ -242,6 +242,17 @@ async def test_f16b_a_script_answers_with_a_model(saved):
         assert await s[user] == saved
 
 
+async def test_f37_a_script_answers_with_a_named_tuple_or_a_call(saved):
+    script = {"pair": Pair(ALIASED, 3), "reply": af.ToolCall("save", {"user": saved})}
+    backend = af.Scripted(script)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.user("?") + af.assistant(af.gen("pair", schema=Pair))
+        s += af.user("?") + af.reply("reply", tools=[{"name": "save", "parameters": {"type": "object"}}])
+        assert await s["pair"] == Pair(ALIASED, 3)
+        assert [call.name for call in (await s["reply"]).tool_calls] == ["save"]
+    assert not backend.generator.unused()
+
+
 @pytest.mark.parametrize("secret", [SecretStr("x"), Secretive(inner={"a": "x"}), Hidden(name="a", token="x")])
 async def test_f16b_unreadable_values_are_neither_answers_nor_arguments(secret):
     async with af.session(backend=af.Scripted({"user": secret})) as flow, flow.state() as s:
