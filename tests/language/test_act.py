@@ -733,18 +733,28 @@ async def test_a_graph_cannot_hold_a_loop():
 
 
 @pytest.mark.parametrize("where", ["state", "session", "parent"])
-async def test_f14a_a_deadline_ends_tools_and_approvals(where: str) -> None:
+@pytest.mark.parametrize("waiting", ["tool", "plain tool", "hook"])
+async def test_f14a_a_deadline_ends_tools_and_approvals(where: str, waiting: str) -> None:
     """The state stays a valid conversation as far as it goes, and the tool is cancelled."""
     ended: list[str] = []  # the deadline leaves the tool time to begin
 
-    async def waits() -> str:
+    async def waits(*_: Any) -> str:
         try:
             await anyio.sleep_forever()
         finally:
             ended.append("waits")
         return ""
 
-    backend = af.Scripted({"answer": [call("waits"), "done"]})
+    async def later() -> str:
+        return await waits()
+
+    def plain() -> str:
+        if waiting == "plain tool":
+            may_end.wait()
+        return "pong"
+
+    may_end = threading.Event()
+    backend = af.Scripted({"answer": [call("later" if waiting == "tool" else "plain"), "done"]})
     async with af.session(backend=backend) as flow, flow.state() as root:
         s = root
         if where == "session":
@@ -754,10 +764,12 @@ async def test_f14a_a_deadline_ends_tools_and_approvals(where: str) -> None:
             root.limit(deadline_s=0.5)
         elif where == "state":
             s.limit(deadline_s=0.5)
-        with anyio.fail_after(20):
-            with pytest.raises(af.DeadlineExceeded):
-                await af.act(s, tools=[waits])
-        assert ended == ["waits"]
+        try:
+            with anyio.fail_after(20), pytest.raises(af.DeadlineExceeded):
+                await af.act(s, tools=[later, plain], approve=waits if waiting == "hook" else None)
+        finally:
+            may_end.set()
+        assert ended == ([] if waiting == "plain tool" else ["waits"])
 
 
 async def test_f14a_a_deadline_that_is_far_changes_nothing() -> None:
