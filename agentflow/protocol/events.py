@@ -273,9 +273,9 @@ class Stats(Record, msgspec.Struct, frozen=True):
     cost: float = 0.0
     saved_calls: int = 0
     saved_tokens: int = 0
-    failed_speculations: int = 0
+    failed_speculations: int | None = 0
     endpoints: tuple[EndpointStats, ...] = ()
-    hedged_calls: int = 0
+    hedged_calls: int | None = 0
 
     @property
     def hit_rate(self) -> float:

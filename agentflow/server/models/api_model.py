@@ -330,20 +330,22 @@ class TenantGenerator:
         self._inner.free(context)
 
     async def stats(self) -> Stats:
-        """The counters of the tenant. If it sees the metrics, they also have the numbers of all running calls
-        and of all failed speculations. The counters of an engine are None."""
+        """The counters of the tenant. If it sees the metrics, they also have the numbers of all running
+        calls, failed speculations and repeated requests. The counters of an engine are None."""
         own, inner = self._own, await self._inner.stats()
+        may_see = self.tenant.sees_metrics
         return msgspec.structs.replace(
             inner,
             model=self.capabilities.model,
             prompt_tokens=own.prompt_tokens,
             cached_tokens=own.cached_tokens,
             generated_tokens=own.output_tokens,
-            running=self.model.num_running if self.tenant.sees_metrics else None,
+            running=self.model.num_running if may_see else None,
             cost=own.cost,
             saved_calls=own.saved_calls,
             saved_tokens=own.saved_tokens,
-            failed_speculations=inner.failed_speculations if self.tenant.sees_metrics else 0,
+            failed_speculations=inner.failed_speculations if may_see else None,
+            hedged_calls=inner.hedged_calls if may_see else None,
         )
 
     def watching(self) -> AbstractContextManager[View]:

@@ -1049,13 +1049,13 @@ export interface Stats {
   /** Models behind an API: as in Usage. */
   saved_tokens: number;
   /** Models behind an API: texts of earlier calls that did not match the program. */
-  failed_speculations: number;
+  failed_speculations: number | null;
   /** The models that may replace each other. */
   endpoints: EndpointStats[];
   /**
    * Models behind an API: requests that were sent a second time, because the answer did not begin in time.
    */
-  hedged_calls: number;
+  hedged_calls: number | null;
 }
 
 /** A model at one address that may replace others. */

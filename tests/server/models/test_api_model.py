@@ -246,6 +246,7 @@ async def test_stats_are_of_the_tenant_alone(tmp_path: Path) -> None:
             stats = await flow.stats()
     assert (stats.model, stats.prompt_tokens, stats.generated_tokens) == ("gpt", 7, 2)
     assert (stats.running, stats.total_slots, stats.steps) == (None, None, None)
+    assert (stats.failed_speculations, stats.hedged_calls) == (None, None)
     assert stats.cost > 0
 
 
