@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec.inspect
 from agentflow.protocol.bounds.json_bounds import JsonScan, TooMuchJson
 from agentflow.protocol.unreadable import HALF_PAIR, UNREADABLE, json_fault
 from agentflow.server.errors import MAX_PARAM_CHARS, ApiError, truncated
-from agentflow.server.http.whole_numbers import options, type_info, with_whole_numbers
+from agentflow.server.http.normalized_json import normalized, options, type_info
 
 T = TypeVar("T")
 # Smaller bodies are not charged to the memory budget, so they are served even when large ones fill it. They
@@ -25,10 +25,6 @@ SMALL_BODY_BYTES = 32_768
 _UNKNOWN = "Object contains unknown field `"
 _MISSING = "Object missing required field `"
 _GOT_FLOAT = "got `float`"
-_MAX_UNKNOWN_NULLS = 16
-"""Names of unknown members that may be null: the body is decoded again for each."""
-_MAX_BYTES_WITH_UNKNOWN_NULLS = 1_000_000
-"""Larger bodies may have none: decoding them so often would take too much of the processor."""
 # Beginnings of msgspec's messages.
 _BAD_CHOICES = ("Invalid value '", "Invalid enum value '")
 ALLOWED = "; allowed: "
@@ -38,68 +34,19 @@ ALLOWED = "; allowed: "
 def decoded(data: bytes | bytearray | msgspec.Raw, kind: type[T], param: str = "") -> T:
     """Decodes the body of a request, or its field ``param``. ``ApiError`` if it does not have this
     type. A member that is null is a member that was left out, also if its name is unknown."""
-    rewritten: bytes | bytearray | msgspec.Raw = data
-    nulls_left, numbers_left = _MAX_UNKNOWN_NULLS, 1
     try:
-        while True:
-            try:
-                return msgspec.json.decode(rewritten, type=kind)
-            except msgspec.ValidationError as error:
-                if _GOT_FLOAT in str(error) and numbers_left:
-                    numbers_left -= 1
-                    rewritten = with_whole_numbers(bytes(rewritten), kind)
-                    continue
-                if not nulls_left or len(memoryview(data)) > _MAX_BYTES_WITH_UNKNOWN_NULLS:
-                    raise
-                nulls_left -= 1
-                without = _without_unknown_null(bytes(rewritten), error)
-                if without is None:
-                    raise
-                rewritten = without
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as error:
+            if _GOT_FLOAT not in str(error) and not str(error).startswith(_UNKNOWN):
+                raise
+            return msgspec.json.decode(normalized(bytes(data), kind), type=kind)
     except msgspec.ValidationError as error:
         message, field = shown_fault(error, kind, param)
         raise ApiError(400, "invalid_request", message, param=field) from None
     except UNREADABLE as error:
         fault = json_fault(bytes(data), error)
         raise not_json(fault, _half_pair_param(data, param) if fault == HALF_PAIR else None) from None
-
-
-def _without_unknown_null(data: bytes, error: msgspec.ValidationError) -> bytes | None:
-    """Drops an unknown member that is null, also from other items of the same list. None if the error is
-    another one."""
-    text, _, path = str(error).rpartition(" - at `") if " - at `" in str(error) else (str(error), "", "")
-    if not text.startswith(_UNKNOWN):
-        return None
-    name = text.removeprefix(_UNKNOWN).removesuffix("`")
-    return _without_null(data.lstrip(b" \t\r\n"), _STEPS.findall(path.removeprefix("$")), name)
-
-
-def _without_null(data: bytes, steps: Sequence[str], name: str) -> bytes | None:
-    if steps and steps[0].startswith("["):
-        if not data.startswith(b"["):
-            return None
-        items = msgspec.json.decode(data, type=list[msgspec.Raw])
-        kept = [_without_null(bytes(item), steps[1:], name) for item in items]
-        if not any(kept):
-            return None
-        return msgspec.json.encode(
-            [item if new is None else msgspec.Raw(new) for item, new in zip(items, kept, strict=True)]
-        )
-    if not data.startswith(b"{"):
-        return None
-    members = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    found = members.get(steps[0] if steps else name)
-    if found is None:
-        return None
-    if not steps:
-        if bytes(found) != b"null":
-            return None
-        del members[name]
-    elif (new := _without_null(bytes(found), steps[1:], name)) is not None:
-        members[steps[0]] = msgspec.Raw(new)
-    else:
-        return None
-    return msgspec.json.encode(members)
 
 
 def not_json(fault: object, param: str | None = None) -> ApiError:
@@ -109,9 +56,7 @@ def not_json(fault: object, param: str | None = None) -> ApiError:
 
 
 def _half_pair_param(data: bytes | bytearray | msgspec.Raw, param: str) -> str | None:
-    """The field of the first string with half a surrogate pair. None for a large body."""
-    if len(memoryview(data)) > SMALL_BODY_BYTES:
-        return None
+    """The field of the first string with half a surrogate pair."""
     try:
         left = [(param, json.loads(bytes(data)))]  # accepts halves
     except (ValueError, RecursionError):
@@ -133,7 +78,11 @@ def _half_pair_param(data: bytes | bytearray | msgspec.Raw, param: str) -> str |
 
 
 def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def too_large(limit: int) -> ApiError:

@@ -1,4 +1,5 @@
-"""Whole numbers that a client writes as floats, in the integer fields of every API."""
+"""Whole numbers that a client writes as floats, in the integer fields of every API, and unknown members that
+are null."""
 
 from __future__ import annotations
 
@@ -139,3 +140,24 @@ def test_f37_unknown_members_that_are_null_are_left_out(body, data):
         turns[-1] |= {"new": 0}
         with pytest.raises(ApiError, match=r"'turns.*new' is unknown"):
             decoded(written(with_nulls | {"turns": turns}, str).encode(), Asked)
+
+
+@pytest.mark.parametrize("prompt", ["", "x" * 1_200_000], ids=["small", "large"])
+@pytest.mark.parametrize("num_unknown", [1, 40])
+def test_f37_any_body_may_have_any_number_of_unknown_nulls(prompt: str, num_unknown: int) -> None:
+    unknown = {f"new{number}": None for number in range(num_unknown)}
+    turns = [{"kind": "said", "text": "a"} | unknown, {"kind": "called", "given": 1, "text": None} | unknown]
+    body = {"prompt": prompt, "turns": turns} | unknown
+    read = decoded(msgspec.json.encode(body), Asked)
+    assert (read.prompt, read.turns) == (prompt, [Said("a"), Called(msgspec.Raw(b"1"))])
+    turns[1]["new0"] = 0
+    with pytest.raises(ApiError) as caught:
+        decoded(msgspec.json.encode(body), Asked)
+    assert (caught.value.status, caught.value.param) == (400, "turns[1].new0")
+
+
+@pytest.mark.parametrize("num_chars", [0, 1_200_000])
+def test_f37_half_a_surrogate_pair_is_found_in_any_body(num_chars: int) -> None:
+    with pytest.raises(ApiError) as caught:
+        decoded(b'{"prompt": ["%b", "\\ud800"]}' % (b"x" * num_chars), Asked)
+    assert (caught.value.code, caught.value.param) == ("invalid_json", "prompt[1]")
