@@ -17,8 +17,12 @@ REASONING_HEAD = "<|channel|>analysis<|message|>"
 ANSWER_HEAD = "<|channel|>final<|message|>"
 CALL_MARK = "<|channel|>commentary"
 """The beginning of every head of a call."""
-NEXT_MESSAGE = "<|end|><|start|>assistant"
+MESSAGE_END = "<|end|>"
+"""The end of a message that another one of the same answer may follow."""
+NEXT_MESSAGE = f"{MESSAGE_END}<|start|>assistant"
 """The text between two messages of an answer."""
+ANSWER_ENDS = ("<|return|>", "<|call|>")
+"""The ends of an answer's last message, which is a text or a call."""
 
 
 def has_channels(source: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from agentflow.engine.text.channels import ANSWER_ENDS, MESSAGE_END
 from agentflow.engine.text.chat_layout import lay_out
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -22,9 +23,12 @@ def all_end_ids(of_model: Sequence[int], tokenizer: Tokenizer, template: ChatTem
     """Joins the end tokens of the model's files with the tokens of the tokenizer and the template, and warns
     about tokens that the files do not have."""
     found = dict.fromkeys(of_model)
-    if template.has_channels:  # its <|end|> ends a message, not the answer
-        return tuple(found)
     others = [("the tokenizer", tokenizer.eos_id), ("the chat template", _closing_id(tokenizer, template))]
+    if template.has_channels:
+        between = tokenizer.find_id(MESSAGE_END)  # ends a message, not the answer
+        others = [(source, token) for source, token in others if token != between]
+        ends = map(tokenizer.find_id, ANSWER_ENDS)
+        others += [("the notation of channels", token) for token in ends if token in tokenizer.closed_ids]
     for source, token in others:
         if token is not None and token not in found:
             found[token] = None

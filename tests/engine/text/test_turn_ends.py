@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
 from support import small_tokenizers
 from support.engine.random_model import write_random_model
+from support.reasoning_models import CHANNEL_MODEL, CHANNEL_TOKENS
 
 from agentflow.engine.local_engine import open_engine
 from agentflow.engine.options import EngineOptions
@@ -27,6 +27,7 @@ CHANNELS = (
 )
 SPEC = small_tokenizers.byte_level(special=("<s>", "</s>", "<|im_start|>", "<|im_end|>"))
 END, TURN_END = 1, 3
+CHANNEL_MARKS = (*CHANNEL_TOKENS, "<|channel|>", "<|constrain|>")
 
 
 @pytest.mark.parametrize(
@@ -50,10 +51,31 @@ def test_f37b_the_ends_are_those_of_all_sources(
     assert len(caplog.records) == (len(expected) - len(of_files) if of_files else 0)
 
 
-def test_f37b_the_end_of_a_message_in_a_channel_is_no_end_of_the_answer() -> None:
-    for of_files, named in itertools.product([(), (END,)], [{}, {"eos_token": "</s>"}]):
-        tokenizer = Tokenizer(SPEC, named_tokens=named)
-        assert all_end_ids(of_files, tokenizer, ChatTemplate(CHANNELS)) == of_files
+@pytest.mark.parametrize("named", [{}, {"eos_token": "</s>"}])
+@pytest.mark.parametrize("of_files", [(), (END,)])
+def test_f37b_a_mark_that_closes_a_turn_in_channels_ends_the_answer(
+    of_files: tuple[int, ...], named: dict[str, str]
+) -> None:
+    """Without it, a model whose files have no end token never stopped."""
+    found = all_end_ids(of_files, Tokenizer(SPEC, named_tokens=named), ChatTemplate(CHANNELS))
+    assert set(found) == {*of_files, TURN_END} | ({END} if named else set())
+    assert found[: len(of_files)] == of_files
+
+
+@pytest.mark.parametrize("source", [CHANNEL_MODEL.template.source, CHANNELS.replace("<|im_end|>", "<|end|>")])
+@pytest.mark.parametrize("eos", [None, "<|return|>", "<|end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("of_files", [(), ("<|return|>",), ("<|endoftext|>",), ("<|end|>",)])
+def test_f37_answers_in_channels_end_with_their_last_message(
+    source: str, eos: str | None, of_files: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """``<|end|>`` ends a message, such as the reasoning, and the answer only if the model's files say so."""
+    spec = small_tokenizers.byte_level(special=CHANNEL_MARKS)
+    tokenizer = Tokenizer(spec, named_tokens={"eos_token": eos} if eos else {}, template_source=source)
+    ids = tuple(map(CHANNEL_MARKS.index, of_files))
+    found = all_end_ids(ids, tokenizer, ChatTemplate(source))
+    expected = {*of_files, "<|return|>", "<|call|>"} | ({eos} - {None, "<|end|>"})
+    assert {CHANNEL_MARKS[token] for token in found} == expected
+    assert len(caplog.records) == (len(expected) - len(of_files) if of_files else 0)
 
 
 @pytest.mark.anyio
