@@ -92,12 +92,8 @@ def on_device(given: ForwardInput, arrived: Mapping[str, Tensor]) -> DeviceInput
     has_all_rows = num_rows == len(given.token_ids) and bool((given.rows == np.arange(num_rows)).all())
     given_rows = None
     if given.given_rows is not None:
-        given_rows = DeviceRows(
-            arrived["given_rows"],
-            given.given_rows.values,
-            given.given_rows.deep,
-            arrived.get("axis_positions"),
-        )
+        values, deep = given.given_rows.values, given.given_rows.deep
+        given_rows = DeviceRows(arrived["given_rows"], values, deep, arrived.get("axis_positions"))
     return DeviceInput(
         *(arrived["arrays"], arrived["rows"], has_all_rows, given.kv_layers, given.plan, given.adapters),
         given_rows,
