@@ -24,7 +24,7 @@ import httptools
 from anyio.abc import ByteStream
 from anyio.streams.tls import TLSStream
 
-from agentflow.engine.media.reader import Turns
+from agentflow.engine.media.reader import KeyedSemaphores
 from agentflow.errors import BadArgument, Overloaded
 from agentflow.protocol.images import (
     Image,
@@ -104,7 +104,7 @@ class ImageFetcher:
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = tuple([host.lower() for host in hosts])
         self._turns = anyio.Semaphore(MAX_FETCHES)
-        self._turns_of = Turns[str](MAX_FETCHES_OF_TENANT)
+        self._turns_of = KeyedSemaphores[str](MAX_FETCHES_OF_TENANT)
         self._num_waiting = 0
 
     async def fetch(self, url: str, kind: MediumKind = "image", tenant: str = "") -> Image:

@@ -96,7 +96,7 @@ async def open_reader(folder: Path, *, fetch: FetchImage | None = None) -> Async
 KeyT = TypeVar("KeyT")
 
 
-class Turns(Generic[KeyT]):
+class KeyedSemaphores(Generic[KeyT]):
     """A semaphore for each key that is in use."""
 
     def __init__(self, size: int) -> None:
@@ -143,15 +143,15 @@ class MediaReader:
         self._idle: list[MediaWorkerHandle] = []
         self._loading: list[MediaWorkerHandle] = []  # started for requests that were cancelled
         self._turns = anyio.Semaphore(limits.num_processes)
-        self._turns_of = Turns[str](max(1, limits.num_processes - 1))
+        self._turns_of = KeyedSemaphores[str](max(1, limits.num_processes - 1))
         self._slow_turns = anyio.Semaphore(max(1, limits.num_processes - 1))
         self._slow_until: dict[str, float] = {}  # by tenant
         self._jobs: list[_Job] = []  # oldest first
         self._num_late = 0
-        self._fetched = Turns[str](MAX_FETCHED)
+        self._fetched = KeyedSemaphores[str](MAX_FETCHED)
         self._kept: dict[_Key, PreparedMedium] = {}  # least recently used first
         self._kept_bytes = 0
-        self._reading = Turns[_Key](1)
+        self._reading = KeyedSemaphores[_Key](1)
         self._is_closed = False
 
     @property

@@ -14,12 +14,12 @@ from agentflow.protocol.grammars.char_ranges import MAX_CODE_POINT, all_but, mer
 from agentflow.protocol.grammars.parts import (
     EMPTY,
     Chars,
-    Choice,
+    Fixed,
     GrammarPart,
     Named,
-    Row,
-    Text,
-    Times,
+    OneOf,
+    Repeated,
+    Series,
     names_in,
 )
 
@@ -51,7 +51,7 @@ def read_gbnf(source: str) -> dict[str, GrammarPart]:
     """Returns the rules by name. Raises ``BadArgument`` if the grammar is not valid.
 
     >>> read_gbnf('root ::= "a" | [b-d]*')
-    {'root': Choice(options=(Text(text='a'), Times(part=Chars(ranges=((98, 100),)), least=0, most=None)))}
+    {'root': OneOf(options=(Fixed(text='a'), Repeated(part=Chars(ranges=((98, 100),)), least=0, most=None)))}
     """
     rules = dict(_Reader(source).rules())
     if "root" not in rules:
@@ -89,7 +89,7 @@ class _Reader:
             self._at += 1
             self._skip(_SPACE_AND_LINES)
             options.append(self._row(space))
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else OneOf(tuple(options))
 
     def _row(self, space: re.Pattern[str]) -> GrammarPart:
         parts: list[GrammarPart] = []
@@ -100,7 +100,7 @@ class _Reader:
                 self._skip(space)
             if part != EMPTY:
                 parts.append(part)
-        return parts[0] if len(parts) == 1 else Row(tuple(parts))
+        return parts[0] if len(parts) == 1 else Series(tuple(parts))
 
     def _atom(self) -> GrammarPart | None:
         sign = self._next()
@@ -110,7 +110,7 @@ class _Reader:
             while self._next() != '"':
                 chars.append(self._char())
             self._at += 1
-            return Text("".join(chars)) if chars else EMPTY
+            return Fixed("".join(chars)) if chars else EMPTY
         if sign == "[":
             return self._char_class()
         if sign == ".":
@@ -175,7 +175,7 @@ class _Reader:
         else:
             self._at += 1
             least, most = int(sign == "+"), 1 if sign == "?" else None
-        return EMPTY if part == EMPTY or most == 0 else Times(part, least, most)
+        return EMPTY if part == EMPTY or most == 0 else Repeated(part, least, most)
 
     def _next(self) -> str:
         return self._source[self._at : self._at + 1]

@@ -18,12 +18,12 @@ from typing import Final, TypeAlias
 from agentflow.protocol.grammars.char_ranges import Ranges
 from agentflow.protocol.grammars.parts import (
     Chars,
-    Choice,
+    Fixed,
     GrammarPart,
     Named,
-    Row,
-    Text,
-    Times,
+    OneOf,
+    Repeated,
+    Series,
     characters,
     names_in,
 )
@@ -34,7 +34,7 @@ MAX_COPIED: Final = 8
 MAX_STEPS: Final = 200_000
 """They take some tenths of a second at most. In larger grammars, all is left to the parser."""
 
-Lexeme: TypeAlias = "Named | Text | Chars"
+Lexeme: TypeAlias = "Named | Fixed | Chars"
 """A terminal: a rule, a literal or a character class."""
 
 
@@ -110,7 +110,7 @@ class Lexer:
             for other in used:
                 users[other].append(name)
             for lexeme in _leaves(part):
-                if isinstance(lexeme, Text) and len(lexeme.text) > self.max_places:
+                if isinstance(lexeme, Fixed) and len(lexeme.text) > self.max_places:
                     self.divided.add(lexeme.text)
                 elif lexeme not in self._places:
                     self._places[lexeme] = _Placing(self).whole(lexeme)
@@ -227,10 +227,10 @@ class Lexemes(Lexer):
         try:
             while longer := self.misread():
                 self.whole -= {one.name for one in longer if isinstance(one, Named)}
-                self.divided |= {one.text for one in longer if isinstance(one, Text)}
+                self.divided |= {one.text for one in longer if isinstance(one, Fixed)}
         except TooLarge:
             self.whole = set()
-            self.divided |= {one.text for one in self._places if isinstance(one, Text)}
+            self.divided |= {one.text for one in self._places if isinstance(one, Fixed)}
 
 
 class _Alphabet:
@@ -277,18 +277,18 @@ class _Placing:
         match part:
             case Chars(ranges):
                 return self._char(ranges)
-            case Text(text):
+            case Fixed(text):
                 return self._place(characters(text))
-            case Row(parts):
+            case Series(parts):
                 return self._row(parts)
-            case Choice(options):
+            case OneOf(options):
                 first = last = 0
                 may_be_empty = False
                 for option in options:
                     one_first, one_last, one_empty = self._place(option)
                     first, last, may_be_empty = first | one_first, last | one_last, may_be_empty or one_empty
                 return first, last, may_be_empty
-            case Times():
+            case Repeated():
                 return self._times(part)
             case Named():
                 return self._copy(self._lexer.placed(part))
@@ -330,7 +330,7 @@ class _Placing:
             left_empty and right_empty,
         )
 
-    def _times(self, part: Times) -> tuple[int, int, bool]:
+    def _times(self, part: Repeated) -> tuple[int, int, bool]:
         before = len(self._found.chars)
         one = self._place(part.part)
         size = len(self._found.chars) - before
@@ -406,28 +406,28 @@ class _Order:
         match part:
             case Chars():
                 return 1 << self._number(part), False
-            case Text(text) if text in self._divided:
+            case Fixed(text) if text in self._divided:
                 return self._start(characters(text))
-            case Text():
+            case Fixed():
                 return 1 << self._number(part), False
             case Named(name) if name in self._whole:
                 return 1 << self._number(part), self._may_be_empty[part]
             case Named(name):
                 return self._starts[name]
-            case Row(parts):
+            case Series(parts):
                 found, may_be_empty = 0, True
                 for one in parts:
                     first, is_empty = self._start(one)
                     found |= first if may_be_empty else 0
                     may_be_empty &= is_empty
                 return found, may_be_empty
-            case Choice(options):
+            case OneOf(options):
                 starts = [self._start(option) for option in options]
                 found = 0
                 for first, _ in starts:
                     found |= first
                 return found, any(is_empty for _, is_empty in starts)
-            case Times(inner, least):
+            case Repeated(inner, least):
                 first, is_empty = self._start(inner)
                 return first, is_empty or least == 0
 
@@ -435,36 +435,36 @@ class _Order:
         """Notes which terminals may follow the terminals and the rules of a part."""
         self._spend(1)
         match part:
-            case Text(text) if text in self._divided:
+            case Fixed(text) if text in self._divided:
                 self._walk(characters(text), follow)
             case Named(name) if name not in self._whole:
                 self._has_changed |= bool(follow & ~self._ends[name])
                 self._ends[name] |= follow
-            case Chars() | Text() | Named():
+            case Chars() | Fixed() | Named():
                 number = self._numbers[part]
                 self._has_changed |= bool(follow & ~self.after[number])
                 self.after[number] |= follow
-            case Row(parts):
+            case Series(parts):
                 for one in reversed(parts):
                     self._walk(one, follow)
                     first, is_empty = self._start(one)
                     follow = first | (follow if is_empty else 0)
-            case Choice(options):
+            case OneOf(options):
                 for option in options:
                     self._walk(option, follow)
-            case Times(inner, _, most):
+            case Repeated(inner, _, most):
                 self._walk(inner, follow if most == 1 else follow | self._start(inner)[0])
 
 
-def _leaves(part: GrammarPart) -> Iterator[Text | Chars]:
+def _leaves(part: GrammarPart) -> Iterator[Fixed | Chars]:
     waiting = [part]
     while waiting:
         match waiting.pop():
-            case Row(parts) | Choice(parts):
+            case Series(parts) | OneOf(parts):
                 waiting += parts
-            case Times(inner):
+            case Repeated(inner):
                 waiting.append(inner)
-            case Text(text) as leaf:
+            case Fixed(text) as leaf:
                 yield leaf
                 waiting += characters(text).parts
             case Chars() as leaf:

@@ -10,7 +10,7 @@ from agentflow.protocol.grammars.char_ranges import Ranges
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Fixed:
     """Exactly this text, which is not empty."""
 
     text: str
@@ -24,21 +24,21 @@ class Chars:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Series:
     """One part after the other. Without parts, the empty text."""
 
     parts: tuple[GrammarPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OneOf:
     """One of the options."""
 
     options: tuple[GrammarPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class Repeated:
     """The part ``least`` to ``most`` times, at least once in all; ``most`` None: unlimited."""
 
     part: GrammarPart
@@ -53,18 +53,18 @@ class Named:
     name: str
 
 
-GrammarPart: TypeAlias = "Text | Chars | Row | Choice | Times | Named"
+GrammarPart: TypeAlias = "Fixed | Chars | Series | OneOf | Repeated | Named"
 
-EMPTY: Final = Row(())
+EMPTY: Final = Series(())
 
 
-def characters(text: str) -> Row:
-    """Returns a literal as a row of its characters.
+def characters(text: str) -> Series:
+    """Returns a literal as a series of its characters.
 
     >>> characters("ab")
-    Row(parts=(Chars(ranges=((97, 97),)), Chars(ranges=((98, 98),))))
+    Series(parts=(Chars(ranges=((97, 97),)), Chars(ranges=((98, 98),))))
     """
-    return Row(tuple([Chars(((ord(char), ord(char)),)) for char in text]))
+    return Series(tuple([Chars(((ord(char), ord(char)),)) for char in text]))
 
 
 def names_in(part: GrammarPart) -> Iterator[str]:
@@ -74,7 +74,7 @@ def names_in(part: GrammarPart) -> Iterator[str]:
         match waiting.pop():
             case Named(name):
                 yield name
-            case Row(parts) | Choice(parts):
+            case Series(parts) | OneOf(parts):
                 waiting += parts
-            case Times(inner):
+            case Repeated(inner):
                 waiting.append(inner)

@@ -23,7 +23,7 @@ from agentflow.protocol.grammars.char_ranges import (
     merge_ranges,
     without_surrogates,
 )
-from agentflow.protocol.grammars.parts import EMPTY, Chars, Choice, GrammarPart, Named, Row, Text, Times
+from agentflow.protocol.grammars.parts import EMPTY, Chars, Fixed, GrammarPart, Named, OneOf, Repeated, Series
 
 MAX_REPEATS: Final = 2_000
 """The limit of llama.cpp for one repeat."""
@@ -107,7 +107,7 @@ def _row(items: Sequence[Any], flags: int, *, at_start: bool, at_end: bool, dept
         for n, (op, value) in enumerate(items)
     ]
     kept = tuple([part for part in parts if part != EMPTY])
-    return kept[0] if len(kept) == 1 else Row(kept)
+    return kept[0] if len(kept) == 1 else Series(kept)
 
 
 def _part(op: Any, value: Any, flags: int, *, at_start: bool, at_end: bool, depth: int) -> GrammarPart:
@@ -124,7 +124,7 @@ def _part(op: Any, value: Any, flags: int, *, at_start: bool, at_end: bool, dept
             _row(list(option), flags, at_start=at_start, at_end=at_end, depth=depth + 1)
             for option in value[1]
         ]
-        return Choice(tuple(rows))
+        return OneOf(tuple(rows))
     if op is _constants.SUBPATTERN:
         _, added, removed, inside = value
         inner = (flags | added) & ~removed
@@ -156,7 +156,7 @@ def repeated(part: GrammarPart, least: int, most: int | None) -> GrammarPart:
         raise cannot_express(f"it repeats a part more than {MAX_REPEATS:,} times")
     if most is not None and least > most:
         raise cannot_express(f"it repeats a part at least {least} and at most {most} times")
-    return EMPTY if most == 0 or part == EMPTY else Times(part, least, most)
+    return EMPTY if most == 0 or part == EMPTY else Repeated(part, least, most)
 
 
 def _char_class(members: Sequence[Any], *, is_ascii: bool) -> Chars:
@@ -196,40 +196,40 @@ def _category_ranges(escape: str, is_ascii: bool) -> Ranges:
 
 
 def written_part(part: GrammarPart, *, is_inner: bool = False) -> str:
-    """Returns a part as the right side of a rule; ``is_inner``: as an operand of a row or a repeat."""
+    """Returns a part as the right side of a rule; ``is_inner``: as an operand of another part."""
     match part:
         case Named(name):
             return name
-        case Text(text):
+        case Fixed(text):
             return _written_text(text)
         case Chars(ranges):
             return _written_chars(ranges)
-        case Times(inner, least, most):
+        case Repeated(inner, least, most):
             return _written_operand(inner) + _written_times(least, most)
-        case Row(parts):
+        case Series(parts):
             if not parts:
                 return '""'
             written = _written_row(parts)
             return f"({written})" if is_inner and len(parts) > 1 else written
-        case Choice(options):
+        case OneOf(options):
             written = " | ".join([written_part(option) for option in options])
             return f"({written})" if is_inner else written
 
 
 def _written_operand(part: GrammarPart) -> str:
-    """A part that is repeated. Two repeats in a row need brackets, and so do two characters."""
+    """A part that is repeated. Two repetitions in a row need brackets, and so do two characters."""
     written = written_part(part, is_inner=True)
-    is_single = isinstance(part, Chars | Named | Choice) or (isinstance(part, Row) and len(part.parts) > 1)
+    is_single = isinstance(part, Chars | Named | OneOf) or (isinstance(part, Series) and len(part.parts) > 1)
     return written if is_single else f"({written})"
 
 
 def _written_row(parts: Sequence[GrammarPart]) -> str:
-    """The parts of a row; characters after one another are a string."""
+    """The parts of a series; characters after one another are a string."""
     found: list[str] = []
     text = ""
     for part in parts:
         match part:
-            case Text(more):
+            case Fixed(more):
                 text += more
             case Chars(((first, last),)) if first == last:
                 text += chr(first)

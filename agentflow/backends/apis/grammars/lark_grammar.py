@@ -29,12 +29,12 @@ from agentflow.protocol.grammars.lexemes import Lexer, TooLarge
 from agentflow.protocol.grammars.parts import (
     EMPTY,
     Chars,
-    Choice,
+    Fixed,
     GrammarPart,
     Named,
-    Row,
-    Text,
-    Times,
+    OneOf,
+    Repeated,
+    Series,
     names_in,
 )
 
@@ -118,12 +118,12 @@ def _renamed(part: GrammarPart, names: Mapping[str, str]) -> GrammarPart:
     match part:
         case Named(name):
             return Named(names[name])
-        case Row(parts):
-            return Row(tuple([_renamed(one, names) for one in parts]))
-        case Choice(options):
-            return Choice(tuple([_renamed(one, names) for one in options]))
-        case Times(inner, least, most):
-            return Times(_renamed(inner, names), least, most)
+        case Series(parts):
+            return Series(tuple([_renamed(one, names) for one in parts]))
+        case OneOf(options):
+            return OneOf(tuple([_renamed(one, names) for one in options]))
+        case Repeated(inner, least, most):
+            return Repeated(_renamed(inner, names), least, most)
         case _:
             return part
 
@@ -171,13 +171,13 @@ class _Reader:
         while self._next_is("|"):
             self._tokens.popleft()
             options.append(self._row())
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else OneOf(tuple(options))
 
     def _row(self) -> GrammarPart:
         parts: list[GrammarPart] = []
         while self._tokens and not self._next_is("|", ")", "]") and not self._begins_rule():
             parts.append(self._repeated())
-        return parts[0] if len(parts) == 1 else Row(tuple(parts))
+        return parts[0] if len(parts) == 1 else Series(tuple(parts))
 
     def _repeated(self) -> GrammarPart:
         part = self._atom()
@@ -200,7 +200,7 @@ class _Reader:
         if kind == "string":
             text = self._string(text)
             if not self._next_is(".."):
-                return self._terminal(Text(text))
+                return self._terminal(Fixed(text))
             self._tokens.popleft()
             last = self._string(self._take("string"))
             if len(text) != 1 or len(last) != 1 or text > last:
@@ -341,11 +341,11 @@ def _leading(part: GrammarPart, nullable: set[str]) -> set[str]:
     match part:
         case Named(name):
             return {name}
-        case Choice(options):
+        case OneOf(options):
             return set().union(*[_leading(option, nullable) for option in options])
-        case Times(inner):
+        case Repeated(inner):
             return _leading(inner, nullable)
-        case Row(parts):
+        case Series(parts):
             found: set[str] = set()
             for one in parts:
                 found |= _leading(one, nullable)
@@ -360,11 +360,11 @@ def _may_be_empty(part: GrammarPart, nullable: set[str]) -> bool:
     match part:
         case Named(name):
             return name in nullable
-        case Row(parts):
+        case Series(parts):
             return all(_may_be_empty(one, nullable) for one in parts)
-        case Choice(options):
+        case OneOf(options):
             return any(_may_be_empty(option, nullable) for option in options)
-        case Times(inner, least):
+        case Repeated(inner, least):
             return least == 0 or _may_be_empty(inner, nullable)
         case _:
             return False

@@ -15,12 +15,12 @@ from typing import Final, Literal
 from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.grammars.parts import (
     Chars,
-    Choice,
+    Fixed,
     GrammarPart,
     Named,
-    Row,
-    Text,
-    Times,
+    OneOf,
+    Repeated,
+    Series,
     characters,
 )
 
@@ -156,17 +156,17 @@ class Recognizer:
             case Chars():
                 chars = self._classes.setdefault(part, _Class(part))
                 return self._state(_State(chars, after=[after]))
-            case Text(text):
+            case Fixed(text):
                 return self._network(characters(text), after)
             case Named(name):
                 return self._state(_State(rule=name, after=[after]))
-            case Row(parts):
+            case Series(parts):
                 for one in reversed(parts):
                     after = self._network(one, after)
                 return after
-            case Choice(options):
+            case OneOf(options):
                 return self._state(_State(after=[self._network(option, after) for option in options]))
-            case Times(inner, least, most):
+            case Repeated(inner, least, most):
                 first = after
                 if most is None:
                     first = self._state(_State(after=[after]))

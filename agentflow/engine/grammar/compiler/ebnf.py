@@ -20,19 +20,19 @@ from agentflow.protocol.grammars.lexemes import Lexemes
 from agentflow.protocol.grammars.parts import (
     EMPTY,
     Chars,
-    Choice,
+    Fixed,
     GrammarPart,
     Named,
-    Row,
-    Text,
-    Times,
+    OneOf,
+    Repeated,
+    Series,
     characters,
     names_in,
 )
 
 _ENDED: Final = "root and its end"
 """No name that a rule of a grammar may have."""
-_ANY_TEXT: Final = Times(Chars(((0, MAX_CODE_POINT),)), 0, None)
+_ANY_TEXT: Final = Repeated(Chars(((0, MAX_CODE_POINT),)), 0, None)
 _SIGNS: Final = {(0, None): "*", (1, None): "+", (0, 1): "?"}
 
 
@@ -48,9 +48,9 @@ def lark_of_gbnf(source: str, end: str = "") -> str:
         rules = read_gbnf(source)
         if not end:
             return _Writer(rules, Lexemes(rules)).written()
-        whole = (Named("root"), Text(end))
-        followed = Lexemes({**rules, _ENDED: Row((*whole, _ANY_TEXT))}, _ENDED)
-        return _Writer({_ENDED: Row(whole), **rules}, followed).written()
+        whole = (Named("root"), Fixed(end))
+        followed = Lexemes({**rules, _ENDED: Series((*whole, _ANY_TEXT))}, _ENDED)
+        return _Writer({_ENDED: Series(whole), **rules}, followed).written()
     except RecursionError:
         raise BadArgument("the grammar nests too deeply") from None
 
@@ -85,15 +85,15 @@ def _regex(part: GrammarPart, known: Mapping[str, Regex]) -> Regex:
     match part:
         case Named(name):
             return known[name]
-        case Text(text):
+        case Fixed(text):
             return literal(text)
         case Chars(ranges):
             return CharSet(ranges)
-        case Times(inner, least, most):
+        case Repeated(inner, least, most):
             return Repeat(_regex(inner, known), least, most)
-        case Row(parts):
+        case Series(parts):
             return Concatenation(tuple([_regex(one, known) for one in parts]))
-        case Choice(options):
+        case OneOf(options):
             return Alternation(tuple([_regex(option, known) for option in options]))
 
 
@@ -137,28 +137,28 @@ class _Writer:
         return self._names[name].upper() if is_terminal else self._names[name]
 
     def _part(self, part: GrammarPart, is_terminal: bool, *, is_inner: bool = True) -> str:
-        """Returns a part of a terminal or of a rule; ``is_inner``: as an operand of a row or a repeat."""
+        """Returns a part of a terminal or of a rule; ``is_inner``: as an operand of another part."""
         match part:
             case Named(name):
                 return self._name(name, is_terminal or name in self._lexemes.whole)
-            case Text(text) if not is_terminal and len(text) > 1 and text in self._lexemes.divided:
+            case Fixed(text) if not is_terminal and len(text) > 1 and text in self._lexemes.divided:
                 return self._part(characters(text), is_terminal, is_inner=is_inner)
-            case Text(text):
+            case Fixed(text):
                 return json.dumps(text, ensure_ascii=False)
             case Chars(((first, last),)) if first == last:
                 return json.dumps(chr(first), ensure_ascii=False)
             case Chars(ranges):
                 return f"/{_char_class(ranges)}/"
-            case Times(inner, least, most):
+            case Repeated(inner, least, most):
                 operand = self._part(inner, is_terminal)
-                operand = f"({operand})" if isinstance(inner, Times) else operand
+                operand = f"({operand})" if isinstance(inner, Repeated) else operand
                 return operand + (_SIGNS.get((least, most)) or _counted(least, most))
-            case Row(parts):
+            case Series(parts):
                 if not parts:
                     return '""'
                 written = " ".join([self._part(one, is_terminal) for one in parts])
                 return f"({written})" if is_inner else written
-            case Choice(options):
+            case OneOf(options):
                 present = [option for option in options if option != EMPTY]
                 rows = [self._part(option, is_terminal, is_inner=False) for option in present]
                 if len(rows) == len(options):
