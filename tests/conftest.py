@@ -145,11 +145,11 @@ def pytest_collection_finish() -> None:
 # A test that hangs
 
 GRACE_S = 60.0
-"""What a test has after its time-out to end what it began."""
+"""The time that a test has after its time-out to end its tasks."""
 
 
 class _Limits:
-    """What ends the running test besides pytest-timeout. A debugger lifts it."""
+    """Ends the running test, besides pytest-timeout. A debugger lifts it."""
 
     def __init__(self, item: pytest.Item) -> None:
         option, marker = item.config.getoption("timeout"), item.get_closest_marker("timeout")

@@ -209,7 +209,7 @@ ROOMS = {
 }
 # Rooms of which none imports another, whatever their order.
 SIBLINGS = {"server": {"openai", "anthropic", "ollama", "sglang", "programs_api"}}
-# What is imported where it is used, against the table or the rule of light imports.
+# Imports in functions that break the table or the rule of light imports.
 LAZY = {
     ("agentflow/backends/local.py", "agentflow.engine.local_engine"),
 }

@@ -160,7 +160,7 @@ async def test_a_wrong_answer_to_hello_is_one_clear_error(handler: Handler, code
 
 
 async def _lost_with(handler: Handler) -> Exception:
-    """What a session is lost with that opened a state and a variable 2."""
+    """The error of a lost session that opened a state and a variable 2."""
     with canned_server(handler) as address:
         async with opened(Remote(f"ws://{address}", reconnect=False)) as (connection, listener):
             connection.send([ops.Open(1), gen(1, 2)])

@@ -50,7 +50,7 @@ async def cut(**options) -> tuple[str, str]:
         ({"stop_regex": "t\\w+", "min_tokens": 3}, ANSWER, "eos"),
         ({"min_tokens": 50}, ANSWER, "eos"),
         ({"max_tokens": 2, "stop": "three"}, "one two", "length"),
-        # What only steers sampling is of no account.
+        # Parameters of sampling alone have no effect.
         ({"temperature": 1.0, "frequency_penalty": 1.0, "logit_bias": {5: 1}, "seed": 4}, ANSWER, "eos"),
     ],
 )

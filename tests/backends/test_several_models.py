@@ -47,7 +47,7 @@ NAMES = ("small", "large")
 
 
 def answer(model: str, prompt: str) -> str | Exception:
-    """What a model says depends on the prompt alone."""
+    """A model's text depends on the prompt alone."""
     if "fail" in prompt.rsplit("<user>", 1)[-1]:
         return EngineFailed(f"{model} failed")
     if HANG in prompt.rsplit("<user>", 1)[-1]:

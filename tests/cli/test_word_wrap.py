@@ -17,7 +17,7 @@ WORDS = st.text(st.sampled_from("abcé-.ß"), min_size=1, max_size=WIDTH)
 
 
 def written(text: str, cuts: list[int]) -> str:
-    """What a terminal receives when the text comes in pieces."""
+    """The output to a terminal when the text comes in pieces."""
     wrap = WordWrap(lambda: WIDTH)
     ends = sorted({cut % (len(text) + 1) for cut in cuts} | {0, len(text)})
     return "".join(wrap.push(text[start:end]) for start, end in itertools.pairwise(ends))

@@ -68,7 +68,7 @@ def package() -> Path:
 
 
 async def outcome(scenarios: Path, name: str, url: str, **options: Any) -> dict[str, Any]:
-    """What a scenario prints: its ``result`` or its ``error``."""
+    """The output of a scenario: its ``result`` or its ``error``."""
     given = json.dumps({"url": url, "prompts": [], **options})
     with anyio.fail_after(TIMEOUT_S):
         done = await anyio.run_process(["node", str(scenarios), name, given], check=False)

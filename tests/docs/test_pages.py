@@ -105,7 +105,7 @@ async def test_the_blocks_of_clients_run_on_a_server(
                     namespace["flow"] = flow
                     await run_block(DOCS / name, block, namespace)
                 elif block in calling:
-                    # What the engine of the tests writes is not what the page shows.
+                    # The engine of the tests writes other texts than the page shows.
                     quiet = {"client": openai, "messages": messages, **namespace, "flow": remote}
                     quiet["print"] = lambda *_, **__: None
                     await run_block(DOCS / name, block, quiet)

@@ -78,7 +78,7 @@ async def test_a_conversation_with_tools_over_the_wire(model_url):
 
 
 async def test_the_methods_of_select(model_url: str) -> None:
-    """What is likely anyway (``the``) loses where that is taken into account."""
+    """A word that is likely anyway (``the``) loses where that is taken into account."""
     options = [" Paris", " the", " Lyon"]
     found = {}
     async with af.session(model_url) as flow:

@@ -59,7 +59,7 @@ def scripted(script: Callable[[str], str], *, keeps_schemas: bool = True) -> af.
 
 
 async def run(program: Callable[..., Awaitable[Any]], backend: af.Scripted, *args: Any, **kwargs: Any) -> Any:
-    """What a program returns; nothing stays open."""
+    """The result of a program; nothing stays open."""
     async with af.session(backend=backend, seed=1) as flow:
         result = await flow.run(program, *args, **kwargs)
     assert backend.generator.num_open == 0
@@ -68,7 +68,7 @@ async def run(program: Callable[..., Awaitable[Any]], backend: af.Scripted, *arg
 
 
 async def shown(main: Callable[..., Awaitable[None]], backend: af.Scripted, **kwargs: Any) -> str:
-    """What an example prints."""
+    """The output of an example."""
     printed = io.StringIO()
     async with af.session(backend=backend, seed=1) as flow:
         await main(flow, Console(file=printed, width=160), **kwargs)

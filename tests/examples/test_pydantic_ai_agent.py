@@ -44,7 +44,7 @@ def test_the_example_without_a_server(
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_value_is_the_answer_itself_beside_tools(url: str) -> None:
-    """What OpenAI calls a response format: next to tools, an answer is either calls or the value."""
+    """A response format, as OpenAI calls it: with tools, an answer is either calls or the value."""
     import openai
     from pydantic_ai import Agent, ModelSettings, NativeOutput, Tool
     from pydantic_ai.models.openai import OpenAIChatModel

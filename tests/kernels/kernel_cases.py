@@ -65,7 +65,7 @@ def compiled(source: Path, *flags: str) -> Path:
 
 @functools.cache
 def trapped_tiles() -> ctypes.CDLL:
-    """What carries out AMX's instructions. It stays in this process."""
+    """Carries out AMX's instructions. It stays in this process."""
     source = Path(__file__).parent / "native_ops/trapped_tiles.cpp"
     made = compiled(source, "-O3", "-fPIC", "-shared")
     return ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)  # for ``trapped_syscall``
@@ -117,7 +117,7 @@ NATIVE = [
     if cpu_flags().issuperset(needed) or (level == "amx" and IS_TRAPPED)
 ]
 """At every level that can run here."""
-# What avx512_vnni compiles, the levels below and above it compile too.
+# The levels below and above avx512_vnni compile the same code, too.
 NATIVE_PARAMS = [
     pytest.param(
         made,

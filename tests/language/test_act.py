@@ -40,7 +40,7 @@ def weather(city: str) -> str:
 
 
 async def answered(tools: list[Any], *calls: af.ToolCall, **options: Any) -> list[str]:
-    """What the model gets for these calls of one reply."""
+    """The results that the model gets for these calls of one reply."""
     async with scripted(calls, "done") as flow, flow.state() as s:
         s += af.user("?")
         assert await af.act(s, tools=tools, **options) == "done"

@@ -201,7 +201,7 @@ async def _append(s: af.State) -> None:
     s.add("x")
 
 
-# What only asyncio has
+# Behaviour of asyncio alone
 
 
 class Asking:

@@ -55,7 +55,7 @@ def scripted(*answers: object) -> af.Session:
     return af.session(backend=af.Scripted(answers), seed=1)
 
 
-# What is made of messages and tools
+# States of messages and tools
 
 
 def test_openai_messages_are_converted():

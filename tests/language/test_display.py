@@ -228,7 +228,7 @@ async def test_colours_are_for_terminals():
 
 
 class Cell:
-    """What a display handle of IPython does: it keeps what is shown."""
+    """A display handle as IPython's: it keeps the shown objects."""
 
     def __init__(self) -> None:
         self.shown: list[dict[str, str]] = []

@@ -142,7 +142,7 @@ def test_equal_biases_are_equal_parameters_and_can_be_hashed():
         ("(?:[](]b{2}){5000}|" * 2 + "c", "smaller repeat counts"),
         ("(?:(?:a{30}){30}){30}", "smaller repeat counts"),
         ("a{" + "9" * 400 + "}", "repetition number is too large"),
-        # What another reading would be possible of:
+        # Expressions with another possible reading:
         ("(?:end){e<=1}", "approximate matching"),
         ("(?:end){i}", "approximate matching"),
         (r"\\{s}", "approximate matching"),
@@ -150,7 +150,7 @@ def test_equal_biases_are_equal_parameters_and_can_be_hashed():
         ("[[a]b]", "Possible nested set"),
         ("(?x)a{1 0}", "verbose"),
         ("(?im-x:a)|(?ix:b)", "verbose"),
-        # What only the engine would take:
+        # Arguments that only the engine would accept:
         (r"\p{Lu}", "bad escape"),
         ("(?R)", "unknown extension"),
         ("(a)|b(?i)", "global flags"),

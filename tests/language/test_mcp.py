@@ -77,7 +77,7 @@ def http_server() -> Iterator[str]:
 
 
 async def shop_with(server: Any) -> list[str]:
-    """What the model gets for calls of the server's tools."""
+    """The results that the model gets for calls of the server's tools."""
     calls = [
         af.ToolCall("buy", {"order": {"item": "nail", "count": 2}}),
         af.ToolCall("buy", {"order": {"item": "screw"}}),

@@ -96,7 +96,7 @@ def test_every_prefix_gives_exactly_the_certain_part(value, style):
     assert json.loads(text) == value
 
 
-# What a prefix of a value is, in plain words
+# The definition of a prefix of a value
 
 
 def is_prefix(part: Any, whole: Any) -> bool:

@@ -200,7 +200,7 @@ async def test_awaiting_waits_for_everything_appended_before():
 
 @pytest.mark.on_trio
 async def test_a_state_is_not_done_when_its_last_gen_is():
-    """What follows the gen in the same append may still wait, or fail."""
+    """Ops after the gen in the same append may still wait, or fail."""
     backend = Stepped(lambda prompt: "slow answer" if "slow" in prompt else "fast")
     async with af.session(backend=backend) as flow, flow.state() as fast, flow.state() as slow:
         slow += "slow" + af.gen("late")

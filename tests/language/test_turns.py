@@ -22,7 +22,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def answer(prompt: str) -> str:
-    """What follows from the prompt and from nothing else."""
+    """An answer that depends on the prompt alone."""
     return f"so {zlib.crc32(prompt.encode()) % 1000}"
 
 

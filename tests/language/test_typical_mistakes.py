@@ -28,7 +28,7 @@ FILE = "test_typical_mistakes.py"
 
 
 def shown(error: BaseException) -> str:
-    """What Python prints: the lines of the program, the message and the notes."""
+    """The output of Python: the lines of the program, the message and the notes."""
     return "".join(traceback.format_exception(error))
 
 

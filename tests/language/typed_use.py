@@ -1,4 +1,4 @@
-"""What type checkers infer of typed values. `make lint` runs mypy and pyright on this file; no test does.
+"""Types that type checkers infer for typed values. `make lint` runs mypy and pyright on it; no test does.
 
 A line with ``type: ignore`` is an error that mypy must find: mypy reports an unused comment as an error.
 """

@@ -240,7 +240,7 @@ def test_a_missing_file_is_reported_in_one_line(tmp_path, capsys):
 
 
 def shown(path: Path, width: int = 80) -> list[str]:
-    """What the command prints to a pipe."""
+    """The output of the command to a pipe."""
     output = io.StringIO()
     run_replay(path, Console(file=output, width=width))
     return [line.rstrip() for line in output.getvalue().splitlines()]

@@ -1,4 +1,4 @@
-"""What fails for reasons of the server's own is explained in its log: its clients get a number."""
+"""Failures that the server causes are explained in its log; its clients get a number."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_full_server_is_not_ready(server: ThreadServer) -> None:
 
 
 async def _answers(app: Any, scope: dict[str, Any]) -> list[Message]:
-    """What the application sends in answer to a first message."""
+    """The application's messages after a first message."""
     kind = "websocket.connect" if scope["type"] == "websocket" else "http.request"
     sent: list[Message] = []
 

@@ -18,7 +18,7 @@ HOST = "127.0.0.1:8410"
 async def answer_of(
     guard: BrowserGuard, headers: dict[str, str], kind: str = "http", path: str = "/v1/models"
 ) -> list[Any]:
-    """What the guard sends."""
+    """The guard's messages."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 
-# What schemathesis and the libraries under it warn of in their own code is not the server's.
+# Warnings about the code of schemathesis and its libraries do not concern the server.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("limits_of", "num_answers"),

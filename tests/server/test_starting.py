@@ -113,7 +113,7 @@ async def starting(opening: HeldOpening, **options: Any) -> AsyncIterator[Starti
         may_end.set()
 
 
-# What it answers
+# Its answers
 
 
 @pytest.mark.anyio

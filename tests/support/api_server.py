@@ -56,12 +56,12 @@ class ApiServer:
 
     @property
     def service(self) -> Service:
-        """What the server consists of."""
+        """The parts of the server."""
         return self._server.service
 
     @property
     def generator(self) -> EngineGenerator:
-        """What a server without keys answers with."""
+        """The generator of a server without keys."""
         generator = self.service.models.find(MODEL, ANONYMOUS).generator(ANONYMOUS)
         assert isinstance(generator, EngineGenerator)
         return generator

@@ -1,4 +1,4 @@
-"""What an error is about: ``pytest.raises(BadArgument, check=has_param("stop"))``."""
+"""Checks of an error's param: ``pytest.raises(BadArgument, check=has_param("stop"))``."""
 
 from __future__ import annotations
 

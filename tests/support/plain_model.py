@@ -28,7 +28,7 @@ END_ID = 1
 
 
 def plain_token(tokens: Sequence[int]) -> int:
-    """What the fake model writes after ``tokens``: plain text, and now and then its end token."""
+    """The next token of the fake model after ``tokens``: plain text, and now and then its end token."""
     number = zlib.crc32(np.array(tokens, dtype=np.int64).tobytes())
     return END_ID if number % 17 == 0 else PLAIN_IDS[number % len(PLAIN_IDS)]
 

@@ -55,7 +55,7 @@ _IMPORTED = (
     ("agentflow.engine.grammar.compiler.compile", _COMPILER),
     ("av", "PIL.ImageOps", _READER),
 )
-"""What each template imports. Tests limit the memory of the last two."""
+"""The imports of each template. Tests limit the memory of the last two."""
 _OF_TESTS = {ENGINE: 0, RANK: 0, COMMAND: 0, _COMPILER: 1, _READER: 2}
 _OF_COMMANDS = {ENGINE: 0, "agentflow.engine.grammar.compiler.worker": 0}
 _OF_ENGINES = {RANK: 0}

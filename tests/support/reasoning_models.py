@@ -175,7 +175,7 @@ class ChannelModel(ReasoningModel):
 
 
 def in_channels(script: str) -> str:
-    """What the model writes for this script."""
+    """The model's text for this script."""
     return script.replace("«", "<|").replace("»", "|>")
 
 

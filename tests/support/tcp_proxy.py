@@ -13,7 +13,7 @@ from anyio.abc import SocketStream
 from agentflow.runtime.task_group import open_task_group
 
 Side = Literal["up", "down"]
-"""What clients send, or what they receive."""
+"""A direction: from clients, or to them."""
 
 
 @dataclass

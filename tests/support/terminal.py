@@ -18,7 +18,7 @@ INTERRUPT, END = b"\x03", b"\x04"
 
 
 class Terminal:
-    """What a user sees and types."""
+    """A terminal: its screen and its keys."""
 
     def __init__(self, process: subprocess.Popen[bytes], descriptor: int) -> None:
         self.process = process

@@ -30,7 +30,7 @@ from agentflow.server.models.models import one_model
 from agentflow.server.serve import listen, running_server
 
 Visit = Callable[..., Screen]
-# What Chromium itself writes to the console of a page whose requests fail.
+# Chromium's own messages in the console of a page whose requests fail.
 NO_ANSWER = r"net::ERR_|WebSocket connection to|Failed to load resource"
 
 

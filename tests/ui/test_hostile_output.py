@@ -42,7 +42,7 @@ HOSTILE = {
     "long": LONG_LINE,
     "nested": "> " * 20_000,
 }
-# What the text must not have made of the page.
+# Changes to the page that the text must not cause.
 STATE = """() => ({
   ran: window.ran ?? null,
   links: [...document.links].map((a) => a.protocol).filter((p) => !/^https?:$/.test(p)),
@@ -109,7 +109,7 @@ def test_the_playground_shows_it_as_text(stage: Stage, visit: Visit) -> None:
 
 
 def test_overrides_of_the_direction_end_with_their_text(stage: Stage, visit: Visit) -> None:
-    """What stands behind a hostile text reads as it was written."""
+    """Text after a hostile text is shown unchanged."""
     screen = visit(stage.url)
     screen.open("chat")
     screen.wait_status("open")

@@ -21,7 +21,7 @@ FIRST, SECOND = "clear and easy", "claims with evidence"  # in the prompts of th
 
 
 def text_of(screen: Screen, branch: str) -> Locator:
-    """What a branch of the essay judge has streamed."""
+    """The streamed text of a branch of the essay judge."""
     return screen.at(f"text-{branch}:0")
 
 
@@ -83,7 +83,7 @@ def test_an_edited_program_that_another_replaced_comes_back(stage: Stage, visit:
     expect(choice).to_have_value("essay_judge")
     expect(choice).to_be_focused()
     expect(replaced).to_have_count(0)
-    # What was chosen instead stays once it is edited.
+    # The other choice stays once it is edited.
     choice.select_option(others[1])
     expect(replaced).to_be_visible()
     field.fill("Other words.")

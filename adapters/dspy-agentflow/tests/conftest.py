@@ -31,7 +31,7 @@ if tuple(int(part) for part in dspy.__version__.split(".")[:2]) < (3, 4):
 
 @pytest.fixture(autouse=True)
 def own_settings() -> Iterator[None]:
-    """What a test configures holds for that test only."""
+    """A test's settings apply to that test only."""
     before: dict[str, Any] = dict(dspy.settings.config)
     dspy.configure(callbacks=[], trace=[], lm=None, adapter=None, track_usage=False)
     yield

@@ -1,4 +1,4 @@
-"""What fails comes out as DSPy's own exceptions, and says what to do."""
+"""Failures are DSPy's own exceptions, with a remedy in the message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people build with LangChain, on the default model: graphs, agents, chains, and the OpenAI route."""
+"""Programs in LangChain on the default model: graphs, agents, chains, and the OpenAI route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What LangChain's messages become, and what becomes LangChain's."""
+"""Messages from LangChain to agentflow and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one run of LangChain does is one program: the scheduler hears of it, and of its end."""
+"""A run of LangChain is one program: the scheduler gets its begin and its end."""
 
 from __future__ import annotations
 

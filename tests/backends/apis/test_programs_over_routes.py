@@ -171,7 +171,7 @@ async def test_a_program_has_the_result_that_it_has_in_this_process(
     if route in row.refused:
         with pytest.raises(AgentflowError) as caught:
             await result_of(row, route, server)
-        # What follows in the state fails because of it.
+        # The later ops of the state fail because of it.
         error = caught.value.__cause__ if isinstance(caught.value, RunFailed) else caught.value
         assert isinstance(error, NotSupported)
         assert error.param == row.refused[route][1]

@@ -77,7 +77,7 @@ def faulty(events: list[bytes]) -> dict[str, Callable[[], AnyAnswer]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens.
+    """A random case.
 
     Attributes:
         api: The kind of API.

@@ -97,7 +97,7 @@ async def test_a_stream_continues_whatever_is_killed_on_its_node(ray_nodes, tmp_
 
 @pytest.mark.full  # test_engine_host shows how each end notices it, without Ray
 async def test_a_stream_continues_when_the_network_splits(ray_nodes, tmp_path, monkeypatch):
-    """What the server sends to the node is lost, then what it receives. No connection closes."""
+    """Messages to the node are lost, then messages from it. No connection closes."""
     cluster, _ = ray_nodes
     results, proxies = [], []
 

@@ -126,7 +126,7 @@ async def test_requests_follow_their_prefix_until_waiting_costs_more():
 
 
 def test_the_router_fits_the_installed_ray() -> None:
-    """What it overrides takes the arguments of Ray's class, and of Ray's own router for ``ray.serve.llm``.
+    """Its methods take the arguments of Ray's class, and of Ray's own router for ``ray.serve.llm``.
     That one needs more packages to be imported, so its source is read."""
     source = Path(ray.__file__).parent / "llm/_internal/serve/routing_policies/prefix_aware"
     [theirs] = [
@@ -293,7 +293,7 @@ def test_prompts_of_requests():
     with_tools = prompt_run([{"messages": chat, "tools": [{"type": "function"}]}])
     assert with_tools != prompt_run([{"messages": chat}])
     assert prompt_run([]) == prompt_run([{"prompt": ""}])
-    # What a client makes large is cut.
+    # Large fields of clients are cut.
     deep: object = "deepest"
     for _ in range(10 * MAX_DEPTH):
         deep = [deep]

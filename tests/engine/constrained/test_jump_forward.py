@@ -59,7 +59,7 @@ LOOKING_AROUND = [
     r"(?m)(?:^The$\n?){1,2}",
     r"(?<![b-])a+\b(?!b)[é ].?",
 ]
-"""What stands after a boundary, or that the text ends there, is forced by what was written before."""
+"""The text after a boundary, or the end of the text there, is forced by the text before."""
 
 
 def constrained(name: str, dfa: Dfa, *, jumps: bool = True) -> ConstrainedText:
@@ -101,7 +101,7 @@ def check_walk(name: str, dfa: Dfa, jumps: bool, max_tokens: int, choices: st.Da
         if jump is not None:
             assert before[: jump.num_kept] + jump.token_ids == plain.ids
             assert plain.ids[: jump.num_kept + 1] != before[: jump.num_kept + 1]
-        # What was there is never taken back but to be said again.
+        # Text that was delivered is replaced only by the same text.
         assert (plain.data + plain.held).startswith(plain.shown)
         assert text.may_end() == plain.may_end()
         assert text.must_end() == plain.must_end()

@@ -300,7 +300,7 @@ async def test_f8b_a_select_of_long_choices_stalls_no_step():
     assert scores == compute_scores(METHODS[0], choices, expected_logprobs(PROMPT, choices), [])
     assert most <= 64
     assert longest < 500
-    # What the long ones share is computed once, and a few tokens a second time for their logits.
+    # The common part of the long ones is computed once, and a few tokens a second time for their logits.
     assert stats.computed_tokens < len(PROMPT) + 3 * 501 + 19 + 10
 
 

@@ -89,7 +89,7 @@ def transformers_model(model_folder: Path) -> transformers.PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def expected(transformers_model: transformers.PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers' generate gives for each prompt, all in one padded batch."""
+    """The tokens of transformers' generate for each prompt, all in one padded batch."""
     longest = max(map(len, prompts))
     padded = torch.tensor([[2] * (longest - len(ids)) + ids for ids in prompts])
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])

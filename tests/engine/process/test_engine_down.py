@@ -32,7 +32,7 @@ def errors_of(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-# What hangs
+# Hangs
 
 
 @pytest.mark.parametrize("how", ["a step that never ends", "stopped while idle"])
@@ -249,7 +249,7 @@ async def test_without_file_descriptors_the_start_is_tried_again(caplog):
     assert "cannot be started" in caplog.text
 
 
-# What is another engine
+# Other engines
 
 
 @pytest.mark.parametrize("what", ["model", "tokenizer"])

@@ -26,7 +26,7 @@ from agentflow.server.models.models import one_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
-# What streams goes on
+# Streams continue
 
 SHOWN = TOKENIZER.decode(PLAIN.ids[:6])
 

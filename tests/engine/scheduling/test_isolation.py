@@ -21,7 +21,7 @@ OUTPUT = as_tokens([7, 8])
 def seen_by_the_prober(
     secrets: list[list[int]], probes: list[list[int]], policy: str, other: tuple[str, str]
 ) -> list[tuple[float, float, int]]:
-    """What the second tenant observes of its own requests, when the first has sent ``secrets``."""
+    """The observations of the second tenant about its requests, when the first has sent ``secrets``."""
     arrivals = [
         Arrival(as_tokens(secret), OUTPUT, at_s=i / 4, tenant="a") for i, secret in enumerate(secrets)
     ]

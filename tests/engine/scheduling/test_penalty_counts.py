@@ -52,7 +52,7 @@ def expected(generated: list[int], prompt: list[int]) -> dict[int, float]:
 
 
 def penalized(batch: Batch, req_row: int) -> dict[int, float] | None:
-    """What the batch penalizes in the row that samples for this page row; None where none does."""
+    """The penalized tokens of the row that samples for this row of the table; None if no row does."""
     rows = np.flatnonzero(batch.req_rows == req_row).tolist()
     last_rows = (np.cumsum(batch.query_lens) - 1)[rows].tolist()
     found = [index for index, row in enumerate(batch.sampled.rows.tolist()) if row in last_rows]

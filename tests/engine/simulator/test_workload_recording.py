@@ -58,7 +58,7 @@ async def ask(client: EngineClient, prompt: list[int], origin: Origin = NOWHERE,
     return prompt + end.token_ids
 
 
-# What is recorded
+# The recording
 
 
 async def test_a_request_is_recorded_as_it_was_served(tmp_path):

@@ -36,7 +36,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model(tmp_path_factory.mktemp("sharded"), shard_size="40KB")
 
 
-# What is pulled
+# The files that are pulled
 
 
 def test_the_files_that_are_needed_arrive_in_the_hub_s_cache(tiny: HubServer, folder: Path) -> None:

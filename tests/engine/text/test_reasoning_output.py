@@ -139,7 +139,7 @@ def opening(model: ReasoningModel, messages: Sequence[Message], template: ChatTe
 )
 def test_the_prompt_shows_how_an_answer_begins(model, reasons, expected) -> None:
     template = model.template.with_values(reasoning_values(model.template.source, reasons))
-    # What is a mark in a content is none in the markup.
+    # A mark in a content is no mark in the markup.
     for content in ("Hi", "Hi <think>", "Hi </think>"):
         assert opening(model, [Message("user", content)], template) == expected
 

@@ -140,7 +140,7 @@ def test_no_content_forms_a_mark_that_the_tokenizer_calls_plain_text(qwen, said,
 
 
 def test_a_model_may_write_the_marks_under_a_grammar(qwen):
-    """What is closed to contents is how it marks its calls and reasoning."""
+    """It marks its calls and reasoning by tokens that contents cannot have."""
     tokenizer, _ = qwen
     marks = {tokenizer.find_id(mark) for mark in PLAIN_MARKS}
     assert tokenizer.mark_ids == marks

@@ -248,7 +248,7 @@ async def test_the_frontend_gives_the_same_values(program):
                 await states[state.id]
 
 
-# What is refused, and harms nothing.
+# Refused ops, which harm nothing.
 
 NO_STATE = [
     (ops.Text(9, ("a",)), "there is no state 9"),

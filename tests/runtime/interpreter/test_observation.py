@@ -1,4 +1,4 @@
-"""What a client observes: outputs of a live graph, and the deltas of a watched tree against a plain map."""
+"""Observations of a client: outputs of a live graph, and the deltas of a watched tree against a plain map."""
 
 from __future__ import annotations
 

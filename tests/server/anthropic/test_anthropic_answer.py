@@ -48,7 +48,7 @@ def client() -> anthropic.Anthropic:
 
 
 def read(stream: bytes):
-    """What the client makes of this stream."""
+    """The client's message from this stream."""
     asked = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "content": "x"}]}
     with client().messages.stream(**asked, extra_headers={"x-stream": stream.hex()}) as events:
         return events.get_final_message()

@@ -33,7 +33,7 @@ def test_an_answer_is_a_message(peer):
     assert message._request_id == reply.headers["request-id"]
     again = peer.ask(system="A.")
     assert again.content[0].text == block.text
-    # What was cached is not counted among the input tokens.
+    # Cached tokens are not counted among the input tokens.
     total = message.usage.input_tokens + message.usage.cache_read_input_tokens
     assert again.usage.cache_read_input_tokens == total - 1
     assert again.usage.input_tokens == 1

@@ -23,7 +23,7 @@ QUESTION = "What do plants do?"
 Row = tuple[dict[str, Any], dict[str, Any]]
 Prompt = str | tuple[Message, ...]
 
-# What is sent, and what the engine gets, as a request and as its prompt.
+# A body, and the request and prompt that the engine gets.
 PROMPTS: dict[Api, tuple[Any, Prompt]] = {
     CHAT: (TURNS, ASK),
     **{api: (QUESTION, (Message("user", QUESTION),)) for api in (RESPONSES, MESSAGES, OLLAMA, OLLAMA_TEXT)},

@@ -1,4 +1,4 @@
-"""What a websocket's client sends is parsed in turns, and only as fast as its answers are read."""
+"""Frames of a websocket's client are parsed in turns, and only as fast as its answers are read."""
 
 from __future__ import annotations
 

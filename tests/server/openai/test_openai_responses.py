@@ -149,7 +149,7 @@ def test_a_turn_continues_a_stored_one(server: ApiServer) -> None:
             with pytest.raises(openai.NotFoundError) as caught:
                 use()
             assert caught.value.code == "response_not_found"
-        # What continues it is complete by itself.
+        # Its continuation is complete by itself.
         client.responses.create(**asked(input="Why?", previous_response_id=second.id))
         unstored = client.responses.create(**asked(store=False))
         with pytest.raises(openai.NotFoundError):

@@ -114,7 +114,7 @@ def test_openais_client_sees_what_is_left(server: ApiServer) -> None:
             assert streamed.headers["x-ratelimit-remaining-requests"] == f"{REQUESTS - 2}"
             assert int(streamed.headers["x-ratelimit-remaining-tokens"]) < left
             streamed.read()
-        # What needs no request shows the same, and costs nothing.
+        # Routes that need no request of the model show the same, and cost nothing.
         for _ in range(2):
             listed = client.models.with_raw_response.list()
             assert listed.headers["x-ratelimit-remaining-requests"] == f"{REQUESTS - 2}"

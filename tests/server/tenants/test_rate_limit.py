@@ -1,4 +1,4 @@
-"""What tenants may use in a minute, against a twin that keeps every event and replays them all, exactly."""
+"""Limits of tenants per minute, against a twin that keeps every event and replays them all, exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a key may see over a real websocket, its own counters, and keep, its session until it is revoked."""
+"""A key over a real websocket: it sees its tenant's counters, and keeps its session until it is revoked."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ async def test_all_fronts_together_start_what_one_may(redis: RedisServer, limit:
                 group.start_soon(ask, gate)
         most = limit * (1 + FRONTS / PARTS) + limit * (time.monotonic() - began_s) / 60
         assert limit - FRONTS * (limit // PARTS) <= num_admitted <= most
-        # What another front holds and does not use is given back.
+        # Tokens that another front holds and does not use are given back.
         for gate in gates:
             account = gate._find_account(tenant)
             assert account.requests is not None

@@ -21,7 +21,7 @@ PERSON = {"name": "Ada", "born": 1815, "field": "mathematics", "prizes": [{"name
 
 
 class Submitted(msgspec.Struct):
-    """What the page submits."""
+    """The page's submission."""
 
     ops: tuple[ops.Op, ...]
     places: dict[int, str]
@@ -37,7 +37,7 @@ def answer(call) -> str:
 
 
 def sent(backend: af.Scripted) -> list[tuple]:
-    """What the backend received, without the order of branches and the spaces in schemas."""
+    """The ops that the backend received, without the order of branches and the spaces in schemas."""
 
     def schema_of(call) -> object:
         return None if call.constraint is None else json.loads(call.constraint.source)

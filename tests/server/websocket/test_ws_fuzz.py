@@ -26,7 +26,7 @@ ONLY = os.environ.get("FUZZ_ONLY", "")
 
 # Caches are warm by then.
 WARM_UP_SHARE = 0.7
-# What caches hold varies by some hundreds of blocks, whatever the number of frames. In a long run, a block
+# The size of caches varies by some hundreds of blocks, for any number of frames. In a long run, a block
 # that each conversation left behind would be more than all that is allowed.
 MAX_BLOCKS = 1000
 MAX_BYTES = 48_000_000

@@ -56,7 +56,7 @@ def generate(opened: Session, state: int, prompt: str, program: str = "") -> Non
 
 
 class Tree:
-    """What a client knows of the tree."""
+    """The tree, as far as a client knows it."""
 
     def __init__(self) -> None:
         self.nodes: dict[int, list[Any]] = {}

@@ -73,7 +73,7 @@ class Answer:
     content_type: str | None = "application/json"
 
     def steps(self) -> Iterable[Step]:
-        """What is written to the connection."""
+        """The bytes for the connection."""
         is_whole = isinstance(self.body, bytes)
         framing = f"content-length: {len(self.body)}" if is_whole else "transfer-encoding: chunked"
         lines = [f"HTTP/1.1 {self.status} Fake", framing]
@@ -98,7 +98,7 @@ class RawAnswer:
     raw: Sequence[Step]
 
     def steps(self) -> Iterable[Step]:
-        """What is written to the connection."""
+        """The bytes for the connection."""
         yield from self.raw
         yield Close()
 

@@ -85,7 +85,7 @@ class Vendor:
         self.num_refused = 0
 
     def ahead(self, job: Job) -> dict[str, float]:
-        """What a request takes when it arrives."""
+        """The tokens that a request takes when it arrives."""
         output = (job.max_tokens or 0) if self.counting != "at the end" else 0
         return {"requests": 1, "tokens": job.prompt + output}
 

@@ -50,4 +50,4 @@ SCRIPT: dict[str, str | af.Reply] = {
     "its evidence in one sentence.</user><assistant>": "It names no source.",
     "And animals?</user><assistant>": "Plants, or each other.",
 }
-"""What the model answers to a prompt that ends so. The longest end counts."""
+"""The model's answer to a prompt with this end. The longest end counts."""

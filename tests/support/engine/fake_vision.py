@@ -105,7 +105,7 @@ def answer_alone(
     count: int,
     next_token: Callable[[np.ndarray], int] = next_letter,
 ) -> list[int]:
-    """What the fake runner generates after a prompt, token by token, without cache or slots."""
+    """The tokens of the fake runner after a prompt, token by token, without cache or slots."""
     tokens = [*token_ids]
     runs: list[MediaRun] = []
     for medium in media:

@@ -58,7 +58,7 @@ class PlainConstrained:
         return self.allowed_after(self.data, self.held)
 
     def forced(self) -> bytes:
-        """What must come next."""
+        """The forced text."""
         run = b""
         while not self.dfa.accepting[self.state(self.data + run)]:
             following = self.next_bytes(self.data + run)

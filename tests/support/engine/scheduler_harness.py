@@ -29,7 +29,7 @@ GREEDY = SamplingParams()
 
 
 def hash_token(tokens: list[int]) -> int:
-    """What the fake runner generates after these tokens."""
+    """The token of the fake runner after these tokens."""
     return zlib.crc32(np.array(tokens, dtype=np.int64).tobytes()) % 1000
 
 
@@ -176,7 +176,7 @@ class Harness:
         self.check_matches()
 
     def check_matches(self) -> None:
-        """What the policy keeps of each waiting request's match is what the cache has."""
+        """The policy's match of each waiting request is the cache's."""
         waiting = self.scheduler.waiting
         matches: list[tuple[Request, int]] = []
         if isinstance(waiting, LongestPrefix):

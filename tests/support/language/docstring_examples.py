@@ -35,7 +35,7 @@ SCRIPT = {
 
 @dataclass
 class Report:
-    """What a judge writes."""
+    """The text of a judge."""
 
     summary: str
     score: int
@@ -60,7 +60,7 @@ async def judge(s: af.State, essay: str, dimensions: tuple[str, ...] = ("clarity
 
 
 def names() -> dict[str, Any]:
-    """What every example may use without having made it."""
+    """Names that every example may use."""
     return {
         "af": af,
         "anyio": anyio,

@@ -129,7 +129,7 @@ class OpProgram:
         self._num_provided[var] = at + num_chars
 
     def provide_all(self) -> None:
-        """What is still expected."""
+        """Provides the rest of the expected texts."""
         while self._to_provide:
             self.provide(self._to_provide.pop())
 
@@ -255,7 +255,7 @@ class OpProgram:
         return before + self._mark(state, num_ops)
 
     def _mark(self, state: PlannedState, num_ops: int) -> str:
-        """What the scripted generator writes for turns and images."""
+        """The scripted generator's text for turns and images."""
         match state.stream[num_ops - 1]:
             case ops.Begin(role=role):
                 return f"<{role}>"
@@ -275,7 +275,7 @@ class OpProgram:
         return self._open_role(state.parent, state.forked_after)
 
     def make_failure(self, state: PlannedState) -> Failure | None:
-        """What the state's stream fails with, where nothing is cancelled."""
+        """The failure of the state's stream, if nothing is cancelled."""
         end = self._text(state, len(state.stream))
         return end if isinstance(end, Failure) else None
 

@@ -64,7 +64,7 @@ async def engine_target() -> AsyncIterator[tuple[Any, CheckIdle, EmptyCaches]]:
             await engine.assert_idle()
 
         async def empty_caches() -> None:
-            # What is older leaves the pool.
+            # Older tokens leave the pool.
             for token in (1, 2):
                 await client.compute([token] * (MAX_CONTEXT - 1))
 

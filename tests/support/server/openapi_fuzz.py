@@ -89,7 +89,7 @@ def _schema(document: dict[str, Any], url: str, *, path: str | None = None) -> B
     schema.config.cache.enabled = False  # nothing is left behind in the folder that it runs in
     schema.config.update(base_url=url, headers=_WITH_KEY, continue_on_failure=True)
     schema.config.checks.update(included_check_names=["all"], excluded_check_names=_LEFT_OUT)
-    # What is too long for its field may be too long for a body, too.
+    # A text that is too long for its field may be too long for a body, too.
     schema.config.checks.negative_data_rejection.expected_statuses += ["413"]
     schema.config.phases.update(phases=["coverage"])
     return schema if path is None else schema.include(path=path)

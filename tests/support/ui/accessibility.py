@@ -16,7 +16,7 @@ _OVERFLOWING = """() => [...document.querySelectorAll("body *")].filter((e) => {
 
 
 def axe_violations(screen: Screen) -> list[str]:
-    """What axe finds on the page now, one line for each rule."""
+    """The findings of axe on the page now, one line for each rule."""
     if screen.page.evaluate("typeof axe") == "undefined":
         screen.page.evaluate(AXE.read_text(encoding="utf-8"))
     found: list[str] = screen.page.evaluate(_RUN)

@@ -76,7 +76,7 @@ def test_a_crowd_uses_the_rate_of_tokens_nearly_without_refusals(
     assert found.num_refused <= 0.02 * len(jobs), found
     taken = sum([job.prompt + (max_tokens if counting == "ahead" else job.output) for job in jobs])
     best_s = (taken - limit) / limit * 60
-    # What is on its way is held back, at most half of a minute's tokens.
+    # The tokens on their way are held back, at most half of a minute's tokens.
     assert found.took_s <= 1.1 * best_s + 3 * lasts_s, (found, best_s)
 
 

@@ -60,7 +60,7 @@ def score_of(process: int) -> int:
     return int(Path(f"/proc/{process}/oom_score_adj").read_text())
 
 
-# What a constraint does to the process
+# The effects of constraints on the process
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What constraints become, which are refused and in which words, and that texts under them are valid."""
+"""Compiled constraints, refused ones with their messages, and that texts under constraints are valid."""
 
 import calendar
 import datetime

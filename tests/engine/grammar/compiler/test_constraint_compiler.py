@@ -29,7 +29,7 @@ def opened(**limits):
 
 
 def held(hold: Hold) -> Constraint:
-    """What the process stands still at when it compiles it."""
+    """A constraint at which the compiling process waits."""
     return Constraint("regex", f"hold {hold.path}")
 
 
@@ -60,7 +60,7 @@ class Caller:
         return scope
 
 
-# What is kept
+# The cache
 
 
 async def test_equal_constraints_of_a_tenant_are_compiled_once():
@@ -127,7 +127,7 @@ async def test_calls_for_a_running_constraint_wait_for_it(tmp_path):
     assert (compiler.counts.compiled, compiler.counts.cache_hits) == (1, 0)
 
 
-# What is refused before it is sent
+# Constraints that are refused before they are sent
 
 
 @pytest.mark.parametrize(

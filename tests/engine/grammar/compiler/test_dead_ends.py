@@ -151,7 +151,7 @@ def test_f30c_a_terminal_without_texts_is_rejected(source):
 
 
 def test_f30d_patterns_of_declared_names_are_left_out():
-    """What the pattern says of the declared members still holds."""
+    """The pattern still applies to the declared members."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "ab": {"type": "integer", "maximum": 9}},

@@ -31,7 +31,7 @@ LONGROPE = {
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32}
 LATENT = {"num_key_value_heads": 4, "moe_intermediate_size": 32, "v_head_dim": 16}
 LATENT |= {"rope_parameters": YARN | {"mscale": 0.6, "mscale_all_dim": 0.6}}
-# What a file cannot say is as llama.cpp assumes it.
+# Fields that a file lacks have the values that llama.cpp assumes.
 CHANGED: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {},

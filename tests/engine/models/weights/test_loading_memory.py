@@ -71,7 +71,7 @@ LoadingPeak = Callable[[str, Path, str], tuple[int, int, int]]
 
 @pytest.fixture(scope="module")
 def loading_peak() -> Iterator[LoadingPeak]:
-    """What ``loading_peak.py`` prints of loading a model with kernels of a name, to a type."""
+    """The output of ``loading_peak.py`` for a model, with kernels of a name, in a type."""
     program, pipe = Path(__file__).with_name("loading_peak.py"), subprocess.PIPE
     with start_python(program, stdin=pipe, stdout=pipe, text=True) as process:
 
