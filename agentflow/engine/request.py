@@ -1,9 +1,10 @@
 """A request: the client's message, the engine's record with its tokens, progress and memory, and its row in a
 batch.
 
-A client sends a ``Submit``. ``make_request`` checks it and makes the engine's ``Request``; ``check_request``
-finds an error before a client submits. ``make_rows`` makes the ``Row`` of each request in a batch when the
-batch is scheduled, and its results are read from the row when the batch completes.
+A client sends a ``Submit`` with its ``Origin``. ``make_request`` checks it and makes the engine's
+``Request``; ``check_request`` finds an error before a client submits. ``make_rows`` makes the ``Row`` of each
+request in a batch when the batch is scheduled, and its results are read from the row when the batch
+completes. In ``req_to_token``, the scheduler's table of slots (``Batch``), a running request has a row, too.
 """
 
 from __future__ import annotations
@@ -149,8 +150,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     # The identity of the adapter that had the name ``origin.adapter`` when the request was sent. The request
     # keeps this adapter until it ends.
     adapter: str = ""
+    # Texts between the prompt and the choices, such as several questions about one prompt (``token_tree``).
     heads: Sequence[Sequence[int]] = ()
-    head_of: Sequence[int] = ()  # the head of each choice
+    head_of: Sequence[int] = ()  # the head of each choice, by its index
     media: Sequence[SubmittedRun] = ()  # the images in the prompt, in order; the engine has their content
 
 

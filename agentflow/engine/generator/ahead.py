@@ -60,7 +60,7 @@ class PrefixesAhead:
         try:
             self._requests.limits.check_length(context.num_unencoded_chars)
             await self._requests.read_media(context)
-            token_ids = await self._requests.encode_beside(context.num_to_encode, context.tokens.ids_ahead)
+            token_ids = await self._requests.run_off_loop(context.num_to_encode, context.tokens.ids_ahead)
         except AgentflowError:  # the state's next request reports it
             return
         if context.is_freed:  # while a thread encoded its text
@@ -92,7 +92,7 @@ class PrefixesAhead:
 
         try:
             amount = tokens.num_settled + len(end.token_ids)
-            token_ids = await self._requests.encode_beside(amount, next_ids)
+            token_ids = await self._requests.run_off_loop(amount, next_ids)
         except AgentflowError:  # the next request reports it
             return
         if len(token_ids) - min(context.num_computed, tokens.num_kept(token_ids)) >= MIN_AHEAD_TOKENS:

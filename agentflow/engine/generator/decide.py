@@ -50,7 +50,7 @@ async def decide(
         per_question = CHARS_PER_QUESTION + RENDERINGS * CHARS_PER_TURN * context.num_turns
         amount = sum(lengths) + per_question * len(questions)
         end_ids = requests.client.info.end_token_ids
-        asked = await requests.encode_beside(amount, encode_questions, context.tokens, questions, end_ids)
+        asked = await requests.run_off_loop(amount, encode_questions, context.tokens, questions, end_ids)
         if max_tokens is not None:
             most = requests.limits.max_tokens(max_tokens)
             requests.limits.check_num_tokens(len(asked.prompt) + max(map(len, asked.heads)), most)

@@ -66,7 +66,7 @@ class EngineEmbedder:
         prefix = self._prefix(options)
         amount = sum(map(len, inputs)) + len(prefix) * len(inputs)
         async with requests.admitted(num_chars=amount) as admitted:
-            ids = await requests.encode_beside(amount, self._encoded, inputs, prefix, param)
+            ids = await requests.run_off_loop(amount, self._encoded, inputs, prefix, param)
             num_tokens = sum(map(len, ids))
             if max_tokens is not None and num_tokens > max_tokens:
                 raise PromptTooLong(

@@ -223,7 +223,7 @@ class EngineGenerator:
         of ``converse``."""
         offered = Conversation((), tools, choice)
         self.limits.check_length(num_chars(offered))
-        await self.requests.encode_beside(fill_cost(offered), context.offer_tools, self.template, offered)
+        await self.requests.run_off_loop(fill_cost(offered), context.offer_tools, self.template, offered)
 
     async def fill_conversation(
         self, context: EngineContext, conversation: Conversation, *, opens_turn: bool = True
@@ -237,7 +237,7 @@ class EngineGenerator:
             self.output_token_cache,
             opens_turn=opens_turn,
         )
-        await self.requests.encode_beside(fill_cost(conversation), fill)
+        await self.requests.run_off_loop(fill_cost(conversation), fill)
 
     def keep(self, context: EngineContext, beginnings: Sequence[tuple[int, float]]) -> None:
         """Keeps beginnings of the context's conversation in the cache after its next request, as far as
@@ -249,7 +249,7 @@ class EngineGenerator:
         """Keeps the tokens of the context and of the answer generated after it for conversations whose text
         begins with theirs."""
         amount = context.tokens.num_settled + len(end.token_ids)
-        await self.requests.encode_beside(amount, context.tokens.keep_answer, end.token_ids, end.text)
+        await self.requests.run_off_loop(amount, context.tokens.keep_answer, end.token_ids, end.text)
 
     async def reply(
         self,
@@ -487,12 +487,12 @@ class EngineGenerator:
         """Returns the current prompt's ids. Long text is encoded in a thread. The end stays open: text that
         is appended next is encoded together with it."""
         await self.requests.read_media(context)
-        return await self.requests.encode_beside(context.num_to_encode, context.tokens.ids)
+        return await self.requests.run_off_loop(context.num_to_encode, context.tokens.ids)
 
     async def token_texts(self, context: EngineContext) -> list[str]:
         """Returns the texts of ``token_ids``, including markup."""
         token_ids = await self.token_ids(context)
-        return await self.requests.encode_beside(len(token_ids), context.tokens.token_texts, token_ids)
+        return await self.requests.run_off_loop(len(token_ids), context.tokens.token_texts, token_ids)
 
     def continue_session(self, context: EngineContext, session: str, *, is_last: bool) -> None:
         """Makes a new context the next one of a named session of the tenant, whose state has the tokens of

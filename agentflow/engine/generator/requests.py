@@ -139,7 +139,7 @@ class TenantRequests:
     async def prompt_ids(self, context: EngineContext) -> list[int]:
         """Returns the current prompt's ids. Raises ``BadArgument`` if there are none."""
         await self.read_media(context)
-        token_ids = await self.encode_beside(context.num_to_encode, context.encoded_ids)
+        token_ids = await self.run_off_loop(context.num_to_encode, context.encoded_ids)
         context.mark_encoded()
         if not token_ids:
             raise BadArgument("gen on an empty state: append some text or a turn first")
@@ -149,7 +149,7 @@ class TenantRequests:
         """Encodes appended text, unless the template rejects the conversation so far. The state's ops run one
         after the other, so nothing else changes the tokens meanwhile."""
         await self.read_media(context)
-        await self.encode_beside(context.num_to_encode, context.encode)
+        await self.run_off_loop(context.num_to_encode, context.encode)
         if context.tokens.is_settled:
             context.mark_encoded()
 
@@ -157,7 +157,7 @@ class TenantRequests:
         """Encodes the choices of a select after the context. Raises ``BadArgument`` if it is empty."""
         num_chars = context.num_to_encode + sum(map(len, choices)) + WINDOW_CHARS * len(choices)
         await self.read_media(context)
-        encoded = await self.encode_beside(num_chars, context.tokens.encode_choices, choices)
+        encoded = await self.run_off_loop(num_chars, context.tokens.encode_choices, choices)
         if not encoded.num_before and not encoded.text:
             raise BadArgument("select on an empty state: append some text or a turn first")
         return encoded
@@ -168,9 +168,9 @@ class TenantRequests:
         steps = self.limits.checking_texts(list(texts), most)
         num_chars = next(steps, 0)
         while num_chars:
-            num_chars = await self.encode_beside(num_chars, next, steps, 0)
+            num_chars = await self.run_off_loop(num_chars, next, steps, 0)
 
-    async def encode_beside(
+    async def run_off_loop(
         self, amount: int, encode: Callable[[Unpack[ArgTs]], ResultT], *arguments: *ArgTs
     ) -> ResultT:
         """Calls a function that processes ``amount`` characters or tokens, in a thread if that takes long."""

@@ -46,7 +46,7 @@ async def score(
         if method == "likelihood":
             amount = len(choices) + RENDERINGS * CHARS_PER_TURN * context.num_turns
             end_ids = requests.client.info.end_token_ids
-            scored = await requests.encode_beside(amount, with_ends, context.tokens, encoded, end_ids)
+            scored = await requests.run_off_loop(amount, with_ends, context.tokens, encoded, end_ids)
         requests.begin(admitted, len(scored.prefix) + sum(map(len, scored.ends)), context)
         scores, end = await select_scores(requests.client, context, scored, method)
         requests.done(admitted, end.usage)

@@ -50,7 +50,7 @@ async def check_answer(
     schemas = {tool.name: tool.parameters for tool in request.tools}
     if request.constraint is not None and "" in unkept:
         source = request.constraint.source
-        schemas[""] = await generator.requests.encode_beside(len(source), json.loads, source)
+        schemas[""] = await generator.requests.run_off_loop(len(source), json.loads, source)
     checks: list[CheckedOutput] = []
     # The last output of a truncated answer is incomplete.
     for name, text in outputs[:-1] if end.finish_reason == "length" else outputs:

@@ -181,7 +181,7 @@ class EngineRun:
                 self._scored = await generator.score_prompt(context, num_top)
             if self._on_scored is not None:
                 self._on_scored(num_logprobs)
-        prompt = await generator.requests.encode_beside(
+        prompt = await generator.requests.run_off_loop(
             len(token_ids) * (1 + (num_top or 0)),
             prompt_delta,
             generator.tokenizer,
@@ -269,7 +269,7 @@ class EngineRun:
         times.ended = time.perf_counter_ns()
         rest: list[AnswerToken] = []
         if logprobs is not None:
-            rest = await self._generator.requests.encode_beside(logprobs.num_left(end), logprobs.finish, end)
+            rest = await self._generator.requests.run_off_loop(logprobs.num_left(end), logprobs.finish, end)
         reader.finish(end, rest)
         checks = await check_answer(self._generator, request, end, reader.outputs(), unkept) if unkept else ()
         # Before the end is sent: the client may send its next request as soon as it has it.
@@ -309,7 +309,7 @@ async def _fill(generator: EngineGenerator, request: CompletionRequest, context:
     prompt = request.prompt
     if isinstance(prompt, str):
         # The client wrote all of it, including special tokens: no content has to be separated from markup.
-        token_ids = await generator.requests.encode_beside(
+        token_ids = await generator.requests.run_off_loop(
             len(prompt), generator.tokenizer.encode_markup, prompt
         )
         if not token_ids:
@@ -330,7 +330,7 @@ async def _fill(generator: EngineGenerator, request: CompletionRequest, context:
             generator.rendered_prefixes, request.cache_salt.encode("utf-8", "backslashreplace")
         )
         conversation = request.conversation
-        await generator.requests.encode_beside(num_chars(conversation), conversation.check)
+        await generator.requests.run_off_loop(num_chars(conversation), conversation.check)
         await generator.fill_conversation(context, conversation, opens_turn=request.opens_turn)
         generator.keep(context, request.kept)
 

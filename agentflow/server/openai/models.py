@@ -153,7 +153,7 @@ async def tokenize(call: ApiCall) -> None:
         with naming_field(generator, "prompt" if body.messages is None else "messages"):
             token_ids = await _find_ids(call, body, generator)
         if body.return_token_strs:
-            texts = await generator.requests.encode_beside(
+            texts = await generator.requests.run_off_loop(
                 len(token_ids), partial(_texts, generator), token_ids
             )
     call.record.prompt_tokens = len(token_ids)
@@ -175,7 +175,7 @@ async def detokenize(call: ApiCall) -> None:
         generator.limits.check_ids(body.tokens)
     decode = partial(generator.tokenizer.decode, skip_special=False)
     async with generator.metered():
-        text = await generator.requests.encode_beside(len(body.tokens), decode, body.tokens)
+        text = await generator.requests.run_off_loop(len(body.tokens), decode, body.tokens)
     await call.reply(DetokenizeAnswer(text))
 
 
@@ -209,4 +209,4 @@ async def _find_ids(call: ApiCall, body: TokenizeRequest, generator: EngineGener
     most = COUNTED_CONTEXTS * generator.limits.max_tokens()
     generator.limits.check_length(len(prompt), most)
     await generator.requests.check_texts([prompt], most)
-    return await generator.requests.encode_beside(len(prompt), tokenizer.encode_markup, prompt)
+    return await generator.requests.run_off_loop(len(prompt), tokenizer.encode_markup, prompt)
