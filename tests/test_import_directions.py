@@ -558,3 +558,30 @@ def test_names_of_test_modules_are_unique() -> None:
     folders."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+APIS = ("openai", "anthropic", "ollama", "sglang")  # their classes have the names that these APIs have
+SAME_NAMES = {
+    "AdapterTable": "the interface and Triton's",
+    "GroupedAdapters": "the interface and Triton's",
+    "TreeAttention": "the kernels' interface and the engine's record",
+    "Ready": "the first message of two kinds of child processes",
+    "Image": "the op and its file",
+    "Video": "the op and its file",
+    "Message": "as in af, and on the wire",
+    "Reply": "as in af, and on the wire",
+    "TextDelta": "as in af, and in an answer of the server",
+    "Answer": "of an adapter's call, and of the server",
+    "Delta": "of an adapter's call, and the event",
+}
+
+
+def test_names_of_classes_have_one_meaning() -> None:
+    package = ROOT / "agentflow"
+    names: Counter[str] = Counter()
+    for file in package.rglob("*.py"):
+        if file.relative_to(package).parts[:2] not in [("server", api) for api in APIS]:
+            nodes = ast.parse(file.read_text(encoding="utf-8")).body
+            names.update({node.name for node in nodes if isinstance(node, ast.ClassDef)})
+    several = {name for name, count in names.items() if count > 1 and not name.startswith("_")}
+    assert several == SAME_NAMES.keys()
