@@ -53,7 +53,6 @@ class _Batch(msgspec.Struct):
     id: str
     processing_status: str = ""
     created_at: datetime | None = None
-    cancel_initiated_at: datetime | None = None
     request_counts: _Counts = msgspec.field(default_factory=_Counts)
 
 
