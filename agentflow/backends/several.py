@@ -705,7 +705,8 @@ class SeveralConnection:
         state.is_closed = True
         del self._states[state.number]
         for number in state.variables:
-            if not self._variables[number].imports:  # otherwise its end is still to come
+            variable = self._variables[number]
+            if variable.has_value or variable.error is not None:  # otherwise its end is still to come
                 del self._variables[number]
         if state.parent is not None and state in state.parent.children:
             state.parent.children.remove(state)

@@ -316,7 +316,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     param: str | None = None  # the invalid argument
     # For ``InvalidValue``: the whole text, if it has at most ``MAX_ERROR_TEXT`` characters.
     text: str | None = None
-    # Of an answer that the backend found invalid, or that a limit of tokens cut.
+    # Of an answer that the backend found invalid, or that did not end: then it has only the output tokens.
     usage: Usage | None = None
 
     @classmethod

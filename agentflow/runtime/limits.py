@@ -241,13 +241,12 @@ class TokenCharge:
 
     Args:
         state: Has the budgets. A budget that is new among them is charged with all tokens.
-        on_exceeded: Called with the number of its tokens when the generation has tokens beyond a budget,
-            perhaps several times.
+        on_exceeded: Called when the generation has tokens beyond a budget, perhaps several times.
     """
 
     __slots__ = ("_charged", "_num_tokens", "_on_exceeded", "_state")
 
-    def __init__(self, state: HasBudgets, on_exceeded: Callable[[int], object]) -> None:
+    def __init__(self, state: HasBudgets, on_exceeded: Callable[[], object]) -> None:
         self._state = state
         self._on_exceeded = on_exceeded
         self._num_tokens = 0
@@ -258,7 +257,7 @@ class TokenCharge:
         self._num_tokens += num_tokens
         budgets = self._state.budgets
         if budgets and self._charge(budgets):
-            self._on_exceeded(self._num_tokens)
+            self._on_exceeded()
 
     def end(self, usage: Usage, *, was_truncated: bool) -> None:
         """Charges the rest of the usage. ``was_truncated``: a budget truncated the generation.
@@ -268,10 +267,11 @@ class TokenCharge:
         if self._charge(budgets) or (was_truncated and any(budget.tokens_left < 1 for budget in budgets)):
             raise _exceeded(usage)
 
-    def close(self) -> None:
-        """The generation has ended or was cancelled."""
+    def close(self) -> int:
+        """The generation has ended or was cancelled. Returns the number of its tokens."""
         for budget, num_tokens in self._charged.items():
             budget.tokens_running -= num_tokens
+        return self._num_tokens
 
     def _charge(self, budgets: Sequence[Budget]) -> bool:
         """Whether a budget is exceeded."""

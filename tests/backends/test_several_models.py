@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -823,6 +823,37 @@ async def test_f37_what_other_models_used_leaves_less_to_a_running_generation() 
         with pytest.raises(af.BudgetExceeded):
             await s["x"]
         assert s["x"].text == words(4)  # the fourth exceeds it
+
+
+@pytest.mark.parametrize("how", ["cancel", "leave", "deadline", "fault"])
+async def test_f37_tokens_of_generations_that_end_without_a_value_are_not_left_to_other_models(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    slow = Stepped([words(10)])
+    models = {"slow": slow, "quick": af.Scripted(lambda prompt: words(8))}
+    async with af.session(models=models) as flow, flow.state(model="quick") as other:
+        flow.limit(output_tokens=8)
+        with suppress(af.AgentflowError, ZeroDivisionError):
+            async with flow.state() as s:
+                s += af.gen("x")
+                await slow.allow(4)
+                match how:
+                    case "cancel":
+                        s.cancel()
+                    case "leave":
+                        raise ZeroDivisionError
+                    case "deadline":
+                        s.limit(deadline_s=0)
+                    case "fault":
+                        allowance = slow.generator._allowance
+                        monkeypatch.setattr(slow.generator, "_allowance", None)
+                        allowance.release()
+                await s.settled()
+        await settle()
+        other += af.gen("y")
+        with pytest.raises(af.BudgetExceeded):
+            await other["y"]
+        assert other["y"].text == words(3 if how == "fault" else 4)
 
 
 async def test_f37_tokens_of_generations_that_a_limit_ends_are_not_left_to_other_models() -> None:

@@ -470,7 +470,7 @@ class Interpreter(Generic[ContextT]):
                     with anyio.CancelScope(deadline=deadline) as state.scope:
                         await self._attempt(state, pending, deadline)
                     if state.scope.cancelled_caught and state.error is None:
-                        self._fail(state, pending, exceeded(state.budgets, state.num_aborted))
+                        self._fail(state, pending, exceeded(state.budgets, state.num_unreported))
                     state.scope = None
             if state.error is not None:
                 # Skipping an op takes microseconds, so the clock is not checked after each.
@@ -560,11 +560,13 @@ class Interpreter(Generic[ContextT]):
         self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
     ) -> None:
         """Skips an op of a failed state: its variable and its children fail too."""
+        num_tokens, state.num_unreported = state.num_unreported, 0
         match op := pending.op:
             case _ if isinstance(op, ops.Declaring):
                 variable = self._variables.get(op.var)  # None: its state is closed already
                 if variable is not None and not variable.has_ended:
-                    variable.fail(derived_error(f"{op.name!r} was not {OPS[type(op)].outcome}", error, state))
+                    reason = f"{op.name!r} was not {OPS[type(op)].outcome}"
+                    variable.fail(derived_error(reason, error, state), num_tokens)
             case ops.Fork():
                 turn = LoopTurn()
                 for child in pending.children:
@@ -586,7 +588,8 @@ class Interpreter(Generic[ContextT]):
         error = with_place(error, state, pending.number)
         variable = self._variables.get(pending.op.var) if isinstance(pending.op, ops.Declaring) else None
         if variable is not None:
-            variable.fail(error)
+            variable.fail(error, state.num_unreported)
+        state.num_unreported = 0
         self._states.end(state, error)
 
     def _provide(self, op: ops.Provide) -> None:

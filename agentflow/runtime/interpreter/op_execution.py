@@ -305,7 +305,7 @@ class OpExecution(Generic[ContextT]):
             raise
         finally:
             METER.reset(token)
-            charge.close()
+            state.num_unreported = charge.close()
         state.reserve_text(end.text, len(end.reasoning or ""))
         value = Value(
             op.var,
@@ -322,6 +322,7 @@ class OpExecution(Generic[ContextT]):
             passed_over=end.passed_over,
         )
         variable.complete(value)
+        state.num_unreported = 0
 
 
 def _upcoming(state: StateRecord[ContextT]) -> list[Upcoming]:

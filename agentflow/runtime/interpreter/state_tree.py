@@ -100,7 +100,7 @@ class StateRecord(Generic[ContextT]):
         self.budgets: tuple[Budget, ...] = () if parent is None else parent.budgets
         self.own_budget: Budget | None = None  # the limit that was set on this state; its forks share it
         self.num_limits = 0
-        self.num_aborted = 0  # the tokens of the generation that a limit has ended
+        self.num_unreported = 0  # the tokens of a generation that ended without a value
         self.reservation = reservation
         self.context_reservation: MemoryReservation | None = None
         self.num_chars = 0  # of its context, including its parents'
@@ -126,9 +126,8 @@ class StateRecord(Generic[ContextT]):
         if self.scope is not None:
             self.scope.deadline = min(self.scope.deadline, deadline)
 
-    def abort(self, num_tokens: int) -> None:
+    def abort(self) -> None:
         """Ends the op that runs, because its tokens exceed a limit."""
-        self.num_aborted = num_tokens
         if self.scope is not None:
             self.scope.cancel()
 

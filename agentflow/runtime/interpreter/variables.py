@@ -184,6 +184,7 @@ class VariableRecord:
         self.reasoning = ""
         self.value: Value | None = None
         self.error: AgentflowError | None = None
+        self.num_lost_tokens = 0  # that were generated and are in no value
         self.has_ended = False
         # For each waiting op the number of characters for which it waits, and its event; a heap.
         self._waiting: list[tuple[float, int, anyio.Event]] = []
@@ -253,9 +254,11 @@ class VariableRecord:
         """Completes the variable with text that was not generated. ``Overloaded``."""
         self.complete(Value(self.id, 0, text, reason, Usage()))
 
-    def fail(self, error: AgentflowError) -> None:
-        """Ends the variable without a value. Has no effect after its end."""
+    def fail(self, error: AgentflowError, num_tokens: int = 0) -> None:
+        """Ends the variable without a value. Has no effect after its end. ``num_tokens``: that were generated
+        for it, if the error has no usage."""
         if not self.has_ended:
+            self.num_lost_tokens = num_tokens
             self._text, self._growing = self.text, None
             self._release_growing()
             if self._reservation is not None:
@@ -339,7 +342,10 @@ class VariableRecord:
             deltas = [Delta(self.id, at, rest, reasoning, reasoning_at if reasoning else 0)]
         if self.error is not None:
             position.has_end = True
-            return [*deltas, VarFailed(self.id, ErrorInfo.of(self.error))]
+            info = ErrorInfo.of(self.error)
+            if self.num_lost_tokens and info.usage is None:
+                info = msgspec.structs.replace(info, usage=Usage(output_tokens=self.num_lost_tokens))
+            return [*deltas, VarFailed(self.id, info)]
         if self.value is not None:
             position.has_end = True
             return [msgspec.structs.replace(self.value, at=at, text=rest)]

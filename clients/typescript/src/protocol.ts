@@ -672,8 +672,8 @@ export interface ErrorInfo {
   /** With `invalid_value`: the whole text of the answer, if it has at most 20,000 characters. */
   text?: string | null;
   /**
-   * With `invalid_value`: the usage of an answer that the backend found invalid; with `budget_exceeded`:
-   * of one that the limit cut.
+   * The usage of an answer that is in no variable: with `invalid_value`, of one that the backend found
+   * invalid; otherwise the output tokens of one that did not end.
    */
   usage?: Usage | null;
 }
