@@ -84,6 +84,43 @@ async def test_a_request_with_pictures_survives_the_process(tmp_path, where) -> 
         assert not client.engine._media
 
 
+@pytest.mark.parametrize("is_read_again", [False, True])
+async def test_f37_a_client_may_cancel_while_its_picture_is_sent(is_read_again: bool) -> None:
+    """The process gets other pictures and requests as before, or the same picture for another request."""
+    start = Start(f"{__name__}:{load.__name__}", {"hold": "", "hold_slices": ""}, logging.WARNING)
+    num_bytes = 100 * PART_BYTES
+    async with supervised_engine(start, lambda: TOKENIZER) as client:
+        generator = EngineGenerator(client, TEMPLATE, reader=FakeReader(num_bytes=num_bytes))
+
+        async def ask(name: str) -> None:
+            context = generator.open("")
+            generator.image(context, picture(name))
+            ids = await generator.requests.prompt_ids(context)
+            try:
+                await generator.generate(context, PARAMS, lambda _: None)
+            finally:
+                generator.free(context)
+            medium = prepared(name.encode(), num_bytes=num_bytes)
+            assert context.tokens.ids()[len(ids) :] == answer_alone(ids, [medium], 6)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, "cat")
+            await until(lambda: client.engine.num_unfinished == 1)
+            assert not client.engine._journal.media
+            group.cancel_scope.cancel()
+        assert client.engine.num_unfinished == 0
+        gc.collect()
+        if not is_read_again:
+            await client.stats()
+            assert not client.engine._media
+        await ask("cat" if is_read_again else "dog")
+        gc.collect()
+        stats = await client.stats()
+        assert stats.media_pixel_bytes == 0
+        assert not client.engine._media
+        assert client.engine.restarts == 0
+
+
 class RecordingChild:
     """A process that keeps what is sent, and answers nothing."""
 
