@@ -35,9 +35,11 @@ class SimulateOptions:
 
 
 def run_simulate(options: SimulateOptions, console: Console | None = None) -> list[Summary]:
-    """Replays, prints the table, and returns the summaries. Raises ``BadArgument`` for invalid files."""
+    """Replays, prints the table, and returns the summaries. Raises ``BadArgument`` for invalid files, and
+    for a pool or a batch that does not fit into memory."""
     console = console or Console()
     workload = read_workload(options.workload)
+    workload.check()
     if workload.is_truncated:
         console.print(f"{options.workload} ends in the middle of a line; the complete lines are replayed")
     cost = CostModel.read(options.cost) if options.cost is not None else default_cost()

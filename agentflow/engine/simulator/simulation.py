@@ -26,7 +26,7 @@ from agentflow.engine.simulator.depth_first import SIMULATED_POLICIES
 from agentflow.engine.simulator.program_graphs import HintedState, ProgramGraphs
 from agentflow.engine.simulator.published import PUBLISHED_ORDERS, ProgramOrder, Rules
 from agentflow.engine.simulator.workload import Arrival, Workload, awaited_groups
-from agentflow.errors import PromptTooLong
+from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
 
 _PARAMS = SamplingParams()
@@ -228,7 +228,8 @@ class _Run:
         self.served.append(served)
         self._tell_hints(self._origins.arrived(index, self.now_s))
         submit = Submit(index, [], _PARAMS, origin=self._origins.origin(index))
-        request = Request.of(submit, arrival.prompt, arrival.max_new_tokens)
+        limit = min(arrival.max_new_tokens, self.scheduler.max_total_tokens)
+        request = Request.of(submit, arrival.prompt, limit)
         try:
             self.scheduler.add(request)
         except PromptTooLong:
@@ -297,17 +298,30 @@ def simulate(
         knows_programs: the scheduler learns which program each request belongs to.
         knows_returns: the scheduler learns when each state continues, as if it saw the future.
         rules: the rules of a published scheduler; their policy replaces the policy of ``config``.
+
+    Raises:
+        BadArgument: the policy is unknown, or the pool and the batch do not fit into memory.
     """
     if rules is not None:
         config = replace(config, policy=rules.policy)
-    scheduler = Scheduler(
-        num_slots=kv_tokens or workload.kv_tokens,
-        max_context=max_context,
-        config=config,
-        policies={**SIMULATED_POLICIES, **PUBLISHED_ORDERS},
-        clock=lambda: run.now_s,
-        new_liveness=None if rules is None else rules.new_liveness,
-    )
+    num_slots = kv_tokens or workload.kv_tokens
+    try:
+        scheduler = Scheduler(
+            num_slots=num_slots,
+            max_context=max_context,
+            config=config,
+            policies={**SIMULATED_POLICIES, **PUBLISHED_ORDERS},
+            clock=lambda: run.now_s,
+            new_liveness=None if rules is None else rules.new_liveness,
+        )
+    except (MemoryError, OverflowError, ValueError) as error:
+        if isinstance(error, BadArgument):
+            raise
+        raise BadArgument(
+            f"the tables of {config.max_running:,} running requests and {num_slots:,} KV tokens do not fit "
+            "into memory",
+            param="kv_tokens",
+        ) from error
     if isinstance(scheduler.waiting, ProgramOrder):
         scheduler.waiting.memory = scheduler.memory
     run = _Run(

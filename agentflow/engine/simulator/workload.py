@@ -9,6 +9,7 @@ import numpy as np
 
 from agentflow.engine.cache.token_run import TokenArray
 from agentflow.engine.request import Objective
+from agentflow.errors import BadArgument
 
 
 @dataclass(slots=True)
@@ -47,6 +48,19 @@ class Workload:
     arrivals: Sequence[Arrival]
     kv_tokens: int = 65_536  # the size of the pool that it was recorded with or made for
     is_truncated: bool = False  # the file ends in the middle of a line, as if the server was killed
+
+    def check(self) -> None:
+        """Raises ``BadArgument`` for a request that cannot run: its prompt is empty, or it follows a request
+        that is not before it."""
+        for index, arrival in enumerate(self.arrivals):
+            if not len(arrival.prompt):
+                raise BadArgument(f"request {index} of the workload has an empty prompt")
+            first = () if arrival.after is None else (arrival.after,)
+            for before in (*first, *arrival.joins):
+                if not 0 <= before < index:
+                    raise BadArgument(
+                        f"request {index} of the workload follows request {before}, which is not before it"
+                    )
 
 
 def awaited_groups(arrivals: Sequence[Arrival]) -> frozenset[str]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
+from support.examples import examples
 from support.faults import has_param
 
 from agentflow.cli import main as cli
@@ -133,6 +134,43 @@ def test_f37_an_invalid_workload_is_a_one_line_error(tmp_path, capsys, content, 
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
+
+
+NUMBERS = st.one_of(st.integers(-2, 3), st.sampled_from([-(2**31), 2**31 - 1, 2**40, 2**62, 2**63, 10**30]))
+ABSURD_LINES = st.fixed_dictionaries(
+    {},
+    optional={
+        "at": st.one_of(NUMBERS, st.sampled_from([-0.5, 1e300])),
+        "prompt": st.lists(NUMBERS, max_size=2),
+        "output": st.lists(NUMBERS, max_size=2),
+        "like": st.tuples(NUMBERS, NUMBERS),
+        "after": NUMBERS,
+        "joins": st.lists(NUMBERS, max_size=2),
+        "limit": NUMBERS,
+        "program": st.sampled_from(["", "p"]),
+        "state": st.sampled_from(["", "s"]),
+        "group": st.sampled_from(["", "g"]),
+    },
+)
+
+
+@examples(100)
+@given(
+    lines=st.lists(ABSURD_LINES, min_size=1, max_size=3), kv_tokens=st.sampled_from([1, 9, 100, 2**60, 2**63])
+)
+@example(lines=[{"limit": 10**15}], kv_tokens=100)
+def test_f37_a_recording_with_absurd_numbers_is_replayed_or_refused(tmp_path_factory, lines, kv_tokens):
+    """Each request is served or refused, or the command ends with one error."""
+    path = tmp_path_factory.mktemp("workload") / "w.jsonl"
+    header = {"agentflow_workload": 1, "kv_tokens": kv_tokens}
+    whole = [{"at": 0, "prompt": [1, 2], "output": [3]} | line for line in [{}, *lines]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *whole]))
+    console = Console(file=io.StringIO())
+    try:
+        [summary] = run_simulate(SimulateOptions(path, ["fair-lpm"]), console)
+    except BadArgument:
+        return
+    assert summary.all.num_requests + summary.refused == len(whole)
 
 
 @pytest.mark.parametrize("name", ["w.jsonl", "w.jsonl.gz"])
