@@ -302,6 +302,32 @@ def test_f37_a_text_passes_requests_that_wait_for_their_images_and_need_the_same
     assert text.status is not Status.WAITING
 
 
+def test_f37_a_step_hardly_looks_at_tenants_that_wait_for_the_encoding_of_their_images() -> None:
+    """Each has one image, and the reader a text."""
+    num_lines = {}
+    for num_tenants in (200, 800):
+        harness = Harness(feature_bytes=1e6, token_budget=64, max_running=64)
+        media = MediaWork(harness.runner, 1e6, clock=itertools.count(0.0, 1e-3).__next__)
+        harness.scheduler.media = harness.media = media
+        harness.add(0, [1] * 8, 100, tenant="reader")
+        for _ in range(10):
+            harness.step()
+        for number in range(num_tenants):
+            medium = prepared(b"flood %d" % number, num_bytes=30_000, num_rows=2)
+            media.add(medium)
+            run = medium.pieces[1].at(medium.identity, 1)
+            prompt = [7, *pseudo_tokens(run).tolist(), 7]
+            harness.add(10 + number, prompt, 1, media=[run], tenant=f"flood {number}")
+        for _ in range(10):
+            harness.step()
+        text = harness.add(1, [2] * 30, 1, tenant="reader")
+        with counted_lines() as lines:
+            assert harness.scheduler.schedule() is not None
+        assert text.status is Status.RUNNING
+        num_lines[num_tenants] = lines.num
+    assert num_lines[800] - num_lines[200] < 600 * 40
+
+
 def test_f37_a_request_starts_once_its_image_is_encoded_however_many_wait_for_other_images() -> None:
     """An earlier request with the same image was encoded for. The image of no other request is ready."""
     harness = Harness(feature_bytes=1e9, token_budget=64, max_running=64)

@@ -172,9 +172,10 @@ class FairLongestPrefix(Policy):
             tenant = min([self._tenants[name] for name in names], key=_charge_key, default=None)
             return None if tenant is None else self._next_from(tenant, prompts, None)
         while (tenant := self._lowest()) is not None:
-            chosen = self._next_from(tenant, prompts, is_blocked)
-            if chosen is not None:
-                return chosen
+            if not self._holds_back_unencoded or not tenant.is_unencoded:
+                chosen = self._next_from(tenant, prompts, is_blocked)
+                if chosen is not None:
+                    return chosen
             heapq.heappop(self._by_charge)
             self._passed.append(tenant)
         return None

@@ -133,6 +133,13 @@ class MatchOrder:
         request.is_unencoded = is_unencoded
 
     @property
+    def are_unencoded(self) -> bool:
+        """Whether all requests wait for the encoding of an image."""
+        if self._few:
+            return all([one.request.is_unencoded for one in self._few])
+        return not any([tree.nodes for kind, tree in self._trees.items() if not kind & _UNENCODED])
+
+    @property
     def has_complete_paced(self) -> bool:
         """Whether a request that ``pace`` holds back may be cached completely. It is not blocked then."""
         return bool(self._few) or any(

@@ -254,6 +254,11 @@ class TenantQueue:
         """Whether no request runs or waits except aside."""
         return not self.num_admitted and self.num_waiting == len(self.aside)
 
+    @property
+    def is_unencoded(self) -> bool:
+        """Whether no request runs, and all that wait in line wait for the encoding of an image."""
+        return not self.num_admitted and not self.preempted and self.by_match.are_unencoded
+
     def put_aside(self, program: int) -> None:
         """The requests of a program wait aside."""
         self._chosen = self._found = None
