@@ -4,6 +4,7 @@ shared, chunked, preempted, aborted or dropped for room."""
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from dataclasses import dataclass, field
 
@@ -14,11 +15,16 @@ from hypothesis import strategies as st
 from support.counted_lines import counted_lines
 from support.engine.fake_vision import answer_alone, prepared
 from support.engine.scheduler_harness import Harness
+from support.examples import examples
 
+from agentflow.engine.batch import BatchOutput
 from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.media_run import MediaRun, PreparedMedium, lead_tokens, pseudo_tokens
-from agentflow.engine.request import Status
+from agentflow.engine.request import AWAITED_GROUPS, Row, Status
+from agentflow.engine.scheduling import program_pauses
+from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.media_work import MediaWork
+from agentflow.engine.scheduling.policies import match_order
 from agentflow.engine.scheduling.retries import divide_work
 
 MEDIA = {
@@ -124,6 +130,115 @@ def test_answers_are_the_same_as_alone(
         harness.runner.feature_bytes(encoding._medium) for encoding in harness.runner.encodings.values()
     )
     assert harness.media.feature_bytes == total
+
+
+arrivals = st.fixed_dictionaries(
+    {
+        "prompt": prompts,
+        "count": st.integers(1, 8),
+        "tenant": st.sampled_from("aab"),
+        "extra": st.sampled_from(["", "", "salt"]),
+        "objective": st.sampled_from(["latency", "throughput"]),
+        "task_group": st.sampled_from([0, 1, AWAITED_GROUPS + 1]),
+        "program": st.sampled_from([0, 1, 2, 3, 3]),
+        "state": st.sampled_from([0, 1, 2, 3, 4]),
+        "priority": st.sampled_from([0, 0, 1]),
+        "is_ahead": st.sampled_from([False, False, True]),
+        "deadline": st.sampled_from([math.inf, 5.0]),
+    }
+)
+EVENTS = ["add"] * 4 + ["step"] * 6 + ["abort", "fail", "preempt", "hint", "close"]
+
+
+@examples(150)
+@given(
+    work=st.lists(arrivals, min_size=6, max_size=14),
+    events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 99)), min_size=30, max_size=60),
+    num_slots=st.integers(110, 200),
+    token_budget=st.integers(4, 40),
+    max_running=st.integers(1, 6),
+    feature_bytes=st.sampled_from([0, 60, 150, 10_000]),
+    tpot_target_ms=st.sampled_from([None, 4, 12]),
+    max_unencoded=st.integers(1, 3),
+    max_few=st.integers(0, 4),
+    ahead=st.booleans(),
+    policy=st.sampled_from(["fair-lpm", "fair-lpm", "lpm", "fcfs", "random", "dfs-weight"]),
+)
+def test_f37_each_request_ends_as_alone_whatever_waits_for_what(
+    work,
+    events,
+    num_slots,
+    token_budget,
+    max_running,
+    feature_bytes,
+    tpot_target_ms,
+    max_unencoded,
+    max_few,
+    ahead,
+    policy,
+) -> None:
+    """For memory, for images, for the time of steps, for other requests' tokens, or with a paused program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "MAX_UNENCODED", max_unencoded)
+        patch.setattr(match_order, "MAX_FEW", max_few)
+        patch.setattr(program_pauses, "THRASHING", -1.0)
+        patch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
+        clock = itertools.count(0.0, 0.25)
+        harness = harness_with(
+            num_slots=num_slots,
+            ahead=ahead,
+            feature_bytes=feature_bytes,
+            token_budget=token_budget,
+            max_running=max_running,
+            policy=policy,
+            tpot_target_ms=tpot_target_ms,
+            clock=clock.__next__,
+        )
+        scheduler = harness.scheduler
+        complete = scheduler.complete
+
+        def complete_in_time(output: BatchOutput) -> list[Row]:
+            return complete(output, 2e-3 + 1e-3 * len(output.token_ids))
+
+        patch.setattr(scheduler, "complete", complete_in_time)
+        coming, wanted, gone = [*work], {}, set()
+
+        def add() -> None:
+            origin = {**coming.pop(0)}
+            number, prompt, count = len(wanted), origin.pop("prompt"), origin.pop("count")
+            wanted[number] = prompt.alone(count)
+            harness.add(number, prompt.ids, count, media=prompt.runs, **origin)
+
+        for event, number in events:
+            match event:
+                case "add" if coming:
+                    add()
+                case "step":
+                    harness.step()
+                case "abort" if wanted:
+                    gone.add(number % len(wanted))
+                    scheduler.release(harness.requests[number % len(wanted)])
+                case "fail":
+                    for request in harness.fail():
+                        gone.add(request.id)
+                        scheduler.release(request)
+                case "preempt" if scheduler.running and not harness.in_flight:
+                    running = [*scheduler.running.values()]
+                    scheduler.preempt(running[number % len(running)])
+                case "hint":
+                    objective = "latency" if number % 2 else "throughput"
+                    scheduler.update_hint(number % 5, number % 4, number % 3, objective)
+                case "close":
+                    scheduler.close_state(number % 5)
+        while coming:
+            add()
+        num_idle = 0
+        while num_idle < 2_000 and (len(scheduler.waiting) or scheduler.running or harness.in_flight):
+            num_idle = 0 if harness.step() else num_idle + 1
+        scheduler.check_idle()
+        assert not harness.media.wanted
+        for number, output in wanted.items():
+            assert number in gone or harness.output(number) == output
 
 
 @given(
