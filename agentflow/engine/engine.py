@@ -261,9 +261,11 @@ class Engine:
             raise self._delivery_error
 
     def _fail_medium(self, identity: str, error: Exception) -> None:
-        """Fails the requests that need the features of a medium, which cannot be made."""
+        """Fails the requests that need the features of a medium, which cannot be made. Requests whose grammar
+        is not built yet do not need them yet."""
+        assert self._media is not None
         failure = _as_failure(error, "cannot encode an image of the request")
-        for request in [*self._requests.values()]:
+        for request in [*self._media.wanted.get(identity, ())]:
             if self.scheduler.needs_medium(request, identity):
                 self._fail(request.id, failure)
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 import pytest
+from support.counted_lines import counted_lines
 from support.engine.fake_vision import (
     TEMPLATE,
     TOKENIZER,
@@ -21,6 +22,7 @@ from support.engine.fake_vision import (
     prepared_clip,
     vision_runner,
 )
+from support.engine.stepped_engine import SteppedEngine
 from support.fake_engine import FakeEngine
 from support.faults import has_param
 
@@ -31,7 +33,9 @@ from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.engine.generator.requests import MOST_AT_ONCE
 from agentflow.engine.media.known_media import KnownMedia
-from agentflow.engine.media_run import PreparedMedium
+from agentflow.engine.media_run import PreparedMedium, pseudo_tokens
+from agentflow.engine.messages import KeepMedium
+from agentflow.engine.request import Submit
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.fake_runner import FakeEncoding, FakeRunner
@@ -49,7 +53,7 @@ from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation, Message, read_reply
 from agentflow.protocol.images import Image, PlacedImage, Video, placed_medium
 from agentflow.protocol.op_table import require
-from agentflow.protocol.sampling import GenParams
+from agentflow.protocol.sampling import GenParams, SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -298,6 +302,27 @@ async def test_an_encoding_that_cannot_begin() -> None:
             await answer(generator, ask(generator, "#bad"))
         stats = await client.stats()
         assert stats.media_encoded == 2
+
+
+def test_f37_a_failed_encoding_looks_at_the_requests_with_its_image() -> None:
+    """However many others there are."""
+    num_lines = {}
+    for num_others in (100, 400):
+        engine = SteppedEngine(vision_runner(), None).engine
+        for name, numbers in ((b"#bad", range(3)), (b"#good", range(3, num_others))):
+            medium = prepared(name)
+            engine.send(KeepMedium(medium))
+            run = medium.pieces[1].at(medium.identity, 1)
+            for number in numbers:
+                ids = [7, *pseudo_tokens(run).tolist(), 7]
+                engine.send(Submit(number, ids, SamplingParams(max_tokens=1), media=[run.submitted()]))
+        while not engine._inbox.empty():
+            engine.take_messages()
+        with counted_lines() as lines:
+            engine._fail_medium(prepared(b"#bad").identity, RuntimeError("the tower fell"))
+        num_lines[num_others] = lines.num
+        assert engine._requests.keys() == {*range(3, num_others)}
+    assert num_lines[400] == num_lines[100]
 
 
 async def test_f37_a_failed_encoding_fails_no_request_whose_image_is_cached() -> None:

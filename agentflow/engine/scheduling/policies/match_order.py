@@ -136,8 +136,8 @@ class MatchOrder:
     def are_unencoded(self) -> bool:
         """Whether all requests wait for the encoding of an image."""
         if self._few:
-            return all([one.request.is_unencoded for one in self._few])
-        return not any([tree.nodes for kind, tree in self._trees.items() if not kind & _UNENCODED])
+            return all(one.request.is_unencoded for one in self._few)
+        return not any(tree.nodes for kind, tree in self._trees.items() if not kind & _UNENCODED)
 
     @property
     def has_complete_paced(self) -> bool:
