@@ -174,7 +174,7 @@ class Scheduler:
         self._reserve = OutputReserve()
         self._admission: Admission | None = None  # of the step that is being planned
         self._arrivals = itertools.count()
-        self._of_state: dict[int, list[Request]] = {}  # the requests that wait or run, by state
+        self._of_state: dict[int, dict[Request, None]] = {}  # the requests that wait or run, by state
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
         self._next = NextDecode(self.memory, self._sampling)
         self.retries = Retries(self._in_flight, whole_prompts=config.whole_prompts)
@@ -203,7 +203,7 @@ class Scheduler:
         if self.media is not None and request.media:
             self.media.arrived(request)
         if request.origin.state:
-            self._of_state.setdefault(request.origin.state, []).append(request)
+            self._of_state.setdefault(request.origin.state, {})[request] = None
             if not request.origin.is_ahead:
                 self.memory.liveness.arrived(request.origin.state)
 
@@ -630,7 +630,7 @@ class Scheduler:
         request.status = Status.FINISHED
         state = request.origin.state
         if request in self._of_state.get(state, ()):
-            self._of_state[state].remove(request)
+            del self._of_state[state][request]
             if not self._of_state[state]:
                 del self._of_state[state]
 

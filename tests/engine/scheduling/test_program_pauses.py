@@ -370,8 +370,10 @@ def test_the_work_of_a_pause_grows_with_the_requests_not_with_their_square():
 
 
 @pytest.mark.parametrize("is_hinted", [True, False])
-def test_requests_aside_come_back_without_a_look_at_the_others(is_hinted):
-    """One after the other, because they get another hint or their programs are resumed."""
+@pytest.mark.parametrize("order", [1, -1])
+def test_f37_requests_aside_come_back_without_a_look_at_the_others(is_hinted, order):
+    """One after the other, because they get another hint or their programs are resumed, the oldest first or
+    last."""
 
     def work(num: int) -> int:
         policy = FairLongestPrefix(lambda identity, run: 0, 64)
@@ -380,7 +382,7 @@ def test_requests_aside_come_back_without_a_look_at_the_others(is_hinted):
             policy.add(one)
             policy.pause("", one.origin.program)
         with counted_lines() as lines:
-            for one in waiting:
+            for one in waiting[::order]:
                 if is_hinted:
                     policy.update_origin(one, structs.replace(one.origin, program=0))
                 else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
@@ -145,27 +146,39 @@ class Policy(ABC):
         return
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+class Preempted:
+    """Preempted requests in the order of their arrival. They run again before all others."""
 
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}  # by id
+        self._order: list[tuple[int, int]] = []  # their arrivals and ids
 
-class Preempted(dict[int, Request]):
-    """Preempted requests by id, in the order of their arrival. They run again before all others."""
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
 
-    def add(self, *requests: Request) -> None:
-        """Adds requests. Sorts all of them, which are few or came together, unless the new ones go last."""
-        last = next(reversed(self.values()), None)
-        new = sorted(requests, key=_arrival)
-        if last is not None and new and new[0].arrival < last.arrival:
-            new = sorted([*self.values(), *new], key=_arrival)
-            self.clear()
-        self.update({one.id: one for one in new})
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._requests
+
+    def add(self, request: Request) -> None:
+        """Adds a request."""
+        self._requests[request.id] = request
+        insort(self._order, (request.arrival, request.id))
+
+    def discard(self, request: Request) -> bool:
+        """Removes the request. Returns whether it was there."""
+        if self._requests.pop(request.id, None) is None:
+            return False
+        del self._order[bisect_left(self._order, (request.arrival, request.id))]
+        return True
 
     def first(self, is_blocked: IsBlocked) -> Request | None:
         """The first request that is not blocked, unless there are ``MAX_PASSED_OVER`` before it."""
-        for request in islice(self.values(), MAX_PASSED_OVER):
-            if not is_blocked(request, None):
-                return request
+        for _, number in islice(self._order, MAX_PASSED_OVER):
+            if not is_blocked(self._requests[number], None):
+                return self._requests[number]
         return None
 
 
@@ -178,11 +191,11 @@ class SimplePolicy(Policy):
         self._waiting: dict[int, Request] = {}
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._preempted.values()
+        yield from self._preempted
         yield from self._waiting.values()
 
     def __contains__(self, request: Request) -> bool:
-        return request.id in self._waiting or request.id in self._preempted
+        return request.id in self._waiting or request in self._preempted
 
     def add(self, request: Request) -> None:
         self._waiting[request.id] = request
@@ -193,7 +206,7 @@ class SimplePolicy(Policy):
         self.num_waiting += 1
 
     def remove(self, request: Request) -> None:
-        if self._preempted.pop(request.id, None) is None:
+        if not self._preempted.discard(request):
             del self._waiting[request.id]
         self.num_waiting -= 1
 

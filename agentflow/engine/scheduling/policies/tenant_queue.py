@@ -179,7 +179,7 @@ class TenantQueue:
         """The request no longer waits. After a fault in a move, it may be in two places, or not in all parts
         of one."""
         self._chosen = self._found = None
-        self.preempted.pop(request.id, None)
+        self.preempted.discard(request)
         if request.id in self.aside:
             self._leave_aside(request)
         if request.id in self.arrivals.waiting:
@@ -246,7 +246,7 @@ class TenantQueue:
             del self.open_groups[next(iter(self.open_groups))]
 
     def __contains__(self, request: Request) -> bool:
-        waits_in_line = request.id in self.arrivals.waiting or request.id in self.preempted
+        waits_in_line = request.id in self.arrivals.waiting or request in self.preempted
         return waits_in_line or request.id in self.aside
 
     @property
@@ -262,10 +262,10 @@ class TenantQueue:
     def put_aside(self, program: int) -> None:
         """The requests of a program wait aside."""
         self._chosen = self._found = None
-        preempted = [one for one in self.preempted.values() if one.origin.program == program]
+        preempted = [one for one in self.preempted if one.origin.program == program]
         for request in [*preempted, *self._of_program.get(program, {}).values()]:
             self.wait_aside(request)  # first, so that a fault does not lose it
-            if self.preempted.pop(request.id, None) is None:
+            if not self.preempted.discard(request):
                 self._leave_line(request)
 
     def wait_aside(self, request: Request) -> None:
@@ -283,7 +283,7 @@ class TenantQueue:
             self.take_out(request)
         request.origin = origin
         self.wait_aside(request)
-        self.preempted.pop(request.id, None)
+        self.preempted.discard(request)
         if is_in_line:
             self._forget_arrival(request)
 
@@ -301,8 +301,8 @@ class TenantQueue:
     def bring_back(self, requests: Sequence[Request]) -> None:
         """Requests that wait aside go before requests that have not run."""
         self._chosen = self._found = None
-        self.preempted.add(*requests)  # first, so that a fault does not lose them
         for request in requests:
+            self.preempted.add(request)  # first, so that a fault does not lose it
             self._leave_aside(request)
 
     def match_changed(self) -> None:
