@@ -197,13 +197,9 @@ class RequestJournal:
     def take_ready(self) -> list[Submit]:
         """Returns the requests to send to the process now. Their adapters and images must be in the
         process."""
+        released = self._next()
         if not self._num_suspects:
-            released = [self._queued[number] for number in self._candidates if number in self._queued]
             self._candidates.clear()
-        elif any(entry.is_suspect for entry in self._sent.values()):
-            return []  # a trial is running
-        else:
-            released = [next(entry for entry in self._queued.values() if entry.is_suspect)]
         if self._missing:
             released = [entry for entry in released if entry.submit.adapter not in self._missing]
         released = [entry for entry in released if self._has_media(entry)]
@@ -212,6 +208,14 @@ class RequestJournal:
             self._sent[entry.submit.request_id] = entry
         now_s = self._clock()
         return [entry.as_submitted(now_s) for entry in released]
+
+    def _next(self) -> list[Unfinished]:
+        """The queued requests that may be sent now, if the process has what they need."""
+        if not self._num_suspects:
+            return [self._queued[number] for number in self._candidates if number in self._queued]
+        if any(entry.is_suspect for entry in self._sent.values()):
+            return []  # a trial is running
+        return [next(entry for entry in self._queued.values() if entry.is_suspect)]
 
     def _has_media(self, entry: Unfinished) -> bool:
         """Whether the process has the images of the request. If not, it waits for one of them."""
@@ -224,8 +228,7 @@ class RequestJournal:
     def missing_media(self) -> set[str]:
         """Returns the images that the process does not have, of the requests that ``take_ready`` looks at
         next."""
-        queued = [self._queued[number] for number in self._candidates if number in self._queued]
-        return {run.identity for entry in queued for run in entry.submit.media} - self.media
+        return {run.identity for entry in self._next() for run in entry.submit.media} - self.media
 
     def medium_sent(self, identity: str) -> None:
         """The process has an image: releases the requests that wait for it."""

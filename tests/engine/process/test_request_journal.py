@@ -287,6 +287,29 @@ def test_f37_a_request_costs_the_same_however_many_others_wait(waits_for):
     assert num_lines[400] < 5 * num_lines[100]
 
 
+def test_f37_a_frame_of_a_trial_looks_at_no_request_that_waits_for_its_end():
+    num_lines = {}
+    for num_waiting in (100, 400):
+        journal = journal_of(1, 2)
+        for _ in range(2):
+            journal.take_ready()
+            journal.receive(Started([1, 2]))
+            journal.process_died()
+        for number in range(3, num_waiting):
+            media = [SubmittedRun(f"image {number}", 0, 1, b"")]
+            journal.add(Submit(number, [number], None, media=media))
+        assert ids(journal.take_ready()) == [1]
+        with counted_lines() as lines:
+            assert not journal.missing_media()
+            assert journal.take_ready() == []
+        num_lines[num_waiting] = lines.num
+        journal.receive(finished(1))
+        assert ids(journal.take_ready()) == [2]
+        journal.receive(finished(2))
+        assert journal.missing_media() == {f"image {number}" for number in range(3, num_waiting)}
+    assert num_lines[400] == num_lines[100]
+
+
 @given(
     st.lists(
         st.tuples(
