@@ -92,7 +92,8 @@ def number(
     """Returns the numbers with or without a fraction, without an exponent, from ``least`` to ``most``, both
     inclusive, greater than ``above`` and less than ``below``. None if there is none, or a limit is not
     finite."""
-    if not all(math.isfinite(limit) for limit in (least, most, above, below) if limit is not None):
+    limits = (least, most, above, below)
+    if not all(math.isfinite(limit) for limit in limits if isinstance(limit, float)):
         return None
     # Zero may have a sign if no limit is stricter than the number of digits.
     lows = [low for low in _endpoints(least, above) if low.value > -_TOP]

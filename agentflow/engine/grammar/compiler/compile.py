@@ -27,6 +27,7 @@ from agentflow.engine.grammar.compiler.endless_text import marked
 from agentflow.engine.grammar.compiler.explicit_schema import (
     Schema,
     check_schema,
+    drop_unused_definitions,
     explicit,
     for_llguidance,
     num_alternatives,
@@ -275,6 +276,7 @@ def _read_schema(source: str) -> Schema:
     keywords that cannot be enforced."""
     schema = parse_schema(source)
     check_schema(schema)
+    drop_unused_definitions(schema)
     check_kept(schema)
     return explicit(schema)
 
@@ -535,6 +537,8 @@ def _explained(message: str) -> str:
         return f"$ref refers to '#{pointer[1]}', which is not in the schema"
     if resource := re.match(r"Resource '(.*)' is not present", about):
         return f"{resource[1]!r} is not in the schema and is not fetched: write it into $defs"
+    if "number out of range" in about:
+        return "a constant is too large for the parser that this schema needs"
     if about.startswith("oneOf constraints"):
         return "oneOf is supported only if its options exclude each other by a type or a required constant"
     return about

@@ -40,7 +40,8 @@ from agentflow.protocol.schemas.walk import (
 
 Schema = dict[str, Any]
 
-_ANNOTATIONS_OF_VALUES: Final = ANNOTATIONS - {"$schema", "$defs", "definitions"}
+_DEFINITIONS: Final = frozenset({"$defs", "definitions"})
+_ANNOTATIONS_OF_VALUES: Final = ANNOTATIONS - {"$schema", *_DEFINITIONS}
 
 ANY_VALUE: Final = "agentflow:any-value"
 """The definition's name and absolute URI: no ``$id`` around a reference changes its target."""
@@ -150,6 +151,11 @@ def _is_finite(schema: Any, endless: Set[str]) -> bool:
 
 MOST_DEPTH: Final = 60
 
+_LARGEST_LIMIT: Final = 10**300
+"""The parser reads the limits of numbers as floats."""
+_LARGEST_COUNT: Final = 10**9
+"""No text has as many characters, items or members."""
+
 
 def parse_schema(source: str) -> Schema:
     """Returns the schema of a JSON text, its references as pointers. Raises ``BadArgument`` if it is not the
@@ -177,6 +183,7 @@ def check_schema(schema: Schema, path: SchemaPath = ()) -> None:
     for where, sub in subschemas_with_paths(schema, path):
         _refuse_what_is_no_schema(sub, ".".join(where))
         _drop_what_says_nothing(sub)
+        _bound_limits(sub, ".".join(where))
 
 
 def explicit(schema: Schema) -> Schema:
@@ -222,6 +229,8 @@ def for_llguidance(schema: Schema) -> Schema:
     Rust reads all patterns, and narrow ranges do not begin at an open limit."""
     narrower: Schema = json.loads(json.dumps(schema))
     for _, sub in list(subschemas_with_paths(narrower)):
+        for key in _ANNOTATIONS_OF_VALUES & sub.keys() - {"$id"}:
+            del sub[key]
         patterns = [rust_pattern(sub.pop("pattern"))] if isinstance(sub.get("pattern"), str) else []
         if isinstance(name := sub.get("format"), str) and name in PATTERN_OF_FORMAT:
             del sub["format"]
@@ -360,6 +369,40 @@ def _drop_what_says_nothing(schema: Schema) -> None:
             schema[key] = int(value)
 
 
+def _bound_limits(schema: Schema, path: str) -> None:
+    """Replaces a limit by the largest one that its readers accept. Raises ``BadArgument``, with the path, if
+    that would allow more values."""
+    for key, limit in list(schema.items()):
+        is_most = "max" in key.lower()
+        if not isinstance(limit, int) or not (is_most or "min" in key.lower() or key == "multipleOf"):
+            continue
+        largest = _LARGEST_LIMIT if key[-1] in "mf" else _LARGEST_COUNT  # maximum, multipleOf; maxItems
+        if abs(limit) <= largest:
+            continue
+        if key == "multipleOf" or is_most != (limit > 0):
+            raise BadArgument(f"schema: {f'{path}: ' if path else ''}{key} is too large")
+        schema[key] = largest if is_most else -largest
+
+
+def drop_unused_definitions(root: Schema) -> None:
+    """Drops the definitions to which no other schema refers: they need not be enforceable."""
+    used: set[int] = set()
+    pending: list[Any] = [root]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict) and id(part) not in used:
+            used.add(id(part))
+            pending += [one for (key, *_), one in inner_with_paths(part) if key not in _DEFINITIONS]
+            if (path := pointer_steps(part.get("$ref"))) is not None:
+                pending.append(find_part(path, root))
+    for keyword in _DEFINITIONS & root.keys():
+        root[keyword] = {
+            name: one
+            for name, one in root[keyword].items()
+            if one is True or one is False or any(id(part) in used for _, part in subschemas_with_paths(one))
+        }
+
+
 def _refuse_what_is_no_schema(schema: Schema, path: str) -> None:
     def fault(key: str, what: str) -> BadArgument:
         return BadArgument(f"schema: {f'{path}: ' if path else ''}{key} must be {what}")
@@ -442,14 +485,13 @@ def _bound_numbers(schema: Schema) -> None:
     most = MOST_NUMBER if "number" in names else MOST_INTEGER if "integer" in names else None
     if most is None or "const" in schema or "enum" in schema:
         return
-    if "minimum" not in schema and "exclusiveMinimum" not in schema:
-        top = _limit(schema, "maximum", most)
-        if top > -most:
-            schema["minimum"] = -most
-    if "maximum" not in schema and "exclusiveMaximum" not in schema:
-        bottom = _limit(schema, "minimum", -most)
-        if bottom < most:
-            schema["maximum"] = most
+    for key, opposite, sign in (("minimum", "maximum", -1), ("maximum", "minimum", 1)):
+        exclusive = "exclusive" + key.capitalize()
+        for limit in (key, exclusive):
+            if isinstance(schema.get(limit), int | float) and sign * schema[limit] > most:
+                del schema[limit]  # the parser would refuse it
+        if key not in schema and exclusive not in schema and sign * _limit(schema, opposite, 0) < most:
+            schema[key] = sign * most
 
 
 def _limit(schema: Schema, key: str, otherwise: int) -> float:

@@ -294,6 +294,78 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_name(schema, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("keyword", ["$defs", "definitions"])
+@pytest.mark.parametrize("start", [{}, {"$id": "https://example.com/a"}])
+@pytest.mark.parametrize(
+    "unused",
+    [
+        {"$ref": "other.json"},
+        {"$ref": "#/nowhere"},
+        {"type": "array", "items": {"$ref": "#anchor"}},
+        {"not": {}},
+        {"$ref": "#/%s/again"},
+    ],
+)
+def test_f37_an_unused_definition_need_not_be_enforceable(keyword, start, unused):
+    definitions = {
+        "a": {"anyOf": [{"type": "null"}, {"$ref": f"#/{keyword}/b/items"}]},
+        "b": {"type": "array", "items": {"type": "integer"}},
+        "yes": True,
+        "again": {"$ref": f"#/{keyword}/unused"},
+        "unused": json.loads(json.dumps(unused) % (() if "%s" not in json.dumps(unused) else keyword)),
+    }
+    used = {**start, "$ref": f"#/{keyword}/a", keyword: definitions}
+    constraint = compiled("schema", json.dumps(used))
+    assert takes(constraint, "null")
+    assert takes(constraint, "12")
+    with pytest.raises(BadArgument):
+        compiled("schema", json.dumps({"$ref": f"#/{keyword}/unused", keyword: definitions}))
+
+
+LARGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"const": LARGE}, f"{LARGE}"),
+        ({"enum": [1, -LARGE]}, f"{-LARGE}"),
+        ({"type": "integer", "default": LARGE}, "1"),
+        ({"type": "string", "pattern": "^a$", "examples": [LARGE]}, '"a"'),
+        ({"type": "integer", "maximum": LARGE}, "1"),
+        ({"type": "number", "minimum": -LARGE, "exclusiveMaximum": LARGE}, "1.5"),
+        ({"type": "number", "exclusiveMinimum": -LARGE, "multipleOf": 0.5}, "1.5"),
+        ({"type": "number", "exclusiveMinimum": -1e20, "multipleOf": 0.5}, "1.5"),
+        ({"type": "integer", "minimum": -(10**20), "maximum": 5, "multipleOf": 3}, "-3"),
+        ({"type": ["number", "string"], "maximum": 1e20, "pattern": "a"}, "1.5"),
+        ({"allOf": [{"type": "integer", "minimum": -LARGE}, {"maximum": 5}]}, "5"),
+        ({"type": "string", "maxLength": LARGE}, '"a"'),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": LARGE}, "[null]"),
+        ({"type": "object", "additionalProperties": {"type": "null"}, "maxProperties": LARGE}, '{"a": null}'),
+    ],
+)
+def test_f37_a_large_integer_is_a_value_or_allows_all(schema, text):
+    assert takes(compiled("schema", json.dumps(schema)), text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": LARGE},
+        {"type": "number", "exclusiveMinimum": LARGE, "maximum": 2 * LARGE},
+        {"type": ["number", "null"], "maximum": -LARGE},
+        {"type": "integer", "multipleOf": LARGE},
+        {"type": "string", "minLength": LARGE},
+        {"type": "array", "minItems": LARGE, "items": {"type": "null"}},
+        {"minProperties": LARGE},
+        {"oneOf": [{"const": LARGE}, {"const": 1}]},
+    ],
+)
+def test_f37_a_large_integer_that_cannot_be_kept_is_refused(schema):
+    with pytest.raises(BadArgument):
+        compiled("schema", json.dumps(schema))
+
+
 SAID = ["type", "properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "required"]
 SAID += [
     "minimum",
