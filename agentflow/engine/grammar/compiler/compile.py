@@ -539,8 +539,6 @@ def _explained(message: str) -> str:
         return f"{resource[1]!r} is not in the schema and is not fetched: write it into $defs"
     if "number out of range" in about:
         return "a constant is too large for the parser that this schema needs"
-    if about.startswith("oneOf constraints"):
-        return "oneOf is supported only if its options exclude each other by a type or a required constant"
     return about
 
 

@@ -14,6 +14,8 @@ import math
 from collections.abc import Iterable, Iterator, Set
 from typing import Any, Final
 
+from llguidance import LLMatcher
+
 from agentflow.engine.grammar.compiler.dead_ends import check_writable, drop_names_without_text
 from agentflow.engine.grammar.json_scalars import MOST_INTEGER, MOST_NUMBER
 from agentflow.engine.grammar.json_schema import IN_PLACE
@@ -211,6 +213,7 @@ def explicit(schema: Schema) -> Schema:
     for sub in subschemas:
         if "$ref" in sub and "type" in sub and sub["type"] == resolved(sub, schema).get("type"):
             del sub["type"]  # the library refuses it if the reference is recursive
+    _replace_one_of(schema)
     is_flat = not any(_applies_in_place(sub) for sub in subschemas)
     for sub in subschemas:
         _bound_numbers(sub)
@@ -218,10 +221,35 @@ def explicit(schema: Schema) -> Schema:
             _close(sub)
     if is_flat:
         define_any_value(schema, subschemas)
-    for sub in subschemas:
-        if "oneOf" in sub and "anyOf" not in sub and exclude_each_other(sub["oneOf"], schema):
-            sub["anyOf"] = sub.pop("oneOf")
     return schema
+
+
+def _replace_one_of(root: Schema) -> None:
+    """Replaces each ``oneOf`` by an ``anyOf``, before its options become narrower and may only then exclude
+    each other. Raises ``BadArgument``, with the path, if they are not known to."""
+    left: list[tuple[SchemaPath, Schema]] = []
+    for path, schema in subschemas_with_paths(root):
+        if "oneOf" in schema and exclude_each_other(schema["oneOf"], root):
+            allow_overlap(schema)
+        elif "oneOf" in schema:
+            left.append((path, schema))
+    if left and LLMatcher.validate_grammar(f"start: %json {json.dumps(for_llguidance(root))}"):
+        where = ".".join([*left[0][0], "oneOf"])
+        raise BadArgument(
+            f"schema: {where} is supported only if its options exclude each other by a type or a required "
+            "constant"
+        )
+    for _, schema in left:
+        allow_overlap(schema)
+
+
+def allow_overlap(schema: Schema) -> None:
+    """Replaces ``oneOf`` by the same options as an ``anyOf``."""
+    options = schema.pop("oneOf")
+    if "anyOf" in schema:
+        schema["allOf"] = [*schema.get("allOf", []), {"anyOf": options}]
+    else:
+        schema["anyOf"] = options
 
 
 def for_llguidance(schema: Schema) -> Schema:

@@ -19,6 +19,7 @@ import msgspec
 from agentflow.engine.grammar.compiler.explicit_schema import (
     MOST_UNIQUE_LISTS,
     Schema,
+    allow_overlap,
     check_schema,
     exclude_each_other,
     least_members,
@@ -237,11 +238,7 @@ class _Part:
             if not isinstance(options, list) or exclude_each_other(options, self._root):
                 continue
             if not compiles({"oneOf": options, **self._definitions}):
-                del schema["oneOf"]
-                if "anyOf" in schema:
-                    schema["allOf"] = [*schema.get("allOf", []), {"anyOf": options}]
-                else:
-                    schema["anyOf"] = options
+                allow_overlap(schema)
                 found.append((*path, "oneOf"))
         return found
 

@@ -322,6 +322,39 @@ def test_f37_an_unused_definition_need_not_be_enforceable(keyword, start, unused
         compiled("schema", json.dumps({"$ref": f"#/{keyword}/unused", keyword: definitions}))
 
 
+OPEN = {"type": "object", "properties": {"b": {"const": ""}}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{"type": "object", "required": ["z"]}, OPEN],  # {"z": 1} is valid under both
+        [OPEN, {"const": {"z": None}}],
+        [OPEN, {"type": "object", "properties": {"z": {"type": "null"}}, "required": ["z"]}],
+        [{"type": "number"}, {"const": 1e20}],
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"anyOf": [{"type": "object"}, {"type": "number"}]}])
+def test_f37_options_that_exclude_each_other_only_when_narrowed_are_rejected(options, more):
+    with pytest.raises(BadArgument):
+        compiled("schema", json.dumps({"oneOf": options, **more}))
+    with pytest.raises(BadArgument):
+        compiled("schema", json.dumps({"type": "array", "items": {"oneOf": options[::-1], **more}}))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ([{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": "integer"}], "null"),
+        ([{**OPEN, "additionalProperties": False}, {"const": {"z": None}}], '{"z": null}'),
+        ([OPEN, {"type": "array", "items": {"type": "null"}}], '{"b": ""}'),
+    ],
+)
+def test_f37_options_that_exclude_each_other_are_enforced(options, text):
+    for more in ({}, {"anyOf": [{"type": ["object", "null"]}, {"type": "array"}]}):
+        assert takes(compiled("schema", json.dumps({"oneOf": options, **more})), text)
+
+
 LARGE = 10**400
 
 
