@@ -469,11 +469,22 @@ class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
         if len(self.frames) < MAX_FRAGMENTS:
             super().handle_cont(event)
             return
+        self._fail(CloseCode.MESSAGE_TOO_BIG, "a message has too many frames")
+
+    def send_receive_event_to_app(self) -> None:
+        """Closes the connection if the text is not UTF-8; uvicorn would log a traceback."""
+        data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
+        self.frames = [data]
+        if self.curr_msg_data_type == "text" and not self.close_sent and not _is_utf8(data):
+            self._fail(CloseCode.INVALID_DATA, "a text is not UTF-8")
+        else:
+            super().send_receive_event_to_app()
+
+    def _fail(self, code: CloseCode, reason: str) -> None:
+        """Closes the connection after a violation of the websocket protocol."""
         self.frames.clear()
-        self.conn.fail(CloseCode.MESSAGE_TOO_BIG, "a message has too many frames")
-        self.transport.write(b"".join(self.conn.data_to_send()))
-        self.close_sent = True
-        self.transport.close()
+        self.conn.fail(code, reason)
+        self.handle_parser_exception()
 
     def _parse(self, data: bytes) -> None:
         super().data_received(data)
@@ -517,6 +528,15 @@ def _answer(status: int, reason: str) -> bytes:
             body,
         )
     )
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        if not data.isascii():  # otherwise nothing is copied
+            data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _ignore() -> None:

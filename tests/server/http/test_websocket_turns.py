@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ HANDSHAKE = (
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
 HIGH_WATER = 65_536
+TOO_MANY = protocol.MAX_FRAGMENTS + protocol.WEBSOCKET_PIECE_BYTES
 
 
 class Transport(asyncio.Transport):
@@ -64,8 +66,16 @@ class Transport(asyncio.Transport):
         self.is_closed = True
 
 
-async def opened(received: list[Any], wait: asyncio.Event | None = None) -> tuple[Any, Transport]:
-    """A websocket after its handshake. ``wait``: before each message, the application waits for it."""
+async def opened(
+    received: list[Any], wait: asyncio.Event | None = None, codes: list[int] | None = None
+) -> tuple[Any, Transport]:
+    """A websocket after its handshake.
+
+    Args:
+        received: Gets the messages.
+        wait: Before each message, the application waits for it.
+        codes: Gets the code with which the websocket is closed.
+    """
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
@@ -75,6 +85,8 @@ async def opened(received: list[Any], wait: asyncio.Event | None = None) -> tupl
                 await wait.wait()
             message = await receive()
             if message["type"] == "websocket.disconnect":
+                if codes is not None:
+                    codes.append(message["code"])
                 return
             received.append(message.get("bytes") or message.get("text"))
 
@@ -195,6 +207,34 @@ async def test_f27a_a_message_of_endless_frames_is_refused() -> None:
     assert transport.is_closed
     assert not made.frames
     await closed(made)
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (frame(Opcode.TEXT, b"a\xff"), 1007),
+        (frame(Opcode.TEXT, b"\xc3", fin=False) + frame(Opcode.CONT, b"("), 1007),
+        (frame(Opcode.TEXT, b"\xed\xa0\x80"), 1007),
+        (frame(Opcode.BINARY, fin=False) + frame(Opcode.CONT, fin=False) * TOO_MANY, 1009),
+    ],
+    ids=["byte", "fragment", "surrogate", "many frames"],
+)
+async def test_f37_a_violation_closes_the_websocket_with_its_code_and_logs_nothing(
+    data: bytes, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    codes: list[int] = []
+    received: list[Any] = []
+    made, transport = await opened(received, codes=codes)
+    made.data_received(frame(Opcode.TEXT, b"\xc3", fin=False) + frame(Opcode.CONT, b"\xa4"))
+    await until(lambda: received == ["ä"])
+    made.logger = logging.getLogger(__name__)
+    made.data_received(data + frame(Opcode.TEXT, b"later"))
+    await turns()
+    assert transport.is_closed
+    assert transport.written[2:4] == code.to_bytes(2)
+    await closed(made)
+    assert (received, codes) == (["ä"], [code])
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(
