@@ -60,6 +60,9 @@ MAX_FRAGMENTS = 16_384
 # After a rejection, data are read and dropped for this time: closing with unread data resets the connection,
 # and the client may then not receive the answer.
 LINGER_S = 2.0
+# The same after the answer to a request whose body is still arriving, unless no data come for ``LINGER_S``.
+# Many clients read the answer only when they have sent everything.
+MAX_LINGER_S = 30.0
 BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
@@ -127,6 +130,15 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
+class _AnswerTransport:
+    """The transport for the answer to one request, which ``TimedHttpProtocol`` closes."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
 class TimedHttpProtocol(HttpToolsProtocol):
     """Rejects a request whose URL or headers exceed the limits above (414, 431), or whose headers are not
     complete after ``header_timeout_s`` (408), and closes the connection. Closes a new connection on which no
@@ -145,6 +157,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._watch: _WriteWatch | None = None
         self._is_rejected = False
+        self._lingers_until_s = 0.0
+        self._has_dropped = False  # data, since the last look
         self._is_in_headers = False
         self._is_awaiting_headers = False  # the timer belongs to a request that has begun
         self._has_progressed = False  # the parser made a callback for the current piece
@@ -174,6 +188,9 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self.on_lost()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_rejected:
+            self._has_dropped = True
+            return
         if self._has_turn:
             self._waiting += data
             return
@@ -285,6 +302,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         super().on_headers_complete()
         if self.cycle is not cycle:  # a websocket has no cycle
+            self.cycle.transport = _AnswerTransport(self.transport, self._close_answered)  # type: ignore[assignment]
             self._stop_timer()
 
     def on_chunk_header(self) -> None:
@@ -302,7 +320,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Replaces uvicorn's, whose idle timer stops at any byte, even if that begins no request."""
         self.server_state.total_requests += 1
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_rejected:
             return
         self._start_timer(self.idle_timeout_s)
         if not self._has_turn:
@@ -330,16 +348,41 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
     def _reject(self, status: int, reason: str) -> None:
         """Answers with an error and closes the connection. Nothing more is parsed."""
-        self._is_rejected = True
-        self._stop_timer()
         if self.cycle is not None and not self.cycle.response_complete:
+            self._is_rejected = True
+            self._stop_timer()
             self.transport.close()  # the answer to the previous request is incomplete
             return
-        self.flow.resume_reading()
         self.transport.write(_answer(status, reason))
+        self._linger(LINGER_S)
+
+    def _close_answered(self) -> None:
+        """Closes the connection after the answer to a request."""
+        if self._is_complete or self._is_rejected:
+            self.transport.close()
+        else:
+            self._linger(MAX_LINGER_S)
+
+    def _linger(self, longest_s: float) -> None:
+        """Drops data until none comes for ``LINGER_S``, or for ``longest_s``, and closes the connection."""
+        self._is_rejected = True
+        self._stop_timer()
+        self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
+        self._lingers_until_s = self.loop.time() + longest_s
+        self._drop_more()
+
+    def _drop_more(self) -> None:
+        self._has_dropped = False
+        seconds = min(LINGER_S, max(0.0, self._lingers_until_s - self.loop.time()))
+        self._timer = self.loop.call_later(seconds, self._end_linger)
+
+    def _end_linger(self) -> None:
+        if self._has_dropped and self.loop.time() < self._lingers_until_s:
+            self._drop_more()
+        else:
+            self.transport.abort()
 
     def _start_timer(self, seconds: float) -> None:
         self._stop_timer()

@@ -16,7 +16,7 @@ from support.server.http_clients import only_asyncio
 from support.wire_server import open_generator
 
 from agentflow.server import serve as serve_module
-from agentflow.server.config.limits import ServerLimits
+from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http import protocol as http_protocol
 from agentflow.server.http.protocol import TimedHttpProtocol
 from agentflow.server.models.models import one_model
@@ -249,6 +249,57 @@ async def test_a_client_that_does_not_read_the_answer_is_cut_off(
             client.sendall(request.encode() * (10 if version == "1.1" else 1))
             with anyio.fail_after(20):
                 await is_lost.wait()
+
+
+NUM_PIECES = 26_214_400 // PIECE
+TOO_LARGE = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\n"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: %d" % (NUM_PIECES * PIECE), b"Transfer-Encoding: chunked"]
+)
+async def test_f37_a_client_that_reads_when_it_has_sent_all_gets_the_early_answer(framing: bytes) -> None:
+    """To close the connection while the body is arriving would reset it, and the answer would be lost."""
+    http_limits = HttpLimits(body_bytes=1_000)
+    async with (
+        running_server(one_model(open_generator), http_limits=http_limits) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(TOO_LARGE + framing + b"\r\n\r\n")
+        for _ in range(NUM_PIECES):
+            piece = b"1" * PIECE
+            await stream.send(b"%x\r\n%b\r\n" % (PIECE, piece) if b"chunked" in framing else piece)
+        assert (await _until_end(stream)).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("sends", [True, False])
+async def test_f37_a_client_that_goes_on_after_an_early_answer_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, sends: bool
+) -> None:
+    is_lost = anyio.Event()
+
+    class Watched(TimedHttpProtocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            is_lost.set()
+
+    monkeypatch.setattr(http_protocol, "TimedHttpProtocol", Watched)
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.05)
+    monkeypatch.setattr(http_protocol, "MAX_LINGER_S", 0.2)
+    http_limits = HttpLimits(body_bytes=1_000)
+    async with (
+        running_server(one_model(open_generator), http_limits=http_limits) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(TOO_LARGE + b"Content-Length: 9000000000\r\n\r\n")
+        assert (await stream.receive()).startswith(b"HTTP/1.1 413 ")
+        with anyio.fail_after(20), contextlib.suppress(anyio.BrokenResourceError):
+            while sends and not is_lost.is_set():
+                await stream.send(b"1")
+            await is_lost.wait()
+        assert is_lost.is_set()
 
 
 @pytest.mark.anyio
