@@ -70,7 +70,12 @@ async def load_adapter(call: ApiCall) -> None:
             error.param = "lora_path"
         raise
     name = f"{model.name}:{body.lora_name}"
-    await call.reply(next(make_card(call, one) for one in model.adapted() if one.name == name))
+    cards = [make_card(call, one) for one in model.adapted() if one.name == name]
+    if not cards:
+        raise UnknownModel(
+            f"{name[:200]!r} was unloaded while it was loaded: load it again", param="lora_name"
+        )
+    await call.reply(cards[0])
 
 
 async def unload_adapter(call: ApiCall) -> None:

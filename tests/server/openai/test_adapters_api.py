@@ -17,6 +17,7 @@ from support.faulty_servers import BEARER, KEY, tenants
 from support.server.openai_peer import sync_client
 
 import agentflow as af
+from agentflow.engine.messages import AdapterLoaded
 from agentflow.server.openai import adapters
 from agentflow.server.tenants.keys import Tenants
 
@@ -70,6 +71,23 @@ def test_an_adapter_is_a_model_until_it_is_unloaded(server: ApiServer, folder: P
         assert [model.id for model in client.models.list()] == [MODEL]
         with pytest.raises(openai.NotFoundError):
             said_by(client, POLITE)
+
+
+def test_f37_an_adapter_that_is_unloaded_before_the_answer_is_not_found(
+    server: ApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another client may unload it as soon as the engine has loaded it."""
+    client = server.generator._client
+    load_adapter = client.load_adapter
+
+    async def load_and_unload(name: str, path: Path) -> AdapterLoaded:
+        loaded = await load_adapter(name, path)
+        client.unload_adapter(name)
+        return loaded
+
+    monkeypatch.setattr(client, "load_adapter", load_and_unload)
+    answer = load(server, folder)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "lora_name")
 
 
 @pytest.mark.anyio
