@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
+from anyio.from_thread import start_blocking_portal
 from playwright.sync_api import Locator, expect
 from support.ui.accessibility import axe_violations, scrolls_sideways
 from support.ui.proxy import BreakingProxy
 from support.ui.screen import Screen
 from support.ui.stage import Stage, open_stage
+
+from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.server.models.models import Models, OneGenerator
+from agentflow.server.serve import running_server
 
 Visit = Callable[..., Screen]
 
@@ -301,6 +308,42 @@ def test_f42_a_model_without_a_chat_template_leads_to_the_playground(visit: Visi
         expect(screen.at("send")).to_be_disabled()
         screen.at("no-turns").get_by_role("link").click()
         screen.view("playground")
+
+
+def test_f37_on_a_server_with_several_models_replies_have_the_name_of_theirs(visit: Visit) -> None:
+    @asynccontextmanager
+    async def open_models() -> AsyncIterator[Models]:
+        generators = [ScriptedGenerator(lambda prompt: "Green.") for _ in range(2)]
+        for number, generator in enumerate(generators):
+            generator.capabilities = msgspec.structs.replace(generator.capabilities, model=f"model {number}")
+        yield Models([OneGenerator(generator) for generator in generators])
+
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(running_server(open_models)) as server,
+    ):
+        screen = visit(server.url.replace("ws://", "http://"))
+        open_chat(screen)
+        names = screen.page.locator(".is-assistant .chat-name")
+        for number in range(2):
+            screen.page.get_by_label("Model").select_option(f"model {number}")
+            screen.wait_status("open")
+            say(screen, "A leaf?")
+            expect(screen.page.get_by_role("button", name="Another reply")).to_have_count(number + 1)
+        expect(names).to_have_text(["model 0", "model 1"])
+
+
+def test_f37_a_message_that_cannot_be_sent_says_why(visit: Visit) -> None:
+    with open_stage() as stage:
+        screen = visit(stage.url)
+        screen.expect_problem(r"net::ERR_|WebSocket connection to|Failed to load")
+        open_chat(screen)
+        screen.at("message").fill("A leaf?")
+        composer = screen.page.locator("form.composer")
+        expect(composer).not_to_contain_text("Not connected")
+    screen.wait_status("unreachable")
+    expect(screen.at("send")).to_be_disabled()
+    expect(composer).to_contain_text("Not connected")
 
 
 MARKDOWN = """3. third

@@ -64,6 +64,17 @@ def test_a_dropped_pasted_and_chosen_image_are_sent_in_one_turn(stage: Stage, vi
     stage.end()
 
 
+def test_f37_each_dropped_file_that_is_no_image_is_named(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    open_view(screen, "chat")
+    files = [(f"{name}.txt", "text/plain", b"no image") for name in ("first", "second")]
+    drop(screen, "main", files[0], CHART, files[1])
+    expect(screen.at("image-problem")).to_contain_text("first.txt")
+    expect(screen.at("image-problem")).to_contain_text("second.txt")
+    expect(thumbnails(screen)).to_have_count(1)
+    expect(screen.page.get_by_role("button", name="Image files")).to_have_count(0)  # "Add image" opens it
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_images_are_accessible_and_fit_into_narrow_windows(stage: Stage, visit: Visit, scheme: str) -> None:
     screen = visit(stage.url, viewport={"width": 360, "height": 700}, color_scheme=scheme)

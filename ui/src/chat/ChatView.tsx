@@ -147,7 +147,7 @@ function TurnView({ turn }: { turn: Turn }) {
   return (
     <li class={`chat-turn is-${turn.role}`} data-testid={`turn-${turn.id}`}>
       <header class="chat-head">
-        <span class="chat-name">{turn.role === "tool" ? turn.call!.name : NAMES[turn.role]}</span>
+        <span class="chat-name" dir="auto">{turn.role === "tool" ? turn.call!.name : (turn.model ?? NAMES[turn.role])}</span>
         {siblings.length > 1 && (
           <span class="switch" role="group" aria-label="Branches of the conversation">
             <button
@@ -400,15 +400,18 @@ function Composer({ parent, canTalk }: { parent: number; canTalk: boolean }) {
         isOff={!canTalk}
         isPageWide
         actions={
-          isBusy ? (
-            <button type="button" class="stop" data-testid="stop" onClick={stop}>
-              Stop
-            </button>
-          ) : (
-            <button type="submit" class="primary" data-testid="send" disabled={!canSend}>
-              Send
-            </button>
-          )
+          <>
+            {!session.value && <span class="hint">Not connected</span>}
+            {isBusy ? (
+              <button type="button" class="stop" data-testid="stop" onClick={stop}>
+                Stop
+              </button>
+            ) : (
+              <button type="submit" class="primary" data-testid="send" disabled={!canSend}>
+                Send
+              </button>
+            )}
+          </>
         }
       >
         <textarea

@@ -3,7 +3,7 @@ import { AgentflowError, type CalledTool, type ChatMessage, type State, type Var
 import { computed, signal } from "@preact/signals";
 import { announce } from "../app/announce";
 import { counted } from "../charts/numbers";
-import { sentenceOf, session } from "../app/session";
+import { model, models, sentenceOf, session } from "../app/session";
 import { keepStored, stored } from "../app/stored";
 import { imageOf, isLost, keepImages } from "../images/kept";
 import type { ShownImage } from "../images/picture";
@@ -169,9 +169,14 @@ export function answer(turn: Turn, call: { id: string; name: string; arguments: 
   if (openCalls(after, turn).length === 0) ask(chat, after.turns.size);
 }
 
+function nameOfModel(): { model?: string } {
+  const name = model.peek();
+  return models.peek().length > 1 && name !== null ? { model: name } : {};
+}
+
 function ask(chat: number, parent: number): void {
   const open = session.peek();
-  const withReply = update(chat, (before) => added(before, parent, { role: "assistant", content: "" }));
+  const withReply = update(chat, (before) => added(before, parent, { role: "assistant", content: "", ...nameOfModel() }));
   const id = withReply.turns.size;
   const key = `${chat}/${id}`;
   const finish = (change: Partial<Turn>): void => {

@@ -18,6 +18,8 @@ export interface Turn {
   readonly truncatedCalls?: readonly CalledTool[];
   /** Of a tool's turn: the call that it answers. */
   readonly call?: { readonly id: string; readonly name: string };
+  /** Of a reply on a server with several models. */
+  readonly model?: string;
   /** Of a reply that has ended by itself. */
   readonly figures?: Figures;
   /** Why a reply has ended early. */

@@ -46,6 +46,7 @@ export function ImageArea({ label, images, onChange, isOff = false, isPageWide =
     problem.value = blind ?? "";
     if (blind !== null) announce(blind);
     if (isOff || blind !== null) return;
+    const problems = new Set<string>();
     for (const file of files) {
       numPending.value++;
       try {
@@ -57,8 +58,9 @@ export function ImageArea({ label, images, onChange, isOff = false, isPageWide =
         change([...before, shown]);
         announce(`Added ${shown.name}.`);
       } catch (error) {
-        problem.value = sentenceOf(error);
-        announce(problem.value);
+        const sentence = sentenceOf(error);
+        announce(sentence);
+        problem.value = [...problems.add(sentence)].slice(0, MAX_IMAGES).join(" ");
       } finally {
         numPending.value--;
       }
@@ -132,12 +134,10 @@ export function ImageArea({ label, images, onChange, isOff = false, isPageWide =
       <div class="row image-row">
         <input
           ref={picker}
-          class="visually-hidden"
+          hidden
           type="file"
           accept="image/*"
           multiple
-          tabIndex={-1}
-          aria-label="Image files"
           data-testid="image-files"
           onChange={(event) => {
             void add([...(event.currentTarget.files ?? [])]);

@@ -46,11 +46,9 @@ export default function RunsView() {
           <>
             <input
               ref={picker}
-              class="visually-hidden"
+              hidden
               type="file"
               accept=".jsonl,.json,.txt,application/jsonl"
-              tabIndex={-1}
-              aria-label="Recording"
               data-testid="recording-file"
               onChange={(event) => {
                 open(event.currentTarget.files);
