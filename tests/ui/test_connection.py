@@ -265,6 +265,24 @@ def test_f37_after_a_restart_with_another_model_the_page_is_connected_again(visi
         expect(screen.page.locator(".model-name")).to_have_text("after")
 
 
+def test_f37_a_page_that_loads_says_so_until_it_is_there(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    screen.expect_problem("net::ERR_")
+    page, held = screen.page, list[Route]()
+    page.route("**/assets/session.js", lambda route: route.abort())
+    page.goto(f"{screen.url}/ui/#/chat")
+    expect(page.locator("body")).to_contain_text("load the page again")
+    page.unroute_all()
+    page.route("**/assets/ChatView.js", lambda route: held.append(route))
+    page.reload()
+    screen.wait_status("open")
+    expect(page.get_by_role("main")).to_have_text(re.compile("Loading"))
+    expect(page.locator("body")).not_to_contain_text("load the page again")
+    held[0].continue_()
+    screen.view("chat")
+    expect(page.get_by_role("main")).not_to_contain_text("Loading")
+
+
 def test_a_view_that_could_not_be_fetched_is_fetched_again(stage: Stage, visit: Visit) -> None:
     screen = visit(stage.url)
     screen.expect_problem(NO_ANSWER)

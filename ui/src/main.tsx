@@ -4,5 +4,7 @@ import { App } from "./app/App";
 import { open } from "./app/session";
 import "./style.css";
 
-render(<App />, document.getElementById("app")!);
+const place = document.getElementById("app")!;
+place.replaceChildren(); // the page says there that it loads
+render(<App />, place);
 void open();

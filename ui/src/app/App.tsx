@@ -102,6 +102,7 @@ export function App() {
             </button>
           </p>
         )}
+        {!now && !isMissing.value && <p class="empty">Loading…</p>}
         {now && !isMissing.value && <now.Component key={now.name} />}
       </main>
       <KeyPrompt />

@@ -95,7 +95,7 @@ export function headline(now: Scrape, before: Scrape | null, model: string): Fig
       kv === null || pool === 0 ? null : kv.inUse / pool,
       percent,
       `sum(agentflow_kv_tokens${selector({ model, state: "in_use" })}) / sum(agentflow_kv_tokens${m})`,
-      kv === null ? undefined : `${count(kv.inUse)} of ${count(pool)} tokens`,
+      kv === null ? undefined : `${count(kv.inUse)} of ${count(pool)} tokens, without cached ones`,
     ),
   ];
 }
