@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from agentflow.errors import BadArgument, StateClosed, error_param, short_repr
-from agentflow.language.markers import MARKERS
+from agentflow.language.markers import MARKERS, Sum
 from agentflow.language.typed.replies import Message, read_message
 from agentflow.language.typed.tools import Tool, ToolCall, describe_tool
 from agentflow.protocol import chat
@@ -33,6 +33,8 @@ class Expression:
     """Base of variables and of the results of ``gen``, ``select`` and the roles. ``+`` concatenates."""
 
     __slots__ = ()
+
+    is_text = False  # in the result of a program, as variables are
 
     def __add__(self, other: Appendable) -> Sequence_:
         return Sequence_((self, other))
@@ -52,7 +54,7 @@ class Expression:
         raise BadArgument("str() of an expression: append it to a state, or an f-string with it")
 
 
-class Sequence_(Expression):
+class Sequence_(Expression, Sum):
     """A concatenation. Nested concatenations are flattened, so that a long sum is not a deep one."""
 
     __slots__ = ("parts",)
@@ -64,6 +66,9 @@ class Sequence_(Expression):
                 raise not_appendable(part)
             flat += part.parts if isinstance(part, Sequence_) else (part,)
         self.parts: tuple[Appendable, ...] = tuple(flat)
+
+    def has_text(self) -> bool:
+        return all(isinstance(part, str) or part.is_text for part in self.parts)
 
 
 class Offer(NamedTuple):

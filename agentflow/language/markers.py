@@ -30,6 +30,16 @@ MOST_KEPT: Final = 10_000
 """Markers of expressions. Nothing else refers to an expression in an f-string."""
 
 
+class Sum:
+    """Base of sums of texts, variables and expressions."""
+
+    __slots__ = ()
+
+    def has_text(self) -> bool:
+        """Whether it has only texts and variables: in the result of a program, it is a text."""
+        raise NotImplementedError
+
+
 class Markers:
     """Makes and finds markers."""
 
@@ -110,10 +120,10 @@ class Markers:
             )
 
     async def resolved(self, value: Any, text_of: Callable[[Any], Awaitable[str]]) -> Any:
-        """``value`` with the texts of variables in place of their markers: in a string, also inside JSON, and
-        in lists, tuples, sets, dicts and records. Other objects are unchanged, and so is ``value`` if it
-        holds no marker. Errors as in ``split``."""
-        if not self._num_marked or not self._holds_one(value):
+        """``value`` with texts in place of sums, and of markers in strings, also inside JSON: in lists,
+        tuples, sets, dicts and records. Other objects are unchanged, and so is ``value`` if it holds no
+        marker and no sum. Errors as in ``split``."""
+        if not self._holds_one(value):
             return value
         texts, holders = self._found(value)
         made = {text: await self._resolved_text(text, text_of) for text in texts}
@@ -123,25 +133,31 @@ class Markers:
         pending, seen = [value], dict[int, Any]()
         while pending:
             one = pending.pop()
-            if isinstance(one, str):
-                if self._has_remains(one):
+            if isinstance(one, str | Sum):
+                if self._is_unresolved(one):
                     return True
             elif type(one) not in _PLAIN and id(one) not in seen:
                 seen[id(one)] = one
                 pending += _items(one)
         return False
 
-    def _found(self, value: Any) -> tuple[Collection[str], Collection[int]]:
-        """The texts that hold a marker, and the ids of the objects that hold one, directly or not."""
-        texts, holders = dict[str, None](), set[int]()
+    def _is_unresolved(self, text: str | Sum) -> bool:
+        if isinstance(text, Sum):
+            return text.has_text()
+        return self._num_marked > 0 and self._has_remains(text)
+
+    def _found(self, value: Any) -> tuple[Collection[str | Sum], Collection[int]]:
+        """The texts that hold a marker, the sums, and the ids of the objects that hold one of these, directly
+        or not."""
+        texts, holders = dict[str | Sum, None](), set[int]()
         pending: list[tuple[Collection[Any], int]] = [((value,), 0)]
         seen = dict[int, Any]()
         parents, reached = dict[int, list[int]](), list[int]()
         while pending:
             items, parent = pending.pop()
             for one in items:
-                if isinstance(one, str):
-                    if self._has_remains(one):
+                if isinstance(one, str | Sum):
+                    if self._is_unresolved(one):
                         texts[one] = None
                         reached.append(parent)
                 elif inner := _items(one):
@@ -155,7 +171,9 @@ class Markers:
                 reached += parents.get(holder, ())
         return texts, holders
 
-    async def _resolved_text(self, text: str, text_of: Callable[[Any], Awaitable[str]]) -> str:
+    async def _resolved_text(self, text: str | Sum, text_of: Callable[[Any], Awaitable[str]]) -> str:
+        if isinstance(text, Sum):
+            return await text_of(text)
         plain = []
         for part in self.split(await self._unescaped(text, text_of)):
             plain.append(part if isinstance(part, str) else await text_of(part))
@@ -199,11 +217,13 @@ def _items(value: Any) -> Collection[Any]:
     return members(value).values() if is_record(value) else ()
 
 
-def _copied(value: Any, texts: Mapping[str, str], holders: Collection[int], made: dict[int, Any]) -> Any:
-    """A copy of ``value`` in which ``texts`` replace the texts that hold a marker. Only ``holders`` are
-    copied, each once, because a member may refer to its owner. ``made``: the copies by the id of their
-    original."""
-    if isinstance(value, str):
+def _copied(
+    value: Any, texts: Mapping[str | Sum, str], holders: Collection[int], made: dict[int, Any]
+) -> Any:
+    """A copy of ``value`` in which ``texts`` replace the sums and the texts that hold a marker. Only
+    ``holders`` are copied, each once, because a member may refer to its owner. ``made``: the copies by the id
+    of their original."""
+    if isinstance(value, str | Sum):
         return texts.get(value, value)
     if id(value) not in holders:
         return value

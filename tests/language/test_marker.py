@@ -224,8 +224,11 @@ QUOTED = 'say "hi"\n\u00e9'
         (lambda text: {f"{text}": {f"{text}"}}, {QUOTED: {QUOTED}}),
         (lambda text: f"{text.upper()}", QUOTED.upper()),
         (lambda text: "plain", "plain"),
+        (lambda text: "a: " + text + text.upper() + f"{text}", f"a: {QUOTED}{QUOTED.upper()}{QUOTED}"),
+        (lambda text: [{"k": ("a" + text,)}, "b" + text], [{"k": (f"a{QUOTED}",)}, f"b{QUOTED}"]),
+        (lambda text: f"{'a' + text}", f"a{QUOTED}"),
     ],
-    ids=["text", "json", "nested", "key", "transform", "plain"],
+    ids=["text", "json", "nested", "key", "transform", "plain", "f37_sum", "f37_sums", "f37_formatted_sum"],
 )
 async def test_markers_in_a_result_become_texts(result, expected):
     async def program(s):
@@ -250,6 +253,21 @@ class Judged(BaseModel):
 
 class Row(msgspec.Struct, frozen=True):
     texts: frozenset[str]
+
+
+async def test_f37_a_generated_marker_in_a_returned_sum_stays_text():
+    """The text of a variable is no marker, whatever it holds."""
+    marker = ""
+
+    async def program(s):
+        nonlocal marker
+        s += af.gen("x") + af.gen("y")
+        marker = f"{s['y']}"
+        return "<" + s["x"]
+
+    async with af.session(backend=af.Scripted({"x": lambda call: marker, "y": "other"})) as flow:
+        assert await flow.run(program) == f"<{marker}"
+        assert marker
 
 
 async def test_f37_markers_in_records_become_texts():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import anyio
 import anyio.lowlevel
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from support.fake_engine import FakeEngine
 from support.programs import echo
 from support.session_peer import HangingGenerator
@@ -73,6 +74,7 @@ USES = {
     "attribute": lambda x: x.split(),
     "json": json.dumps,
     "join": lambda x: ", ".join([x]),
+    "f37_validation": TypeAdapter(str).validate_python,
 }
 
 
@@ -83,7 +85,7 @@ async def test_missing_await(use):
         return USES[use](s["answer"])
 
     async with opened() as flow:
-        with pytest.raises((af.errors.BadArgument, AttributeError, TypeError)) as failure:
+        with pytest.raises((af.errors.BadArgument, AttributeError, TypeError, ValidationError)) as failure:
             await flow.run(program)
         says(failure.value, "await it first")
         assert "USES[use]" in shown(failure.value)

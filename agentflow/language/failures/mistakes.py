@@ -7,7 +7,15 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from agentflow.errors import BadArgument, ProgramError, UnknownVariable, add_note, short_repr, shown_error
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    ProgramError,
+    UnknownVariable,
+    add_note,
+    short_repr,
+    shown_error,
+)
 from agentflow.language.failures.stack_frames import ProgramLine
 
 
@@ -67,9 +75,11 @@ _REFERENCE = re.compile(r"\b(Variable|Transformed)\b")
 
 
 def explain(error: BaseException) -> None:
-    """Adds a note to a ``TypeError`` of Python whose cause is a variable in place of its value, as in
-    ``json.dumps(s["x"])``."""
-    if isinstance(error, TypeError) and _REFERENCE.search(shown_error(error, str)):
+    """Adds a note to an error of Python or a library whose cause is a variable in place of its value, as in
+    ``json.dumps(s["x"])`` and ``Report(text=s["x"])``."""
+    if isinstance(error, AgentflowError) or not isinstance(error, TypeError | ValueError):
+        return
+    if _REFERENCE.search(shown_error(error, str)):
         add_note(
             error,
             "a Variable is a reference, not its value: await it first, as in `value = await s['answer']`",

@@ -39,6 +39,8 @@ class Reference(Expression, Generic[ValueT_co]):
     """Base of ``Variable`` and ``Transformed``: a value that may not exist yet. It cannot be compared,
     measured or taken apart; await it first."""
 
+    is_text = True
+
     def __init__(self, node: VariableNode, transforms: tuple[Transform, ...]) -> None:
         self._node = node
         self._transforms = transforms
@@ -313,7 +315,16 @@ async def complete_text(reference: Reference[Any]) -> str:
 
 
 async def complete_marked_text(item: Expression) -> str:
-    """The text of the object behind a marker in a program's result. ``BadArgument`` if it has none."""
+    """The text of a sum, or of the object behind a marker, in a program's result. ``BadArgument`` if it has
+    none."""
+    if isinstance(item, Sequence_) and item.has_text():
+        text = ""
+        for part in item.parts:
+            if isinstance(part, str):
+                text += await MARKERS.resolved(part, complete_marked_text)
+            else:
+                text += await complete_marked_text(part)
+        return text
     if not isinstance(item, Reference):
         raise BadArgument("the program returns a text with an expression that was never appended to a state")
     return await complete_text(item)
