@@ -124,7 +124,9 @@ def parameters_type(name: str, function: Callable[..., Any]) -> tuple[JsonSchema
     for parameter in parameters:
         where = f"tool {name!r}: parameter {parameter.name!r}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise BadArgument(f"{where} cannot be given by its name", param="tools")
+            raise BadArgument(
+                f"{where} is positional-only or variadic; tools need named parameters", param="tools"
+            )
         if parameter.annotation is parameter.empty:
             raise BadArgument(
                 f"{where} has no type annotation, as in {parameter.name}: str ({defined_at(function)})",
