@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from agentflow.backends.local import Embedded
     from agentflow.backends.remote import Remote
     from agentflow.backends.replay import Replay
-    from agentflow.backends.scripted import Scripted, ScriptedCall
+    from agentflow.backends.scripted import Scripted
+    from agentflow.backends.scripted_generator import ScriptedCall
     from agentflow.language.agents.act import Act, ActDone, RoundStarted, ToolDone, ToolStarted, act
     from agentflow.language.agents.mcp import McpServer, mcp
     from agentflow.language.race import race
@@ -162,7 +163,7 @@ _LOADED_LATER = {
     "Remote": "agentflow.backends.remote",
     "Replay": "agentflow.backends.replay",
     "Scripted": "agentflow.backends.scripted",
-    "ScriptedCall": "agentflow.backends.scripted",
+    "ScriptedCall": "agentflow.backends.scripted_generator",
     "Act": "agentflow.language.agents.act",
     "ActDone": "agentflow.language.agents.act",
     "RoundStarted": "agentflow.language.agents.act",

@@ -110,6 +110,7 @@ ROOMS = {
         "open_session",
         "replay",
         "scripted_answers",
+        "scripted_generator",
         "scripted",
     ),
     "recording": ("images", "file", "places", "runs"),

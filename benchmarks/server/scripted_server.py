@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.to_thread
 
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.runtime.generator import Generator
 from agentflow.server.models.models import one_model
 from agentflow.server.serve import running_server

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.to_thread
 
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import GenParams

@@ -23,7 +23,7 @@ import agentflow as af
 from agentflow.backends import several
 from agentflow.backends.local import interpreted
 from agentflow.backends.remote import Remote
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.errors import EngineFailed, RunFailed, ServerLost
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost

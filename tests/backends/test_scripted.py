@@ -14,7 +14,7 @@ from support.observed_backends import settle
 from support.programs import echo
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.runtime.interpreter import state_tree
 
 pytestmark = pytest.mark.anyio

@@ -21,7 +21,7 @@ from support.session_peer import opened as opened_by
 
 import agentflow as af
 from agentflow.backends.local import interpreted
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.backends.several import Several
 from agentflow.errors import (
     BudgetExceeded,

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import agentflow as af
 from agentflow.backends.local import interpreted
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.cli.chat import Answered, TerminalConversation, default_sampling, run_chat, without_controls
 from agentflow.language.expressions import ImageExpression
 from agentflow.protocol.backend import Connection, Deliver, Lost

@@ -14,7 +14,7 @@ from rich.console import Console
 from scripted_example import Asked, shown
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.runtime.generator import Scored
 
 pytestmark = pytest.mark.anyio

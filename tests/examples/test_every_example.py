@@ -14,7 +14,7 @@ from scripted_example import EXAMPLES, OPTIONS, ROOT, scripted, shown
 from support.commands import run_python
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.runtime.generator import Scored
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.integrations import Answer, ModelConnection, WiredProgram
 
 

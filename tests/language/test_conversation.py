@@ -16,7 +16,7 @@ from support.fake_engine import FakeEngine
 from support.observed_backends import Unbatched
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.language.expressions import Offer
 from agentflow.language.typed.replies import read_message
 from agentflow.protocol import ops

@@ -17,7 +17,7 @@ from support.observed_backends import Observed, Unbatched
 
 import agentflow as af
 from agentflow.backends.local import interpreted
-from agentflow.backends.scripted import EMBEDDING_SIZE, ScriptedGenerator
+from agentflow.backends.scripted_generator import EMBEDDING_SIZE, ScriptedGenerator
 from agentflow.language.batch.embeddings import CONCURRENCY, _batches
 from agentflow.protocol import ops
 from agentflow.protocol.events import Capabilities

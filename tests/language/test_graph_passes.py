@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.language.random_programs import Step, answer, steps, whole
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.optimise import constants_first
 from agentflow.protocol import ops

@@ -15,7 +15,7 @@ from support.programs import ask, echo
 from support.wire_server import thread_server
 
 import agentflow as af
-from agentflow.backends import scripted
+from agentflow.backends import scripted_generator
 from agentflow.language.batch.map import READ_AHEAD
 from agentflow.language.markers import MARKERS
 from agentflow.runtime.interpreter.interpreter import Interpreter
@@ -147,7 +147,7 @@ class Growth:
 
 
 async def test_memory_is_constant_over_many_inputs(monkeypatch):
-    monkeypatch.setattr(scripted, "MAX_CALLS", 100)
+    monkeypatch.setattr(scripted_generator, "MAX_CALLS", 100)
     growth = Growth([250, 350, 750])
     tracemalloc.start()
     try:

@@ -15,7 +15,7 @@ from support.observed_backends import Observed
 from support.programs import by_end
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio

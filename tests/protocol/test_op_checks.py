@@ -12,7 +12,7 @@ import pytest
 from support.wire_server import ThreadServer
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities

@@ -21,7 +21,7 @@ from support.wire_server import thread_server
 
 import agentflow as af
 from agentflow.backends.local import interpreted
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, Usage
 from agentflow.recording.file import read_recording

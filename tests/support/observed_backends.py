@@ -14,7 +14,8 @@ from support.programs import by_end
 
 import agentflow as af
 from agentflow.backends.local import interpreted
-from agentflow.backends.scripted import Script, Scripted, ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted import Scripted
+from agentflow.backends.scripted_generator import Script, ScriptedContext, ScriptedGenerator
 from agentflow.language.program import ProgramFunction
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost

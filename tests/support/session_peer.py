@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 from agentflow.backends.remote import Remote
-from agentflow.backends.scripted import Script, ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import Script, ScriptedContext, ScriptedGenerator
 from agentflow.errors import AgentflowError
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection

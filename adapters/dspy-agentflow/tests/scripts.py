@@ -10,7 +10,7 @@ from typing import Any
 from dspy_agentflow import AgentflowLM
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import GenParams
 

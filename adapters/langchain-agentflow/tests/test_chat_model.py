@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 from settling import until
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.integrations import Answer
 from agentflow.protocol.events import TokenLogprob
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.faults import has_param
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.text import text_parts
 from agentflow.protocol.text.transform import Transform, apply_transforms

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.bounds import sized as sized_module
 from agentflow.protocol.bounds.sized import sized, sizing

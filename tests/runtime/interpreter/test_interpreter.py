@@ -16,7 +16,7 @@ from support.observed_backends import settle
 from support.session_peer import Listener
 
 import agentflow as af
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.errors import MAX_MESSAGE_CHARS, EngineFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.observed_backends import settle
 from support.session_peer import Listener
 
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.errors import EngineFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, Usage, Value, VarFailed

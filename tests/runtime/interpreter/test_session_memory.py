@@ -12,7 +12,7 @@ import pytest
 from support.fake_engine import TEMPLATE
 from support.plain_model import plain_model_engine
 
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.errors import Overloaded

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.observed_backends import settle
 
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.errors import EngineFailed, Overloaded, PromptTooLong, ProtocolError
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, Usage, Value, VarFailed

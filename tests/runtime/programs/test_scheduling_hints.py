@@ -16,7 +16,7 @@ from support.observed_backends import Stepped, settle
 
 import agentflow as af
 from agentflow.backends.local import interpreted
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.sampling import GenParams

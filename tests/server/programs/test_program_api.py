@@ -17,7 +17,7 @@ from support.clocks import ClockS
 from support.holds import until
 from support.server.http_clients import only_asyncio
 
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.errors import RunFailed
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated, OnText, StateHint

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.errors import RunFailed
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime import loop_turns

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import agentflow as af
 from agentflow.backends.local import interpreted
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.runtime.generator import Generated
 

@@ -11,7 +11,7 @@ import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedContext, ScriptedGenerator
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Conversation, ReplyWriter, TextPiece
 from agentflow.protocol.constraint import Constraint
