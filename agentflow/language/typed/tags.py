@@ -90,7 +90,14 @@ class Tagged(JsonRecord, msgspec.Struct, frozen=True):
     value: Any
 
     def to_dict(self) -> dict[str, Any]:
-        """The content as a dict of JSON values, with ``begin`` of its tag as ``tag``."""
+        """The content as a dict of JSON values, with ``begin`` of its tag as ``tag``.
+
+        >>> verdict = af.gen("verdict", tags=[af.Tag("<score>", schema=int, end="</score>")])
+        >>> s += af.user("Judge it in a sentence, with a score.") + af.assistant(verdict)
+        >>> before, score, after = await s[verdict]
+        >>> score.to_dict()
+        {'tag': '<score>', 'text': '8', 'value': 8}
+        """
         return {"tag": self.tag.begin, "text": self.text, "value": as_plain(self.value, is_read_back=False)}
 
 
