@@ -180,6 +180,7 @@ class Scheduler:
         self.retries = Retries(self._in_flight, whole_prompts=config.whole_prompts)
         self._planned: Request | None = None  # whose turn it is while a step is planned
         self._held_back: list[Request] = []  # waiting requests that do not fit in this step
+        self._most_expected: float = math.inf  # an upper limit of ``num_expected`` in this step
         self._num_unencoded = 0  # requests of the step, held back by their images
         # Requests that were passed since then, with the image. They wait apart from the next step on.
         self._unencoded: list[tuple[Request, str]] = []
@@ -398,6 +399,7 @@ class Scheduler:
         draft.spare_s = self._prompt_seconds(draft)
         chunk = max(MIN_CHUNK, draft.num_free // CHUNKS_PER_STEP)
         self._admission = None
+        self._most_expected = math.inf
         self._num_unencoded = 0
         self.waiting.start_step()
         if self._pace is not None:
@@ -573,9 +575,11 @@ class Scheduler:
             return False
         # Cached tokens that open states need next would have to be computed again. They are worth a short
         # wait, unless they are few and the batch has room.
-        displaced = num_left + self.memory.num_expected - available
         is_well_filled = 2 * len(self.running) > self.config.max_running
-        return displaced <= (0 if is_well_filled else MAX_DISPLACED)
+        most = available - num_left + (0 if is_well_filled else MAX_DISPLACED)
+        if self._most_expected > most:  # fewer since others were admitted, which lock them
+            self._most_expected = self.memory.num_expected
+        return self._most_expected <= most
 
     def complete(self, output: BatchOutput, took_s: float = 0.0) -> list[Row]:
         """The oldest batch in flight has run. Appends new tokens to their requests, and returns the results

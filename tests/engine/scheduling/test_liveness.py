@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.counted_lines import counted_lines
 from support.engine.requests import request_of
 
 from agentflow.engine.cache.nodes import PrefixMatch
@@ -424,3 +425,28 @@ def test_a_state_is_expected_when_it_was_before_its_tokens_were_computed_ahead()
     turns.expect(2, returns_s=40.0)
     turns.run(1, is_ahead=True)
     assert turns.first_evicted() == 1
+
+
+def test_f37_the_tokens_that_states_need_next_are_counted_once_for_a_step_with_room() -> None:
+    """However many requests have just ended, and however many start."""
+
+    def work(num: int) -> int:
+        config = SchedulerConfig(max_running=2 * num, token_budget=200 * num)
+        scheduler = Scheduler(num_slots=200 * num, max_context=100, config=config)
+        runner = FakeRunner(num_slots=200 * num, max_context=100)
+        scheduler.add(request_of(10 * num, [10 * num] * 5, 50, state=10 * num))
+        for number in range(num):
+            scheduler.add(request_of(number, [number] * 8, 2, state=number + 1))
+        for _ in range(2):
+            for row in scheduler.complete(run_batch(runner, scheduler.schedule())):
+                if row.request.num_generated == row.request.max_new_tokens:
+                    scheduler.finish(row.request)
+        for number in range(num, 2 * num):
+            scheduler.add(request_of(number, [number] * 8, 2, state=number + 1))
+        assert len(scheduler.running) == 1
+        with counted_lines() as lines:
+            scheduler.schedule()
+        assert len(scheduler.running) == num + 1
+        return lines.num
+
+    assert work(200) < 3 * work(100)

@@ -20,7 +20,7 @@ from support.examples import examples
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.media_run import MediaRun, PreparedMedium, lead_tokens, pseudo_tokens
-from agentflow.engine.request import AWAITED_GROUPS, Row, Status
+from agentflow.engine.request import AWAITED_GROUPS, Request, Row, Status
 from agentflow.engine.scheduling import program_pauses
 from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.media_work import MediaWork
@@ -201,6 +201,17 @@ def test_f37_each_request_ends_as_alone_whatever_waits_for_what(
             return complete(output, 2e-3 + 1e-3 * len(output.token_ids))
 
         patch.setattr(scheduler, "complete", complete_in_time)
+        fits = scheduler._fits
+
+        def fits_exactly(request: Request, num_left: int, available: int) -> bool:
+            """The tokens that open states need next are counted for each request."""
+            found = fits(request, num_left, available)
+            after, scheduler._most_expected = scheduler._most_expected, math.inf
+            assert fits(request, num_left, available) == found
+            scheduler._most_expected = after
+            return found
+
+        patch.setattr(scheduler, "_fits", fits_exactly)
         coming, wanted, gone = [*work], {}, set()
 
         def add() -> None:
