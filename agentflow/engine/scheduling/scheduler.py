@@ -458,14 +458,17 @@ class Scheduler:
         """Requests that the last step passed wait apart until their image is encoded. The search for others
         then passes all of them, except in a step that has time for their encodings."""
         for request, identity in self._unencoded:
+            self._planned = request
             if request in self.waiting and not media.is_ready(identity):
                 self.waiting.set_unencoded(request, True)
         self._unencoded.clear()
         for identity in media.completed:
             for request in media.wanted.get(identity, ()):
+                self._planned = request
                 if request.is_unencoded:
                     self.waiting.set_unencoded(request, False)
         media.completed.clear()
+        self._planned = None
 
     @property
     def _has_room_to_run(self) -> bool:

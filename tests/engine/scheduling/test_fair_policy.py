@@ -960,6 +960,10 @@ def fault(*args, **kwargs):
         ("admit", WaitingTree, "remove"),
         ("admit", TenantQueue, "take_out"),
         ("restore", Preempted, "add"),
+        ("set_unencoded", WaitingTree, "add"),
+        ("set_unencoded", WaitingTree, "remove"),
+        ("set_unencoded", Siblings, "add"),
+        ("set_unencoded", Siblings, "remove"),
     ],
 )
 def test_f37_a_fault_in_a_move_loses_no_request(monkeypatch, move, owner, name, num_requests):
@@ -985,6 +989,8 @@ def test_f37_a_fault_in_a_move_loses_no_request(monkeypatch, move, owner, name, 
                     getattr(policy, move)("", 1)
                 case "update_origin":
                     policy.update_origin(last, replace(last.origin, objective="throughput"))
+                case "set_unencoded":
+                    policy.set_unencoded(last, True)
                 case "join a paused program":
                     policy.pause("", 2)
                     policy.update_origin(last, replace(last.origin, program=2))

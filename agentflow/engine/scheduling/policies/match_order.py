@@ -50,16 +50,17 @@ class MatchOrder:
         self._plant(self._trees, one)
 
     def remove(self, request: Request) -> bool:
-        """Removes the request. Returns whether it was there."""
+        """Removes the request. Returns whether it was there. After a fault, it may be in two trees."""
         for one in self._few:
             if one.request is request:
                 self._few.remove(one)
                 return True
+        was_there = False
         for tree in self._trees.values():
             if request.id in tree.nodes:
                 tree.remove(request)
-                return True
-        return False
+                was_there = True
+        return was_there
 
     def is_short(self, request: Request, match: int) -> bool:
         """Whether the request, of which ``match`` tokens are cached, is short."""
@@ -123,14 +124,14 @@ class MatchOrder:
 
     def set_unencoded(self, request: Request, is_unencoded: bool) -> None:
         """As in ``Policy``."""
+        if request.is_unencoded == is_unencoded:
+            return
+        request.is_unencoded = is_unencoded
         for kind, tree in self._trees.items():
             if request.id in tree.nodes:
-                one = self._planted_as(kind, request)
+                self._plant(self._trees, self._planted_as(kind, request))  # first: a fault does not lose it
                 tree.remove(request)
-                request.is_unencoded = is_unencoded
-                self._plant(self._trees, one)
                 return
-        request.is_unencoded = is_unencoded
 
     @property
     def are_unencoded(self) -> bool:

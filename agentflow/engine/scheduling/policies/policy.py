@@ -163,9 +163,10 @@ class Preempted:
         return request.id in self._requests
 
     def add(self, request: Request) -> None:
-        """Adds a request."""
-        self._requests[request.id] = request
-        insort(self._order, (request.arrival, request.id))
+        """Adds a request. May be repeated."""
+        if request not in self:
+            insort(self._order, (request.arrival, request.id))
+            self._requests[request.id] = request
 
     def discard(self, request: Request) -> bool:
         """Removes the request. Returns whether it was there."""
