@@ -85,7 +85,9 @@ def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 
 _bodies = st.recursive(_symbols | st.just("r"), _larger, max_leaves=4)
-_terminals = st.recursive(st.sampled_from(['"a"', '"b"', '"-"', "/[ab]/"]), _larger, max_leaves=3)
+_terminals = st.recursive(
+    st.sampled_from(['"a"', '"b"', '"-"', "/[ab]/", "/a*/", "/b?/", "/(ab)*/"]), _larger, max_leaves=3
+)
 grammars = st.builds(
     'start: {}\nr: {} | "-" r // more\n | {}\nA: {}\nB: "b" A\n'.format,
     _bodies,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, lru_cache, wraps
 from re import _constants  # type: ignore[attr-defined]
 from typing import Any, Final
@@ -71,7 +71,7 @@ def gbnf_of_pattern(pattern: str) -> str:
     Raises:
         NotSupported: The notation cannot express it.
     """
-    return f"root ::= {written_part(read_pattern(pattern))}"
+    return f"root ::= {written_part(without_empty_rounds(read_pattern(pattern), {}, set()))}"
 
 
 def read_pattern(pattern: str) -> GrammarPart:
@@ -193,6 +193,68 @@ def _category_ranges(escape: str, is_ascii: bool) -> Ranges:
             for run in found(array("I", range(first, last + 1)).tobytes().decode("utf-32"))
         ]
     )
+
+
+def without_empty_rounds(
+    part: GrammarPart, terminals: Mapping[str, GrammarPart], nullable: Set[str]
+) -> GrammarPart:
+    """Returns a part with the same texts in which no part that is repeated without limit may be empty:
+    llama.cpp takes such a repeat for left recursion.
+
+    Args:
+        part: The part.
+        terminals: The terminals by name.
+        nullable: The rules and terminals that may be empty.
+
+    Raises:
+        NotSupported: A rule that may be empty is repeated without limit.
+    """
+
+    def rounds(one: GrammarPart) -> list[GrammarPart]:
+        """The options of a part, without the empty text, that together repeat to the same texts."""
+        if not may_be_empty(one, nullable):
+            return [rewritten(one)]
+        match one:
+            case Named(name) if name in terminals:
+                return rounds(terminals[name])
+            case Named(name):
+                raise cannot_express(f"the rule {name} may be empty, and is repeated without limit")
+            case Times(inner):
+                return rounds(inner)
+            case Row(parts) | Choice(parts):
+                return [option for inner in parts for option in rounds(inner)]
+        return []
+
+    def rewritten(one: GrammarPart) -> GrammarPart:
+        match one:
+            case Times(inner, _, None) if may_be_empty(inner, nullable):
+                options = rounds(inner)
+                whole = options[0] if len(options) == 1 else Choice(tuple(options))
+                return Times(whole, 0, None) if options else EMPTY
+            case Times(inner, least, most):
+                return Times(rewritten(inner), least, most)
+            case Row(parts):
+                return Row(tuple([rewritten(inner) for inner in parts]))
+            case Choice(options):
+                return Choice(tuple([rewritten(inner) for inner in options]))
+        return one
+
+    return rewritten(part)
+
+
+def may_be_empty(part: GrammarPart, nullable: Set[str]) -> bool:
+    """Whether the empty text is a text of the part. ``nullable``: the rules that may be empty."""
+    match part:
+        case Named(name):
+            return name in nullable
+        case Row(parts):
+            return all(may_be_empty(one, nullable) for one in parts)
+        case Choice(options):
+            return any(may_be_empty(option, nullable) for option in options)
+        case Times(inner, least):
+            return least == 0 or may_be_empty(inner, nullable)
+        case _:
+            return False
 
 
 def written_part(part: GrammarPart, *, is_inner: bool = False) -> str:

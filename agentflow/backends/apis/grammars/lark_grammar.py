@@ -19,9 +19,11 @@ from agentflow.backends.apis.grammars.gbnf import (
     MAX_DEPTH,
     MAX_REPEATS,
     cannot_express,
+    may_be_empty,
     read_pattern,
     remembered,
     repeated,
+    without_empty_rounds,
     written_part,
 )
 from agentflow.protocol.grammars.gbnf import rule_names
@@ -77,8 +79,11 @@ def gbnf_of_grammar(source: str) -> str:
     try:
         rules = _Reader(source).rules()
         _refuse_unknown_names(rules)
-        _refuse_left_recursion(rules)
+        nullable = _nullable_rules(rules)
+        _refuse_left_recursion(rules, nullable)
         _refuse_misread_terminals(_needed(rules))
+        terminals = {name: part for name, part in rules.items() if _is_terminal(name)}
+        rules = {name: without_empty_rounds(part, terminals, nullable) for name, part in rules.items()}
     except RecursionError:
         raise cannot_express("it is nested too deeply") from None
     names = {"start": "root"}
@@ -285,8 +290,8 @@ def _refuse_misread_terminals(rules: Mapping[str, GrammarPart]) -> None:
             raise cannot_express(f"the terminal {name} contains itself")
         if name in lexer.too_large:
             raise cannot_express(f"the terminal {_shown(name, rules)} is too large")
-        if lexer.placed(Named(name)).may_be_empty:
-            raise cannot_express(f"the terminal {_shown(name, rules)} may be empty")
+        if not lexer.placed(Named(name)).chars:
+            raise cannot_express(f"the terminal {_shown(name, rules)} is empty")
     try:
         misread = [one.name for one in lexer.misread() if isinstance(one, Named)]
     except TooLarge:
@@ -303,8 +308,8 @@ def _shown(name: str, rules: Mapping[str, GrammarPart]) -> str:
     return written if len(written) <= MAX_SHOWN_CHARS else f"{written[: MAX_SHOWN_CHARS - 1]}…"
 
 
-def _refuse_left_recursion(rules: Mapping[str, GrammarPart]) -> None:
-    """``NotSupported`` for a rule that may begin with itself, which llama.cpp refuses."""
+def _nullable_rules(rules: Mapping[str, GrammarPart]) -> set[str]:
+    """The rules and terminals that may be empty."""
     users: dict[str, list[str]] = {name: [] for name in rules}
     sizes = dict.fromkeys(rules, 1)
     for name, part in rules.items():
@@ -317,9 +322,17 @@ def _refuse_left_recursion(rules: Mapping[str, GrammarPart]) -> None:
     while waiting and num_steps <= MAX_STEPS:
         name = waiting.pop()
         num_steps += sizes[name]
-        if name not in nullable and _may_be_empty(rules[name], nullable):
+        if name not in nullable and may_be_empty(rules[name], nullable):
             nullable.add(name)
             waiting += users[name]
+    if num_steps > MAX_STEPS:
+        raise cannot_express("the grammar is too large")
+    return nullable
+
+
+def _refuse_left_recursion(rules: Mapping[str, GrammarPart], nullable: set[str]) -> None:
+    """``NotSupported`` for a rule that may begin with itself, which llama.cpp refuses."""
+    num_steps = 0
     starts = {name: _leading(part, nullable) for name, part in rules.items()}
     for name in rules:
         seen: set[str] = set()
@@ -349,22 +362,8 @@ def _leading(part: GrammarPart, nullable: set[str]) -> set[str]:
             found: set[str] = set()
             for one in parts:
                 found |= _leading(one, nullable)
-                if not _may_be_empty(one, nullable):
+                if not may_be_empty(one, nullable):
                     break
             return found
         case _:
             return set()
-
-
-def _may_be_empty(part: GrammarPart, nullable: set[str]) -> bool:
-    match part:
-        case Named(name):
-            return name in nullable
-        case Series(parts):
-            return all(_may_be_empty(one, nullable) for one in parts)
-        case OneOf(options):
-            return any(_may_be_empty(option, nullable) for option in options)
-        case Repeated(inner, least):
-            return least == 0 or _may_be_empty(inner, nullable)
-        case _:
-            return False

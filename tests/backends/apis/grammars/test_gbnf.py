@@ -132,6 +132,12 @@ DIGIT: "0".."9"
         ('start: A\nunused: B\nA: "a"\nB: /b?/', ["a", "b", ""]),
         (SUM, ["1+2", "(1-23)+4.5", "1.234", "1.2345", "1+", "()", "12", "((1))", "1..2"]),
         ("start: " + " | ".join([f'"{number}"' for number in range(400)]), ["7", "89", "399", "400", "1 "]),
+        ("start: /a*/", ["", "a", "aa", "b"]),
+        (
+            'start: SIGN /[0-9]+/ [FRACTION]\nSIGN: "-"?\nFRACTION: /([.][0-9]+)?/',
+            ["-1", "1.5", "1.", "-", ""],
+        ),
+        ('start: r ("," r)*\nr: "(" r ")" | WORD\nWORD: /[a-z]*/', ["", "a,,b", "(),x", "((a))", "(a"]),
         ('start: "yes" | "no"', ["yes", "no", "yesno", "y"]),
         ('start: "yes" MORE~2\nMORE: /[ab]/', ["yesab", "yesa", "yesabb"]),
         ('start: "é" /[à-ü]/ "\\u20ac"', ["éê€", "éé", "éa€"]),
@@ -155,7 +161,7 @@ def test_grammars_that_programs_have(source: str, texts: list[str]) -> None:
         ("start: A\nA: /a/ B\nB: A | /b/", "the terminal A contains itself"),
         (f'start: "{"ab" * 1_001}"', f'the terminal "{"ab" * 29}… is too large'),
         ("start: A\nA: B B\nB: /b{2000}/", "the terminal A is too large"),
-        ("start: A\nA: ", "the terminal A may be empty"),
+        ("start: A\nA: ", "the terminal A is empty"),
     ],
 )
 def test_f37_the_reason_of_a_refused_terminal_is_exact(source: str, words: str) -> None:
@@ -180,6 +186,31 @@ def test_f37_the_work_on_terminals_is_bounded_by_the_steps(rules: list[str]) -> 
     assert sum(followers) < 16 * MAX_STEPS
 
 
+@pytest.mark.parametrize(
+    ("pattern", "written"),
+    [
+        ("(a*)*", '"a"*'),
+        ("(a?b?)*", '("a" | "b")*'),
+        ("(a|b?)+", '("a" | "b")*'),
+        ("((a*|b){2,})*", '("a" | "b")*'),
+        ("(a{0,2}){3,}", '"a"*'),
+        ("(|)*", '""'),
+        ("((aa)?c)*", '(("aa")? "c")*'),
+    ],
+)
+def test_f37_no_part_that_may_be_empty_is_repeated_without_limit(pattern: str, written: str) -> None:
+    """llama.cpp writes such a repeat as a rule that begins with itself, and refuses it."""
+    assert gbnf_of_pattern(pattern) == f"root ::= {written}"
+    assert gbnf_of_grammar(f"start: A\nA: /{pattern}d/") == f'root ::= rule1\nrule1 ::= {written} "d"'
+
+
+def test_f37_a_rule_that_may_be_empty_is_not_repeated_without_limit() -> None:
+    with pytest.raises(NotSupported):
+        gbnf_of_grammar('start: r*\nr: ["a"]')
+    grammar = Gbnf(gbnf_of_grammar('start: (A "x"?)* r~0..2\nr: ["b"]\nA: /a?/'))
+    assert [grammar.matches(text) for text in ("", "axxaabb", "b", "bbb", "ba")] == [True] * 3 + [False] * 2
+
+
 def test_a_grammar_in_gbnf_is_sent_unchanged() -> None:
     source = 'root ::= "a" | "b"'
     assert gbnf_of_grammar(source) == source
@@ -192,7 +223,6 @@ def test_a_grammar_in_gbnf_is_sent_unchanged() -> None:
         'start: "a" "b" | "ab" "c"',
         'start: start "a" | "a"',
         'start: r "a" | "a"\nr: ["b"] start',
-        "start: /a*/",
         'start: ""',
         'start: "a"i',
         "start: /a/i",
