@@ -116,6 +116,19 @@ def endless_references(root: Schema) -> set[str]:
         names.reverse()
 
 
+_LIMITS: Final = (
+    ({"integer", "number"}, ("minimum", "maximum")),
+    ({"string"}, ("minLength", "maxLength")),
+    ({"array"}, ("minItems", "maxItems")),
+    ({"object"}, ("minProperties", "maxProperties")),
+)
+
+
+def _is_above(schema: Schema, least: str, most: str) -> bool:
+    """Whether the lower limit of a schema is above the upper one."""
+    return _limit(schema, least, -math.inf) > _limit(schema, most, math.inf)
+
+
 def _targets(root: Schema) -> dict[str, Any]:
     """Returns the targets of the references in the schema, and the root."""
     references = {schema["$ref"]: None for _, schema in subschemas_with_paths(root) if "$ref" in schema}
@@ -129,7 +142,7 @@ def _targets(root: Schema) -> dict[str, Any]:
 def _is_finite(schema: Any, endless: Set[str]) -> bool:
     """Whether the schema has a value, given that references in ``endless`` have none. In doubt, True."""
     if not isinstance(schema, dict) or _LITERAL & schema.keys():
-        return True
+        return schema is not False and not (isinstance(schema, dict) and schema.get("enum") == [])
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference in endless:
         return False
@@ -139,6 +152,8 @@ def _is_finite(schema: Any, endless: Set[str]) -> bool:
             return False
     types = schema.get("type")
     names = types if isinstance(types, list) else [types]
+    if any({*names} <= kinds and _is_above(schema, *limits) for kinds, limits in _LIMITS):
+        return False
     if names == ["object"]:
         members, required = schema.get("properties", {}), schema.get("required", [])
         return all(_is_finite(members.get(name), endless) for name in required)
@@ -196,7 +211,7 @@ def explicit(schema: Schema) -> Schema:
         check_writable(sub, ".".join(path))
     subschemas = [sub for _, sub in subschemas_with_paths(schema)]
     endless = endless_references(schema)
-    if "#" in endless:
+    if "#" in endless and _is_finite(schema, frozenset()):  # otherwise, the parser says why
         raise BadArgument(
             "schema: no finite value satisfies it: each would contain another one like it; let the recursive "
             "member be null, or do not require it"
@@ -522,7 +537,7 @@ def _bound_numbers(schema: Schema) -> None:
             schema[key] = sign * most
 
 
-def _limit(schema: Schema, key: str, otherwise: int) -> float:
+def _limit(schema: Schema, key: str, otherwise: float) -> float:
     value = schema.get(key, schema.get("exclusive" + key.capitalize(), otherwise))
     return value if isinstance(value, int | float) else otherwise
 

@@ -17,9 +17,10 @@ from agentflow.protocol.constraint import Constraint
 from benchmarks.constrained.text_walks import text_under, walk
 
 NAMES = "abc"
+EMPTY = {"type": ["integer", "number"], "exclusiveMinimum": 2, "maximum": 1}
 references = st.sampled_from([{"$ref": f"#/$defs/{name}"} for name in NAMES])
 schemas = st.recursive(
-    st.sampled_from([{"type": "null"}, {"const": {}}]) | references,
+    st.sampled_from([{"type": "null"}, {"const": {}}, EMPTY, {"enum": []}]) | references,
     lambda inner: st.one_of(
         st.builds(lambda one, two: {"anyOf": [one, two]}, inner, inner),
         st.builds(lambda one, two: {"allOf": [one, two]}, inner, inner),
@@ -39,7 +40,7 @@ schemas = st.recursive(
 
 def height(schema: Any, definitions: dict[str, Any], most: int) -> bool:
     """Whether a value needs no more than ``most`` schemas within each other, where types never conflict."""
-    if most == 0:
+    if most == 0 or schema in (EMPTY, {"enum": []}):
         return False
     if "$ref" in schema:
         return height(definitions[schema["$ref"][-1]], definitions, most - 1)
@@ -121,3 +122,32 @@ def test_f37_no_value_begins_that_could_not_end(schema: dict[str, Any], values: 
 def test_a_long_chain_of_references_takes_few_passes() -> None:
     chain = {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(3000)} | {"3000": {"type": "null"}}
     assert not endless_references({"$ref": "#/$defs/0", "$defs": chain})
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        EMPTY,
+        {"type": "string", "minLength": 2, "maxLength": 1},
+        {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 1},
+        {"enum": []},
+        {"type": "object", "properties": {"a": False}, "required": ["a"]},
+    ],
+)
+def test_f37_a_recursion_whose_only_end_is_empty_is_not_begun(empty: dict[str, Any]) -> None:
+    definitions = {
+        "d": {
+            "anyOf": [
+                {"$ref": "#/$defs/d"},
+                {"type": "array", "items": {"$ref": "#/$defs/d"}, "minItems": 1},
+                empty,
+            ]
+        }
+    }
+    other = {"type": "object", "required": ["z"], "additionalProperties": {"$ref": "#/$defs/d"}}
+    for schema in ({"$ref": "#/$defs/d"}, other, {"type": "array", "items": other, "minItems": 1}):
+        with pytest.raises(BadArgument):
+            compile_constraint(Constraint("schema", json.dumps({**schema, "$defs": definitions})))
+    schema = {"anyOf": [{"$ref": "#/$defs/d"}, {"type": "null"}], "$defs": definitions}
+    text = text_under(compile_constraint(Constraint("schema", json.dumps(schema))))
+    assert text.allowed() == b"n"
