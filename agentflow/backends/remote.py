@@ -41,6 +41,7 @@ from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.events import Capabilities, ErrorInfo
 from agentflow.protocol.wire import (
     API_KEY,
+    MODEL_PARAM,
     SESSION_PARAM,
     SESSION_PATH,
     TAKEN_OVER,
@@ -148,7 +149,7 @@ class Remote:
         try:
             with anyio.fail_after(self.open_timeout_s):
                 websocket = await open_websocket(
-                    self.uri if resume is None else _resuming(self.uri, resume.session),
+                    self._address(resume),
                     headers=self.headers,
                     ssl_context=self.ssl_context,
                     binary=self.binary,
@@ -169,6 +170,16 @@ class Remote:
                 f"{self.url} closed the connection before it answered: {error}"
             ) from error
 
+    def _address(self, resume: Resume | None) -> WebSocketURI:
+        """The address with the id or the model of a session, by which a proxy finds a server that has it."""
+        if resume is not None:
+            param = urlencode({SESSION_PARAM: resume.session})
+        elif self.model is not None:
+            param = urlencode({MODEL_PARAM: self.model})
+        else:
+            return self.uri
+        return replace(self.uri, query=f"{self.uri.query}&{param}" if self.uri.query else param)
+
     async def _greet(self, websocket: WebSocket, resume: Resume | None) -> Welcome:
         await websocket.send_now(encode(Hello(VERSION, resume, self.model), binary=self.binary))
         match server_frames().decode(await websocket.receive()):
@@ -187,12 +198,6 @@ class Remote:
                 raise ProtocolError(
                     f"expected a welcome frame from {self.url}, got a {frame_name(frame)} frame"
                 )
-
-
-def _resuming(uri: WebSocketURI, session: str) -> WebSocketURI:
-    """The address with the id of a session, by which a proxy finds the server that has it."""
-    param = urlencode({SESSION_PARAM: session})
-    return replace(uri, query=f"{uri.query}&{param}" if uri.query else param)
 
 
 def _parsed(url: str) -> WebSocketURI:

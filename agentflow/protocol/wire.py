@@ -34,6 +34,8 @@ DEFAULT_MODEL = "smollm2-135m"
 SESSION_PATH = "/v1/session"
 # The query parameter with the id of the resumed session, by which a proxy finds its server.
 SESSION_PARAM = "session"
+# The same with the default model of a new session, by which a proxy finds a server that has it.
+MODEL_PARAM = "model"
 # Clients that offer subprotocols, such as pages with a ticket, must offer this one; the server selects it.
 SUBPROTOCOL = "agentflow.v2"
 API_KEY: Final = re.compile(r"[!-~]([ -~]*[!-~])?")

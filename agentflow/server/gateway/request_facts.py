@@ -22,7 +22,7 @@ from agentflow.engine.cache.token_run import TokenRun
 from agentflow.engine.request import Objective
 from agentflow.protocol.bounds.json_bounds import BODY_BOUNDS, PIECE_BYTES, JsonScan, TooMuchJson
 from agentflow.protocol.unreadable import UNREADABLE
-from agentflow.protocol.wire import SESSION_PARAM
+from agentflow.protocol.wire import MODEL_PARAM, SESSION_PARAM
 from agentflow.server.errors import ApiError
 from agentflow.server.http.caller import ANYONE, Caller, caller_with
 
@@ -64,7 +64,7 @@ def read_asked(
         path: Without the query, as it was sent.
         headers: With names in lower case.
         body: Empty if there is none, or if it is too large to be read.
-        query: Of the address. A ticket that resumes a session names the session there.
+        query: Of the address. A request for a ticket has the session or the model there, like the websocket.
     """
     asked = RequestFacts(caller=_caller(headers))
     parts = [unquote(part)[:MAX_NAME_CHARS] for part in path.split("/") if part]
@@ -74,12 +74,18 @@ def read_asked(
         asked.names = tuple(part for part in parts[2:] if any(map(str.isdigit, part)))
     if parts[-1:] == ["session-ticket"]:
         asked.names += tuple(name[:MAX_NAME_CHARS] for name in parse_qs(query).get(SESSION_PARAM, [])[:1])
+        asked.model = model_in(query)
     if method == "POST":
         asked.stores = not parts or parts[-1] not in _STATELESS
         if body:
             _read_body(asked, body)
     asked.program = asked.caller.program or asked.program
     return asked
+
+
+def model_in(query: str) -> str:
+    """The model that the address of a websocket has, or of a request for a ticket; empty if it has none."""
+    return parse_qs(query).get(MODEL_PARAM, [""])[0][:MAX_NAME_CHARS].removesuffix(LATEST)
 
 
 def _caller(headers: Mapping[str, str]) -> Caller:

@@ -4,7 +4,7 @@ A websocket that resumes a session goes to the target that has the session, whos
 the subprotocols. The gateway learns the target from the answer to the first handshake, or from the first
 message of agentflow's own sessions, which has the id; it reads no other message. If the target is unknown, a
 target without the session may reject the handshake, and the next target is tried. A websocket with a ticket
-goes to the target that issued the ticket.
+goes to the target that issued the ticket, and one whose URL has a model to a target with the model.
 
 A target that does not respond, because of a network partition or because it hangs, keeps its sessions for a
 while. Their websockets are closed with a code at which clients resume. A handshake for such a session goes to
@@ -31,7 +31,7 @@ from agentflow.protocol.wire import SESSION_PATH
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.errors import ApiError
 from agentflow.server.gateway.http_proxy import REFUSALS, answer_headers, raw_path, request_headers
-from agentflow.server.gateway.request_facts import RequestFacts
+from agentflow.server.gateway.request_facts import RequestFacts, model_in
 from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, HeaderList, Target
 from agentflow.server.gateway.target_choice import TargetChoice
 
@@ -77,7 +77,8 @@ class WebSocketProxy:
         """Serves one websocket until it closes."""
         socket = WebSocket(scope, receive, send)
         names = session_names(scope)
-        asked, tried = RequestFacts(names=names), list[Target]()
+        model = model_in(scope.get("query_string", b"").decode("latin-1"))
+        asked, tried = RequestFacts(model, names=names), list[Target]()
         refusal: Response | None = None
         owner = self._placement.owner(session_names(scope, (SESSION,)))
         while True:

@@ -171,12 +171,19 @@ export class Transport {
     }
   }
 
+  /** The parameter by which a gateway finds a server: the session to resume, or the model of a new one. */
+  #param(session: string | undefined): [string, string] | undefined {
+    if (session !== undefined) return ["session", session];
+    return this.#options.model === undefined ? undefined : ["model", this.#options.model];
+  }
+
   /** `session`: the one to resume. A gateway gets the ticket from its server, which alone accepts it. */
   async #ticket(session: string | undefined, signal: AbortSignal): Promise<string | undefined> {
     const { ticket: ask } = this.#options;
     if (ask) return this.#askForTicket(ask, signal);
     if (this.#options.key === undefined) return undefined;
-    const query = session === undefined ? "" : `?session=${encodeURIComponent(session)}`;
+    const param = this.#param(session);
+    const query = param ? `?${new URLSearchParams([param]).toString()}` : "";
     const response = await this.#request("POST", `/v1/session-ticket${query}`, signal);
     const error = await this.#errorOf(response);
     if (error) throw error;
@@ -250,8 +257,9 @@ export class Transport {
     return new Promise((resolve, reject) => {
       let raw: WebSocketLike;
       const address = new URL(this.url);
-      if (session !== undefined) address.searchParams.set("session", session);
-      const url = session === undefined ? this.url : address.href;
+      const param = this.#param(session);
+      if (param) address.searchParams.set(...param);
+      const url = param ? address.href : this.url;
       try {
         raw = protocols ? new this.#WebSocket(url, protocols) : new this.#WebSocket(url);
       } catch (error) {

@@ -58,6 +58,23 @@ for (const [given, ws, http] of [
   });
 }
 
+test("the address of a new session has its model, and that of a resumed one its id", async () => {
+  const server = new FakeServer();
+  answer(json(200, { ticket: "t1", expires_in_s: 30 }), json(200, { ticket: "t2", expires_in_s: 30 }));
+  const url = "ws://host:1/v1/session";
+  const connecting = connect({ url, key: "af-key", model: "large model", WebSocket: server.WebSocket });
+  await settle(server, () => server.sockets.length > 0).catch(() => {});
+  await settle(server);
+  const session = await connecting;
+  assert.equal(server.socket.url, `${url}?model=large+model`);
+  server.socket.end(1006);
+  await settle(server, () => session.status === "open");
+  assert.equal(server.socket.url, `${url}?session=s1`);
+  const queries = requests.map((request) => request.url.split("?")[1]);
+  assert.deepEqual(queries, ["model=large+model", "session=s1"]);
+  await Promise.all([session.close(), settle(server)]);
+});
+
 for (const url of ["host", "ftp://host", "http://", "ws://user:key@host"]) {
   test(`${url} is no address`, async () => {
     await assert.rejects(connect({ url, WebSocket: new FakeServer().WebSocket }), { code: "bad_argument" });

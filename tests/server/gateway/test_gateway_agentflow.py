@@ -12,7 +12,7 @@ import anyio
 import msgspec
 import openai
 import pytest
-from support.api_server import MODEL, ApiServer, api_server
+from support.api_server import MODEL, VENDOR, ApiServer, api_server
 from support.fake_engine import FakeEngine
 from support.redis_server import RedisServer
 from support.server.gateways import Routed, routed
@@ -203,6 +203,52 @@ async def test_sessions_pass_through() -> None:
             with anyio.fail_after(10):
                 await route.gateway.until_idle()
             assert sum(target.num_websockets for target in route.gateway.targets) == 0
+
+
+@contextmanager
+def servers_of_two_models() -> Iterator[list[ApiServer]]:
+    """Only the second server has the model ``vendor``."""
+    with ExitStack() as stack:
+        plain = stack.enter_context(api_server(FakeEngine(), tenants=Tenants(["right"])))
+        vendor = af.OpenAI("gpt-4.1-mini", base_url="http://127.0.0.1:9/v1", api_key="k")
+        yield [
+            plain,
+            stack.enter_context(api_server(FakeEngine(), tenants=Tenants(["right"]), vendor=vendor)),
+        ]
+
+
+async def test_f37_a_session_is_opened_where_its_model_is() -> None:
+    with servers_of_two_models() as servers:
+        async with before(servers, api_key="right") as route:
+            first, second = route.gateway.targets
+            url = route.url.replace("http", "ws")
+            for model, target in ((VENDOR, second), (MODEL, first), (None, first)):
+                second.num_websockets += 10  # the first one is chosen if it can be
+                async with af.session(url, model=model, api_key="right") as flow:
+                    assert flow.capabilities.model == (model or MODEL)
+                    assert target.num_websockets == (11 if target is second else 1)
+                second.num_websockets -= 10
+                with anyio.fail_after(10):
+                    await route.gateway.until_idle()
+            with pytest.raises(af.errors.UnknownModel):
+                async with af.session(url, model="other", api_key="right"):
+                    pytest.fail("it is open")
+            second.circuit.attempt().failed(0.0)
+            with pytest.raises((af.errors.Overloaded, af.errors.ServerUnreachable)):
+                async with af.session(url, model=VENDOR, api_key="right"):
+                    pytest.fail("it is open")
+
+
+async def test_f37_a_ticket_is_issued_where_the_model_is() -> None:
+    with servers_of_two_models() as servers:
+        async with before(servers, api_key="right") as route:
+            second = route.gateway.targets[1]
+            second.num_websockets += 10
+            for query, number in (("", "0"), (f"?model={MODEL}", "0"), (f"?model={VENDOR}", "1")):
+                got = await route.http.post(
+                    f"/v1/session-ticket{query}", headers={"authorization": "Bearer right"}
+                )
+                assert got.headers["x-agentflow-target"] == number
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
