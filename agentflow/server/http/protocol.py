@@ -349,10 +349,13 @@ class TimedHttpProtocol(HttpToolsProtocol):
     def _reject(self, status: int, reason: str) -> None:
         """Answers with an error and closes the connection. Nothing more is parsed."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._is_rejected = True
-            self._stop_timer()
-            self.transport.close()  # the answer to the previous request is incomplete
-            return
+            if self._is_complete or self.cycle.response_started:
+                self._is_rejected = True
+                self._stop_timer()
+                self.transport.close()  # the answer to the previous request, or to this one, is incomplete
+                return
+            self.cycle.disconnected = True  # the application has the request, and its body is invalid
+            self.cycle.message_event.set()
         self.transport.write(_answer(status, reason))
         self._linger(LINGER_S)
 

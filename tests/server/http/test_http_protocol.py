@@ -31,6 +31,7 @@ HANDSHAKE = (
     b"GET /v1/session HTTP/1.1\r\nHost: here\r\n" + UPGRADE + b"Sec-WebSocket-Version: 13\r\n"
     b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
 )
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\n"
 CHUNKED = LIVE + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -251,8 +252,28 @@ async def test_a_client_that_does_not_read_the_answer_is_cut_off(
                 await is_lost.wait()
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"z\r\n", 400),
+        (b"-5\r\n", 400),
+        (b"fffffffffffffffff\r\n", 400),
+        (b"1\r\n{}\r\n", 400),
+        (b"1;" + b"e" * 100_000, 431),
+        (b"1\r\n{\r\n0\r\nx: " + b"t" * 100_000, 431),
+    ],
+    ids=["size", "sign", "large", "end", "extension", "trailers"],
+)
+async def test_f37_an_invalid_body_is_refused_like_invalid_headers(body: bytes, status: int) -> None:
+    async with connected() as stream:
+        await stream.send(POST + b"Transfer-Encoding: chunked\r\n\r\n" + body)
+        answer = await _until_end(stream)
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert answer.count(b"HTTP/1.1") == 1
+
+
 NUM_PIECES = 26_214_400 // PIECE
-TOO_LARGE = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\n"
 
 
 @pytest.mark.anyio
@@ -266,7 +287,7 @@ async def test_f37_a_client_that_reads_when_it_has_sent_all_gets_the_early_answe
         running_server(one_model(open_generator), http_limits=http_limits) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
-        await stream.send(TOO_LARGE + framing + b"\r\n\r\n")
+        await stream.send(POST + framing + b"\r\n\r\n")
         for _ in range(NUM_PIECES):
             piece = b"1" * PIECE
             await stream.send(b"%x\r\n%b\r\n" % (PIECE, piece) if b"chunked" in framing else piece)
@@ -293,7 +314,7 @@ async def test_f37_a_client_that_goes_on_after_an_early_answer_is_cut_off(
         running_server(one_model(open_generator), http_limits=http_limits) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
-        await stream.send(TOO_LARGE + b"Content-Length: 9000000000\r\n\r\n")
+        await stream.send(POST + b"Content-Length: 9000000000\r\n\r\n")
         assert (await stream.receive()).startswith(b"HTTP/1.1 413 ")
         with anyio.fail_after(20), contextlib.suppress(anyio.BrokenResourceError):
             while sends and not is_lost.is_set():
