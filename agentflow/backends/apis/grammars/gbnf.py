@@ -219,24 +219,24 @@ def without_empty_rounds(
                 return rounds(terminals[name])
             case Named(name):
                 raise cannot_express(f"the rule {name} may be empty, and is repeated without limit")
-            case Times(inner):
+            case Repeated(inner):
                 return rounds(inner)
-            case Row(parts) | Choice(parts):
+            case Series(parts) | OneOf(parts):
                 return [option for inner in parts for option in rounds(inner)]
         return []
 
     def rewritten(one: GrammarPart) -> GrammarPart:
         match one:
-            case Times(inner, _, None) if may_be_empty(inner, nullable):
+            case Repeated(inner, _, None) if may_be_empty(inner, nullable):
                 options = rounds(inner)
-                whole = options[0] if len(options) == 1 else Choice(tuple(options))
-                return Times(whole, 0, None) if options else EMPTY
-            case Times(inner, least, most):
-                return Times(rewritten(inner), least, most)
-            case Row(parts):
-                return Row(tuple([rewritten(inner) for inner in parts]))
-            case Choice(options):
-                return Choice(tuple([rewritten(inner) for inner in options]))
+                whole = options[0] if len(options) == 1 else OneOf(tuple(options))
+                return Repeated(whole, 0, None) if options else EMPTY
+            case Repeated(inner, least, most):
+                return Repeated(rewritten(inner), least, most)
+            case Series(parts):
+                return Series(tuple([rewritten(inner) for inner in parts]))
+            case OneOf(options):
+                return OneOf(tuple([rewritten(inner) for inner in options]))
         return one
 
     return rewritten(part)
@@ -247,11 +247,11 @@ def may_be_empty(part: GrammarPart, nullable: Set[str]) -> bool:
     match part:
         case Named(name):
             return name in nullable
-        case Row(parts):
+        case Series(parts):
             return all(may_be_empty(one, nullable) for one in parts)
-        case Choice(options):
+        case OneOf(options):
             return any(may_be_empty(option, nullable) for option in options)
-        case Times(inner, least):
+        case Repeated(inner, least):
             return least == 0 or may_be_empty(inner, nullable)
         case _:
             return False
