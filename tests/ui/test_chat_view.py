@@ -149,6 +149,7 @@ def test_f37_the_focus_stays_where_the_keyboard_goes_on(stage: Stage, visit: Vis
     for number in (2, 3):
         edit.focus()
         keyboard.press("Enter")
+        expect(focused).to_have_attribute("aria-label", "The edited turn")
         keyboard.type(f" Leaf {number}?")
         keyboard.press("Enter")
         expect(screen.at("message")).to_be_focused()
@@ -344,6 +345,53 @@ def test_f37_a_message_that_cannot_be_sent_says_why(visit: Visit) -> None:
     screen.wait_status("unreachable")
     expect(screen.at("send")).to_be_disabled()
     expect(composer).to_contain_text("Not connected")
+
+
+def test_f37_a_deleted_chat_is_gone_after_a_reload_and_can_be_restored_before(
+    stage: Stage, visit: Visit
+) -> None:
+    screen = visit(stage.url)
+    open_chat(screen)
+    keyboard = screen.page.keyboard
+    turns, chats = screen.at("turns"), screen.page.get_by_label("Chat", exact=True)
+    delete = screen.page.get_by_role("button", name="Delete this chat")
+    undo = screen.page.get_by_role("button", name="Undo")
+    for word in ("leaf", "root", "stem"):
+        stage.answer(word, f"About the {word}.")
+        screen.page.get_by_role("button", name="New chat").click(force=True)
+        say(screen, f"A {word}?")
+        expect(turns).to_contain_text(f"About the {word}.")
+    chats.select_option("A root?")
+    delete.focus()
+    keyboard.press("Enter")
+    expect(turns).to_contain_text("About the leaf.")
+    expect(chats.locator("option")).to_have_text(["A leaf?", "A stem?"])
+    expect(undo).to_be_focused()
+    keyboard.press("Enter")
+    expect(turns).to_contain_text("About the root.")
+    expect(chats.locator("option")).to_have_text(["A leaf?", "A root?", "A stem?"])
+    expect(delete).to_be_focused()
+    assert axe_violations(screen) == []
+    for _ in range(3):
+        delete.click()
+    expect(screen.page.get_by_text("Nothing has been said yet.")).to_be_visible()
+    expect(delete).to_be_disabled()
+    say(screen, "A root?")
+    expect(turns).to_contain_text("About the root.")
+    undo.click()  # its place may be taken now
+    chats.select_option("A root?")
+    expect(turns).to_contain_text("About the root.")
+    expect(chats.locator("option")).to_have_count(2)
+    delete.click()
+    screen.page.reload()
+    screen.wait_status("open")
+    expect(turns.get_by_role("listitem")).to_have_count(2)
+    expect(chats).to_have_count(0)
+    screen.page.get_by_role("button", name="New chat").click()
+    say(screen, "Wait.")
+    stage.wait_running(1)
+    expect(delete).to_be_disabled()
+    stage.end()
 
 
 MARKDOWN = """3. third

@@ -3,6 +3,7 @@ import type { CalledTool, Variable } from "agentflow-client";
 import { effect, useSignal, useSignalEffect } from "@preact/signals";
 import type { ComponentChildren, RefObject } from "preact";
 import { useCallback, useLayoutEffect, useRef } from "preact/hooks";
+import { announce } from "../app/announce";
 import { focusNext } from "../app/focus";
 import { hrefOf } from "../app/router";
 import { session } from "../app/session";
@@ -22,6 +23,8 @@ import {
   chats,
   conversation,
   current,
+  deleteChat,
+  deleted,
   draft,
   draftImages,
   isKept,
@@ -29,6 +32,7 @@ import {
   keyOf,
   live,
   newChat,
+  restoreChat,
   send,
   settings,
   show,
@@ -61,13 +65,31 @@ export default function ChatView() {
               value={String(current.value)}
               onChange={(event) => (current.value = Number(event.currentTarget.value))}
             >
-              {chats.value.map((one, index) => (
-                <option key={index} value={String(index)}>
+              {chats.value.map(([number, one]) => (
+                <option key={number} value={String(number)}>
                   {titleOf(one)}
                 </option>
               ))}
             </select>
           )}
+          {deleted.value && (
+            <button type="button" class="quiet restore-chat" aria-label="Undo the deletion of a chat" onClick={restore}>
+              Undo
+            </button>
+          )}
+          <button
+            type="button"
+            class="quiet delete-chat"
+            aria-label="Delete this chat"
+            disabled={path.length === 0 || isStreaming.value}
+            onClick={() => {
+              deleteChat();
+              announce("Deleted the chat.");
+              focusNext(".restore-chat");
+            }}
+          >
+            Delete
+          </button>
           <button
             type="button"
             disabled={path.length === 0}
@@ -104,6 +126,12 @@ export default function ChatView() {
       </div>
     </View>
   );
+}
+
+function restore(): void {
+  restoreChat();
+  announce("Restored the chat.");
+  focusNext(".delete-chat");
 }
 
 /** Keeps the end of the conversation in the window: at first, and while a reply streams. */

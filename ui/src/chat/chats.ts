@@ -61,7 +61,10 @@ export const current = signal(before?.current ?? 0);
 /** What is being written. */
 export const draft = signal(before?.draft ?? "");
 export const draftImages = signal<readonly ShownImage[]>(before?.draftImages ?? []);
-export const chats = computed(() => kept.value);
+/** The chats that can be chosen, with their numbers. A deleted one leaves its number unused. */
+export const chats = computed(() =>
+  [...kept.value.entries()].filter(([number, one]) => one !== EMPTY || number === current.value),
+);
 export const conversation = computed(() => kept.value[current.value] ?? EMPTY);
 export const settings = signal<Settings>(
   before?.settings ?? { system: "", tools: "none", temperature: 0.7, topP: 0.95, maxTokens: 512 },
@@ -89,9 +92,12 @@ function withLiveTexts(one: Conversation, chat: number): Conversation {
   return after;
 }
 
+/** The chat that was deleted last. */
+export const deleted = signal<{ readonly number: number; readonly chat: Conversation } | null>(null);
+
 keepImages("chat", () => [
   ...draftImages.value,
-  ...kept.value.flatMap(({ turns }) => [...turns.values()].flatMap(({ images }) => images ?? [])),
+  ...[...kept.value, deleted.value?.chat ?? EMPTY].flatMap(({ turns }) => [...turns.values()].flatMap(({ images }) => images ?? [])),
 ]);
 
 /** Whether the chats as they are now survive a reload. */
@@ -116,6 +122,24 @@ function update(chat: number, change: (before: Conversation) => Conversation): C
 export function newChat(): void {
   if (kept.peek().at(-1) !== EMPTY) kept.value = [...kept.peek(), EMPTY];
   current.value = kept.peek().length - 1;
+}
+
+/** Deletes the shown chat, in which nothing may stream, and shows the one before it. */
+export function deleteChat(): void {
+  const number = current.peek();
+  deleted.value = { number, chat: kept.peek()[number]! };
+  update(number, () => EMPTY);
+  const left = chats.peek().map(([other]) => other);
+  current.value = left.findLast((other) => other < number) ?? left.find((other) => other > number) ?? number;
+}
+
+/** Restores the chat that was deleted last, and shows it. */
+export function restoreChat(): void {
+  const { number, chat } = deleted.peek()!;
+  deleted.value = null;
+  const place = kept.peek()[number] === EMPTY ? number : kept.peek().length;
+  kept.value = kept.peek().toSpliced(place, 1, chat);
+  current.value = place;
 }
 
 export function titleOf(one: Conversation): string {
