@@ -141,6 +141,7 @@ def test_f37_the_focus_stays_where_the_keyboard_goes_on(stage: Stage, visit: Vis
     stage.answer("leaf", "Green.")
     say(screen, "A leaf?")
     edit = screen.page.get_by_role("button", name="Edit")
+    expect(edit).to_be_enabled()
     edit.focus()
     keyboard.press("Enter")
     expect(focused).to_have_attribute("aria-label", "The edited turn")
