@@ -30,9 +30,12 @@ export class SentenceReader {
   }
 }
 
+/** Of anything that can be said. Lines of punctuation are markup, such as fences of code and rules of tables. */
+const SAID = /[\p{L}\p{N}\p{So}]/u;
+
 function add(found: string[], sentence: string): void {
   const rest = addParts(found, sentence.trim()).trim();
-  if (rest) found.push(rest);
+  if (SAID.test(rest)) found.push(rest);
 }
 
 /** Adds what is too much for one part, between two words where it can. Returns the rest. */

@@ -28,6 +28,13 @@ describe("sentences", () => {
     }
   });
 
+  test("f37: lines of markup are not said", () => {
+    const source = "Here:\n\n```python\nx = 1\n```\n\n| a | b |\n|---|:-:|\n\n---\n\n👍\n***";
+    for (const pieces of [[source], [...source]]) {
+      expect(read(pieces)).toEqual(["Here:", "```python", "x = 1", "| a | b |", "👍"]);
+    }
+  });
+
   test("f37: sentences without spaces between them are said one by one", () => {
     for (const pieces of [["これは本です。「はい！」彼は"], [..."これは本です。「はい！」彼は"]]) {
       expect(read(pieces).map((part) => part.replace(/^」/, ""))).toEqual(["これは本です。", expect.stringMatching(/^「はい！」?$/), "彼は"]);
