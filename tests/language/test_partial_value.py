@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from decimal import Decimal
+from typing import Annotated, Any, List  # noqa: UP035
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field
 from support.observed_backends import Stepped, unconstrained
 
 import agentflow as af
@@ -184,6 +187,15 @@ async def parts_of(text: str, **wanted: Any) -> list[Any]:
         return [part async for part in s[expression]]
 
 
+async def elements_of(text: str, seen: list[Any] | None = None, **wanted: Any) -> list[Any]:
+    expression, found = af.gen("r", **wanted), [] if seen is None else seen
+    async with af.session(backend=unconstrained([text])) as flow, flow.state() as s:
+        s += expression
+        async for element in s[expression].elements():
+            found.append(element)
+    return found
+
+
 @pytest.mark.parametrize("schema", [Report, {"type": "object"}])
 async def test_a_reader_receives_growing_values(schema):
     backend = Stepped([REPORT])
@@ -217,6 +229,66 @@ async def test_partial_values_differ_and_the_last_is_the_value(value, style):
     for earlier, later in itertools.pairwise(parts):
         assert not is_same(earlier, later)
         assert is_prefix(earlier, later)
+
+
+@given(st.lists(VALUES, max_size=5), STYLES)
+async def test_the_elements_are_those_of_the_list(values, style):
+    text = json.dumps(values, **style)
+    assert is_same(await elements_of(text, schema=list[Any], max_tokens=10_000), json.loads(text))
+    assert is_same(await elements_of(text, schema={"type": "array"}, max_tokens=10_000), json.loads(text))
+
+
+@given(st.lists(VALUES, max_size=4), st.sampled_from([", ", " , ", ",\n "]))
+async def test_an_element_is_read_as_soon_as_the_text_after_it_begins(values, separator):
+    pieces = [json.dumps(value) for value in values]
+    text = f"[ {separator.join(pieces)} ]"
+    ends = [len("[ " + separator.join(pieces[: index + 1])) for index in range(len(pieces))]
+    after = [end + len(text[end:]) - len(text[end:].lstrip()) for end in ends]  # of the next character
+    backend, found, seen = Stepped([text]), af.gen("r", schema=list[Any]), list[Any]()
+
+    async def read(s: af.State) -> None:
+        async for element in s[found].elements():
+            seen.append(element)
+
+    async with af.session(backend=backend) as flow, flow.state() as s, anyio.create_task_group() as group:
+        s += found
+        group.start_soon(read, s)
+        words = text.split(" ")
+        for count in range(1, len(words) + 1):
+            await backend.allow(1)
+            length = len(" ".join(words[:count]))
+            assert is_same(seen, json.loads(text)[: sum(at < length for at in after)])
+
+
+class Evens(BaseModel):
+    even: Annotated[int, Field(multiple_of=2)]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [list[Evens], Sequence[Evens], Iterable[Evens], Annotated[list[Evens], Field(max_length=3)]],
+)
+async def test_elements_have_their_type_and_are_valid(schema):
+    assert await elements_of('[{"even": 2}, {"even": 4}]', schema=schema) == [Evens(even=2), Evens(even=4)]
+    assert await elements_of("[1, 3]", schema=List) == [1, 3]  # noqa: UP006
+    exact = await elements_of("[1.10, 3]", schema=list[Decimal])
+    assert [str(number) for number in exact] == ["1.10", "3"]
+    seen = list[Any]()
+    with pytest.raises(af.InvalidValue) as failure:
+        await elements_of('[{"even": 2}, {"even": 3}]', seen, schema=schema)
+    assert seen == [Evens(even=2)]
+    assert failure.value.text == '[{"even": 2}, {"even": 3}]'
+    assert [error["loc"] for error in failure.value.errors] == [("even",)]
+
+
+async def test_elements_of_a_truncated_list_and_of_other_types():
+    seen = list[int]()
+    with pytest.raises(af.InvalidValue, match="was truncated after 2 tokens"):
+        await elements_of("[1, 2, 3]", seen, schema=list[int], max_tokens=2)
+    assert seen == [1, 2]
+    for wanted in ({}, {"type": int}, {"schema": Report}, {"schema": {"type": "object"}}):
+        with pytest.raises(af.errors.BadArgument, match="elements: variable 'r'"):
+            await elements_of("1", **wanted)
 
 
 @pytest.mark.parametrize(

@@ -367,6 +367,10 @@ async def _partials(s: af.State) -> object:
     return await anext(s["x"].partials())
 
 
+async def _elements(s: af.State) -> object:
+    return await anext(s.add(af.gen("y", schema=list[int]))["y"].elements())
+
+
 async def _events(s: af.State) -> object:
     return await anext(aiter(s))
 
@@ -383,7 +387,7 @@ async def _cancel(s: af.State) -> object:
     return s.cancel()
 
 
-USES = [_map, _mapped_and_wired, _iterate, _partials, _events, _messages, _usage, _cancel]
+USES = [_map, _mapped_and_wired, _iterate, _partials, _elements, _events, _messages, _usage, _cancel]
 
 
 @pytest.mark.parametrize("use", USES)

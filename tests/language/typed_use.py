@@ -107,6 +107,8 @@ async def replies(s: af.State) -> None:
         assert_type(so_far.tool_calls, tuple[af.ToolCall, ...])
     async for text in s[af.gen("text")].partials():
         assert_type(text, str)
+    async for number in s[af.gen("numbers", schema=list[int])].elements():
+        assert_type(number, int)
     s += af.conversation(await s.messages())
 
 

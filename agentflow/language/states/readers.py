@@ -7,8 +7,9 @@ they may be dropped anywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
 
 from agentflow.errors import InvalidValue, shown_error
 from agentflow.language.failures.user_code import UserCode
@@ -111,6 +112,59 @@ class ReasoningReader(_Reader):
         delta = node.reasoning[self._num_read :]
         self._num_read += len(delta)
         return delta
+
+
+_DECODER: Final = json.JSONDecoder()
+_BLANKS: Final = re.compile(r"[ \t\r\n]*")
+
+
+class ElementReader(AsyncIterator[Any]):
+    """Iterates over the elements of a list, each as soon as it is complete. An invalid element raises
+    ``InvalidValue`` when the whole text is there."""
+
+    def __init__(self, node: VariableNode, read: Callable[[str], Any]) -> None:
+        self._node = node
+        self._read = read
+        self._before = "["
+        self._num_read = 0
+
+    async def __anext__(self) -> Any:
+        node = self._node
+        while (text := self._next()) is None:
+            if node.is_done:
+                await node.settled()
+                complete_value(node)  # raises for a truncated or invalid text
+                raise StopAsyncIteration
+            node.follow()
+            await node.change()
+        try:
+            with UserCode(f"the validation of {node.name!r}"):
+                return self._read(text)
+        except (ValueError, RecursionError) as error:
+            await node.settled()
+            node.raise_failure()
+            raise _invalid(node, node.notation, node.value_type, error) from (error.__cause__ or error)
+
+    def _next(self) -> str | None:
+        """The text of the next element, if what follows shows that it is complete."""
+        text = self._node.notation
+        start = _after_blanks(text, self._num_read)
+        if text[start : start + 1] != self._before:
+            return None
+        start = _after_blanks(text, start + 1)
+        try:
+            end = _DECODER.raw_decode(text, start)[1]
+        except (ValueError, RecursionError):
+            return None
+        if _after_blanks(text, end) == len(text):  # a number may go on
+            return None
+        self._before, self._num_read = ",", end
+        return text[start:end]
+
+
+def _after_blanks(text: str, start: int) -> int:
+    found = _BLANKS.match(text, start)
+    return found.end() if found is not None else start
 
 
 _NOTHING = object()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, get_args, overload
 
 from agentflow.errors import AgentflowError, BadArgument, RunFailed, StateClosed, shown_error
@@ -21,7 +21,13 @@ from agentflow.language.failures.stack_frames import calling_line, raised_at, wi
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.markers import MARKERS
 from agentflow.language.media import check_is_text
-from agentflow.language.states.readers import PartialReader, ReasoningReader, TextReader, complete_value
+from agentflow.language.states.readers import (
+    ElementReader,
+    PartialReader,
+    ReasoningReader,
+    TextReader,
+    complete_value,
+)
 from agentflow.language.states.run import FIRST_MAPPED, StatePath, VariableNode
 from agentflow.language.typed.replies import Reply
 from agentflow.language.typed.tags import Tagged
@@ -33,6 +39,7 @@ from agentflow.protocol.text.text_parts import ListKind
 from agentflow.protocol.text.transform import Transform, TransformName, apply_in_turn, check_transforms
 
 ValueT_co = TypeVar("ValueT_co", covariant=True)
+ElementT = TypeVar("ElementT")
 
 
 class Reference(Expression, Generic[ValueT_co]):
@@ -656,6 +663,28 @@ class Variable(Reference[ValueT_co]):
         ('Plants turn light into sugar.', ())
         """
         return PartialReader(self._node)
+
+    def elements(self: Variable[Iterable[ElementT]]) -> AsyncIterator[ElementT]:
+        """The elements of a list under a ``schema``, each with its type, and as soon as it is complete:
+        when the text after it has begun.
+
+        Raises:
+            BadArgument: The schema is no list.
+            InvalidValue: While iterating: the text is truncated, or an element or the list is not valid.
+
+        >>> s += af.user("Name two.") + af.assistant(af.gen("things", schema=list[str]))
+        >>> async for thing in s["things"].elements():
+        ...     print(thing)
+        light
+        water
+        """
+        kind = self._node.value_type
+        read = kind.element_reader()
+        if read is None:
+            raise BadArgument(
+                f"elements: {self._label} has the type {kind.shown}: give a schema such as list[str]"
+            )
+        return ElementReader(self._node, read)
 
 
 async def _provide(variable: VariableNode, reference: Reference[Any], function: Callable[[Any], str]) -> None:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final, get_args, get_origin
 
 import msgspec
 
@@ -31,6 +31,7 @@ class ValueType:
     # the text is JSON, and iterating over a variable yields partial values instead of text
     comes_in_parts: bool = False
     is_reply: bool = False  # it is an assistant's whole reply, with tool calls
+    element: Any = None  # the type of a list's elements
 
     @property
     def is_text(self) -> bool:
@@ -41,6 +42,12 @@ class ValueType:
     def may_be_truncated(self) -> bool:
         """Whether a truncated text can be a value: free text can, ``12`` of ``123`` cannot."""
         return self.constraint is None or self.constraint.kind == "tags" or self.is_reply
+
+    def element_reader(self) -> Callable[[str], Any] | None:
+        """Makes an element of the list from its text. None if the value is no list."""
+        if self.element is None:
+            return None
+        return json.loads if self.element is Any else json_type(self.element)[1]
 
     def decoded(self, whitespace: Whitespace, jump_forward: bool) -> ValueType:
         """A copy with these options of its constraint. ``BadArgument`` if it has no constraint."""
@@ -114,12 +121,22 @@ def _of_schema(schema: Any) -> ValueType:
     """A pydantic model, a dataclass, a TypedDict, anything else that msgspec knows, or a JSON schema."""
     if isinstance(schema, Mapping):
         _check_written(schema)
-        return ValueType("JSON value", _schema(schema), json.loads, comes_in_parts=True)
+        element = Any if schema.get("type") == "array" else None
+        return ValueType("JSON value", _schema(schema), json.loads, comes_in_parts=True, element=element)
     described, read = json_type(schema)
     described = with_bounded_depth(described)
     # Type checkers expect that iterating over a string or a number yields text.
     is_scalar = isinstance(schema, type) and issubclass(schema, str | int | float)
-    return ValueType(shown_type(schema), _schema(described), read, comes_in_parts=not is_scalar)
+    kind = schema
+    while get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    element = (*get_args(kind), Any)[0] if get_origin(kind) in _LISTS else None
+    return ValueType(
+        shown_type(schema), _schema(described), read, comes_in_parts=not is_scalar, element=element
+    )
+
+
+_LISTS: Final = (list, Sequence, Iterable)
 
 
 def _check_written(schema: Mapping[str, Any]) -> None:

@@ -20,6 +20,9 @@ SCRIPT: dict[str, str | af.Reply] = {
     "List what is wrong with the essay.</user><assistant>": (
         '[{"text": "The second paragraph has no evidence.", "severity": 3}]'
     ),
+    "answer first? Why are leaves green?</user><assistant>": (
+        '["What do plants live on?", "What do plants do?"]'
+    ),
     "Write a report.</user><assistant>": '{"summary": "Clear, without evidence.", "score": 7}',
     "How large is a whale?</user><assistant>": '"large"',
     "How many legs has a spider?</user><assistant>": "8",

@@ -26,6 +26,7 @@ SCRIPT = {
     "": "Plants turn light into sugar.",
     "Is it about science?</user><assistant>": "yes",
     "Grade it.</user><assistant>": "A",
+    "Name two.</user><assistant>": '["light", "water"]',
     "Write a report.</user><assistant>": '{"summary": "Clear and well argued.", "score": 8}',
     "How many legs has a spider?</user><assistant>": "8",
     "What is the weather in Oslo?</user><assistant>": af.ToolCall("weather", {"city": "Oslo"}),
