@@ -323,7 +323,7 @@ async def test_f37_a_value_where_no_graph_can_put_it_is_refused(refused) -> None
 
 
 @pytest.mark.parametrize(
-    "refused", [lambda s: "A: " + s["x"], lambda s: [s["x"]], lambda s: f"{af.gen('y')}"]
+    "refused", [lambda s: "A: " + s["x"] + af.gen("y"), lambda s: [s["x"]], lambda s: f"{af.gen('y')}"]
 )
 async def test_f37_a_program_that_returns_what_is_no_value_is_refused(refused) -> None:
     @af.program

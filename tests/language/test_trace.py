@@ -129,6 +129,18 @@ async def test_f37_the_gathered_values_of_branches_are_traced():
         assert await flow.map(graph, ["leaves"]) == [wanted]
 
 
+async def test_f37_sums_with_references_are_traced():
+    @af.program
+    async def sums(s: af.State) -> list[object]:
+        s += "q" + af.gen("x") + af.gen("n", type=int)
+        return ["a" + s["x"], {"k": s["x"].upper() + f"{s['n']}" + s["n"]}, f"{'b' + s['x']}"]
+
+    async with af.session(backend=af.Scripted({"x": "y", "n": "-7"}), seed=1) as flow:
+        wanted = await flow.run(sums)
+        assert wanted == ["ay", {"k": "Y-7-7"}, "by"]
+        assert await flow.submit(sums.trace()) == wanted
+
+
 async def test_the_values_of_typed_gens_are_typed():
     @dataclass
     class City:

@@ -378,7 +378,7 @@ class _Outputs:
                 return VariableText(item._node.id, item._transforms)
             return GraphOutput(item._node.id)
         if isinstance(item, Reference):
-            if place == "text":
+            if place != "value":
                 return VariableText(item._node.id, item._transforms)
             raise BadArgument(f"{self._name} returns {item._label}, not awaited: await it, or set a variable")
         if place != "value":
