@@ -146,6 +146,33 @@ def test_large_bodies_are_decoded_beside_the_event_loop(
         assert all((thread != loop) == is_beside for thread in threads)
 
 
+SPELLINGS: dict[str, tuple[bytes, int]] = {
+    "plain": (b"", 200),
+    "unknown nulls": (b"," + b",".join(b'"new%d": null' % number for number in range(20)), 200),
+    "whole number": (b', "priority": 1.0', 200),
+    "fraction": (b', "priority": 1.5', 400),
+    "unknown": (b', "new": null, "another": 0', 400),
+    "half a pair": (b', "user": "\\ud800"', 400),
+    "truncated": (b', "user": "a', 400),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("api", [CHAT, MESSAGES], ids=lambda api: api.name)
+def test_f37_a_body_has_the_same_answer_at_any_size(server: ApiServer, api: Api, spelling: str) -> None:
+    """A small body is decoded in the event loop, a large one in a thread."""
+    member, status = SPELLINGS[spelling]
+    plain = msgspec.json.encode(api.body("Hi", max_tokens=4, temperature=0))
+    found = []
+    for num_spaces in (0, SMALL_BODY_BYTES, 1_100_000):
+        body = plain[:-1] + b" " * num_spaces + member + (b"" if spelling == "truncated" else b"}")
+        response = httpx2.post(f"{server.url}{api.path}", content=body, timeout=60)
+        assert response.status_code == status, response.text
+        shown = response.json()
+        found.append(api.error(shown) if status == 400 else (api.whole(shown).text, api.whole(shown).reason))
+    assert found == [found[0]] * 3
+
+
 def test_a_conversation_of_many_calls_is_laid_out_beside_the_event_loop(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
