@@ -230,7 +230,7 @@ def stream_options(flavour: Flavour) -> dict[str, bool]:
 
 class _Function(msgspec.Struct):
     name: str | None = None
-    arguments: str | dict[str, Any] | None = None
+    arguments: msgspec.Raw = NULL  # a text, or the object itself
 
 
 class _ToolCall(msgspec.Struct):
@@ -358,6 +358,7 @@ class ChunkReader(StreamReader):
 
 
 _logprobs = msgspec.json.Decoder(TokenLogprobs)
+_text = msgspec.json.Decoder(str)
 
 
 class ChatReader(ChunkReader):
@@ -394,8 +395,9 @@ class ChatReader(ChunkReader):
                 self.answer.add_text(delta.content)
             if delta.refusal:
                 self._refusal.append(delta.refusal)
-            for call in delta.tool_calls or ():
-                self._read_call(call)
+            for number, call in enumerate(delta.tool_calls or ()):
+                is_whole = delta is choice.message and call.index is None
+                self._read_call(call, number if is_whole else call.index)
         if choice.finish_reason:  # some servers send an empty one until the end
             if self._refusal:
                 raise self.errors.refused("".join(self._refusal))
@@ -409,10 +411,9 @@ class ChatReader(ChunkReader):
             if isinstance(inner, dict) and isinstance(inner.get("text"), str):
                 self.answer.add_reasoning(inner["text"])
 
-    def _read_call(self, call: _ToolCall) -> None:
+    def _read_call(self, call: _ToolCall, index: int | None) -> None:
         function = call.function or _Function()
         latest = max(self._calls, default=-1)
-        index = call.index
         is_other = bool(call.id) and bool(function.name) and self._calls.get(latest, call.id) != call.id
         if index is None:
             index = latest + 1 if function.name and (is_other or not self._calls) else max(latest, 0)
@@ -425,11 +426,14 @@ class ChatReader(ChunkReader):
             self.answer.begin_call(call.id or "", function.name)
         elif index != latest:
             raise ProtocolError(f"{self.errors.server} mixed the parts of several tool calls")
-        arguments = function.arguments
-        if isinstance(arguments, dict):  # some servers send an object in place of its text
-            arguments = _encode(arguments).decode()
-        if arguments:
-            self.answer.add_arguments(arguments)
+        if is_given(function.arguments):
+            given = bytes(function.arguments)
+            if given.startswith(b"{"):  # some servers send an object in place of its text
+                arguments = msgspec.json.format(given, indent=-1).decode()
+            else:
+                arguments = self._decoded(_text.decode, given)
+            if arguments:
+                self.answer.add_arguments(arguments)
 
 
 def event_error(data: bytes) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from agentflow.backends.apis.answers.answer import CHARS_PER_TOKEN, AnswerCollector
-from agentflow.backends.apis.answers.reported_usage import NULL, counts_in, read_count
+from agentflow.backends.apis.answers.reported_usage import NULL, counts_in, is_given, read_count
 from agentflow.backends.apis.answers.stream_reader import StreamReader
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import ServerEvent
@@ -93,7 +93,7 @@ class _BlockFields(msgspec.Struct):
     data: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: msgspec.Raw = NULL
 
 
 class _StopDetails(msgspec.Struct):
@@ -271,8 +271,7 @@ class MessagesReader(StreamReader):
                     raise self._wrong("a tool call without a name")
                 self.answer.begin_call(begun.id or "", begun.name)
                 block.id, block.name = self.answer.calls[-1].id, begun.name
-                if begun.input:  # the arguments in one piece
-                    self._add(block, _encode(begun.input).decode())
+                self._add(block, self._arguments(begun.input))
             case _:
                 pass  # a block of a later version, or of a tool that runs at the vendor's
 
@@ -310,6 +309,15 @@ class MessagesReader(StreamReader):
                 self.answer.add_reasoning(part)
             case _:
                 self.answer.add_arguments(part)
+
+    def _arguments(self, given: msgspec.Raw) -> str:
+        """The arguments of a call in one piece; empty if they follow in parts."""
+        if not is_given(given):
+            return ""
+        text = msgspec.json.format(bytes(given), indent=-1).decode()
+        if not text.startswith("{"):
+            raise self._wrong("arguments of a tool call that are no object")
+        return "" if text == "{}" else text
 
     def _without_lead(self, text: str) -> str:
         """The text without the part of ``lead`` with which it begins."""

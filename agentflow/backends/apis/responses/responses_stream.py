@@ -282,6 +282,7 @@ class ResponsesReader(StreamReader):
 class _WholePart(msgspec.Struct):
     type: str = ""
     text: str | None = None
+    refusal: str | None = None
     logprobs: list[msgspec.Raw] | None = None
 
 
@@ -329,6 +330,8 @@ def _part_events(index: int, kind: str, item: msgspec.Raw) -> Iterator[ServerEve
             yield _item_event("response.output_text.delta", index, delta=part.text or "", logprobs=logprobs)
         elif part.type == "reasoning_text":
             yield _item_event("response.reasoning_text.delta", index, delta=part.text or "")
+        elif part.type == "refusal":
+            yield _item_event("response.refusal.delta", index, delta=part.refusal or "")
 
 
 def _item_event(kind: str, index: int, **fields: Any) -> ServerEvent:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.json import format as json_format
 
 from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.chat.chat_completions import ChatReader, ChunkReader
@@ -115,3 +116,45 @@ def test_a_whole_completion_is_read_like_its_stream() -> None:
         answers_read.append((answer.deliver(), answer.calls))
     assert answers_read[0] == answers_read[1]
     assert [call.name for call in answers_read[0][1]] == ["f", "g"]
+
+
+ARGUMENTS = st.sampled_from(
+    ["{}", '{"a": 1}', '{"a":1e999}', '{"a": 12345678901234567890123}', '{"b":"\u00e9"}']
+)
+WHOLE_CALLS = st.lists(
+    st.tuples(st.sampled_from(["f", "g"]), ARGUMENTS, st.booleans(), st.booleans()), min_size=1, max_size=3
+)
+
+
+@given(WHOLE_CALLS, st.sampled_from(["", "Hi"]))
+def test_f37_calls_of_a_whole_completion_are_read_like_those_of_a_stream(
+    made: list[tuple[str, str, bool, bool]], text: str
+) -> None:
+    """Some servers send no ids, or arguments as objects."""
+    calls = [
+        b'{"id": %b, "type": "function", "function": {"name": "%b", "arguments": %b}'
+        % (
+            b'"c%d"' % number if has_id else b"null",
+            name.encode(),
+            arguments.encode() if is_object else json.dumps(arguments).encode(),
+        )
+        for number, (name, arguments, has_id, is_object) in enumerate(made)
+    ]
+    said = b'{"role": "assistant", "content": "%b", "tool_calls": [%b]}'
+    choice = b'{"choices": [{"index": 0, "finish_reason": %b, "%b": %b}]}'
+    parts = [b'%b, "index": %d}' % (call, number) for number, call in enumerate(calls)]
+    streamed = [
+        choice % (b"null", b"delta", said % (text.encode() * (not n), part)) for n, part in enumerate(parts)
+    ]
+    whole = [choice % (b'"tool_calls"', b"message", said % (text.encode(), b"}, ".join(calls) + b"}"))]
+    found: list[Any] = []
+    for events in ([*streamed, choice % (b'"tool_calls"', b"delta", b"{}")], whole):
+        answer = AnswerCollector(GenParams(), lambda text: None, is_reply=True)
+        sink = ChatReader(answer, ErrorMapping("a server", "m"), 10)
+        for data in events:
+            sink.event(ServerEvent("", data))
+        sink.close()
+        found.append((answer.text, [(call.name, call.arguments) for call in answer.calls]))
+    assert found[0] == found[1]
+    compact = [(name, json_format(a.encode(), indent=-1).decode() if o else a) for name, a, _, o in made]
+    assert found[0][1] == compact

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.apis import anthropic_answers as answers
 
 from agentflow.backends.apis.answers.answer import AnswerCollector
-from agentflow.backends.apis.http.event_stream import EventReader
+from agentflow.backends.apis.http.event_stream import EventReader, ServerEvent
 from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors, MessagesReader, message_events
 from agentflow.errors import AgentflowError, ProtocolError, ServerLost
 from agentflow.protocol.chat import read_reply
@@ -185,6 +185,35 @@ def test_a_whole_message_is_read_like_its_stream() -> None:
         native = json.loads(answer.native or b"{}")
         answers_read.append((answer.text, calls, arguments, found.reasoning, found.usage, native))
     assert answers_read[0] == answers_read[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["{}", "{ }", '{"a": 1e999}', '{"a": [1.10, 12345678901234567890123]}', '{"\u00e4": "\u00f6"}'],
+)
+def test_f37_arguments_in_one_piece_are_those_of_a_stream(arguments: str) -> None:
+    """The model may write numbers that are no floats."""
+    begun = '{"type": "tool_use", "id": "toolu_1", "name": "find", "input": %s}'
+    start = '{"type": "content_block_start", "index": 0, "content_block": %s}'
+    part = {"type": "input_json_delta", "partial_json": arguments}
+    ending = [
+        json.dumps({"type": "message_delta", "delta": {"stop_reason": "tool_use"}}),
+        '{"type": "message_stop"}',
+    ]
+    streamed = [
+        start % (begun % "{}"),
+        json.dumps({"type": "content_block_delta", "index": 0, "delta": part}),
+        *ending,
+    ]
+    whole = '{"content": [%s], "stop_reason": "tool_use"}' % (begun % arguments)
+    found = []
+    for events in ([ServerEvent("", one.encode()) for one in streamed], message_events(whole.encode())):
+        answer = AnswerCollector(GenParams(), lambda text: None, is_reply=True)
+        sink = MessagesReader(answer, ERRORS)
+        for event in events:
+            sink.event(event)
+        found.append([(call.name, call.arguments.replace(" ", "") or "{}") for call in answer.calls])
+    assert found == [[("find", arguments.replace(" ", ""))]] * 2
 
 
 NESTED = b'{"content": ' + b"[" * 50_000

@@ -95,6 +95,18 @@ def test_a_whole_response_is_cut_at_stops_and_charged() -> None:
     assert found.usage.output_tokens == 7
 
 
+@pytest.mark.parametrize("text", ["", "First. "])
+def test_f37_a_refusal_in_a_whole_response_is_an_error(text: str) -> None:
+    """It may follow other text, as in a stream."""
+    content = [
+        {"type": "output_text", "text": text, "annotations": []},
+        {"type": "refusal", "refusal": "No."},
+    ]
+    item = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": content}
+    with pytest.raises(RequestRefused, match=r"No\."):
+        read_whole(json.dumps({"status": "completed", "output": [item]}).encode())
+
+
 def test_whole_responses_have_log_probabilities() -> None:
     part = {"token": "yes", "logprob": -0.5, "top_logprobs": [{"token": "yes", "logprob": -0.5}]}
     content = [{"type": "output_text", "text": "yes", "annotations": [], "logprobs": [part]}]
