@@ -167,7 +167,7 @@ class MatchOrder:
         """The same without trees: checks the few requests in the order in which trees would be searched."""
         if len(self._few) == 1:
             [one] = self._few
-            return None if is_blocked(one.request, one.match) else one.request
+            return one.request if one.is_free(is_blocked) else None
         short: _Placed | None = None
         long: _Placed | None = None
         for one in sorted(self._few, key=_order_of_few):
