@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import anyio
@@ -203,7 +202,7 @@ def exceeded(budgets: Sequence[Budget], num_tokens: int) -> LimitExceeded:
     """The error of an op that a limit ended while it ran. ``num_tokens``: that it had generated."""
     if earliest_deadline(budgets) <= anyio.current_time():
         return deadline_exceeded()
-    return _exceeded(Usage(output_tokens=num_tokens))
+    return budget_exceeded(Usage(output_tokens=num_tokens))
 
 
 def exceeded_with(error: BaseException, text: str, budgets: Sequence[Budget]) -> LimitExceeded | None:
@@ -221,71 +220,14 @@ def clipped(params: GenParams, budgets: Sequence[Budget], default_max_tokens: in
     most = params.max_tokens or default_max_tokens or math.inf
     left = min([budget.tokens_left for budget in budgets], default=math.inf)
     if left < 1:
-        raise _exceeded()
+        raise budget_exceeded()
     if left >= most:
         return params
     least = None if params.min_tokens is None else min(params.min_tokens, int(left))
     return msgspec.structs.replace(params, max_tokens=int(left), min_tokens=least)
 
 
-class HasBudgets(Protocol):
-    """A state, as far as its tokens are charged to budgets."""
-
-    @property
-    def budgets(self) -> Sequence[Budget]:
-        """The budgets now."""
-
-
-class TokenCharge:
-    """Charges the tokens of one generation to the budgets of its state, while it runs.
-
-    Args:
-        state: Has the budgets. A budget that is new among them is charged with all tokens.
-        on_exceeded: Called when the generation has tokens beyond a budget, perhaps several times.
-    """
-
-    __slots__ = ("_charged", "_num_tokens", "_on_exceeded", "_state")
-
-    def __init__(self, state: HasBudgets, on_exceeded: Callable[[], object]) -> None:
-        self._state = state
-        self._on_exceeded = on_exceeded
-        self._num_tokens = 0
-        self._charged: dict[Budget, int] = {}
-
-    def count(self, num_tokens: int) -> None:
-        """Charges new tokens. Negative: earlier ones did not count."""
-        self._num_tokens += num_tokens
-        budgets = self._state.budgets
-        if budgets and self._charge(budgets):
-            self._on_exceeded()
-
-    def end(self, usage: Usage, *, was_truncated: bool) -> None:
-        """Charges the rest of the usage. ``was_truncated``: a budget truncated the generation.
-        ``BudgetExceeded``."""
-        self._num_tokens = usage.output_tokens
-        budgets = self._state.budgets
-        if self._charge(budgets) or (was_truncated and any(budget.tokens_left < 1 for budget in budgets)):
-            raise _exceeded(usage)
-
-    def close(self) -> int:
-        """The generation has ended or was cancelled. Returns the number of its tokens."""
-        for budget, num_tokens in self._charged.items():
-            budget.tokens_running -= num_tokens
-        return self._num_tokens
-
-    def _charge(self, budgets: Sequence[Budget]) -> bool:
-        """Whether a budget is exceeded."""
-        is_exceeded = False
-        for budget in budgets:
-            num_new = self._num_tokens - self._charged.get(budget, 0)
-            budget.tokens_left -= num_new
-            budget.tokens_running += num_new
-            self._charged[budget] = self._num_tokens
-            is_exceeded = is_exceeded or budget.tokens_left < 0
-        return is_exceeded
-
-
-def _exceeded(usage: Usage | None = None) -> BudgetExceeded:
+def budget_exceeded(usage: Usage | None = None) -> BudgetExceeded:
     # Without a number: a budget may be the rest of a limit that other models or a batch share.
     error = BudgetExceeded("the limit of output tokens is used up")
     error.usage = usage

@@ -15,7 +15,8 @@ from support.session_peer import HANG
 
 import agentflow as af
 from agentflow.protocol import ops
-from agentflow.runtime.limits import Budget, TokenCharge
+from agentflow.runtime.interpreter.op_execution import TokenCharge
+from agentflow.runtime.limits import Budget
 
 pytestmark = pytest.mark.anyio
 
@@ -221,7 +222,7 @@ async def test_f37_limits_count_the_tokens_of_generations_that_run(data):
                 limits.append((index, most, ended))
                 budgets[index].tighten(Budget(output_tokens=most))
             case "begin":
-                charge = TokenCharge(SimpleNamespace(budgets=budgets), lambda: None)
+                charge = TokenCharge(SimpleNamespace(budgets=budgets, abort=lambda: None))
                 running[number] = charge, [0]
             case "count" if running:
                 charge, tokens = data.draw(st.sampled_from(list(running.values())))

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Generic
+from typing import Any, Generic
 
 import msgspec
 
@@ -18,7 +18,7 @@ from agentflow.errors import InvalidValue, ProtocolError, StateClosed
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, ToolSpec
 from agentflow.protocol.decisions import answers_text
-from agentflow.protocol.events import Value
+from agentflow.protocol.events import Usage, Value
 from agentflow.protocol.images import Video
 from agentflow.runtime.generator import (
     METER,
@@ -36,9 +36,10 @@ from agentflow.runtime.interpreter.wired_text import FillAhead, WiredTexts, chec
 from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,
     TURN_CHARS,
+    Budget,
     MemoryBudget,
     MemoryReservation,
-    TokenCharge,
+    budget_exceeded,
     clipped,
     text_bytes,
 )
@@ -293,7 +294,7 @@ class OpExecution(Generic[ContextT]):
         expect = getattr(generator, "expect", None)
         if expect is not None and not op.reply:
             expect(context, _upcoming(state))
-        charge = TokenCharge(state, state.abort)
+        charge = TokenCharge(state)
         token = METER.set(charge.count)
         try:
             end = await generate(context, params, variable.extend, op.constraint, *streamed)
@@ -323,6 +324,50 @@ class OpExecution(Generic[ContextT]):
         )
         variable.complete(value)
         state.num_unreported = 0
+
+
+class TokenCharge:
+    """Charges the tokens of one generation to the budgets of its state, while it runs. A budget that the
+    state gets meanwhile is charged with all of them. Tokens beyond a budget end the generation."""
+
+    __slots__ = ("_charged", "_num_tokens", "_state")
+
+    def __init__(self, state: StateRecord[Any]) -> None:
+        self._state = state
+        self._num_tokens = 0
+        self._charged: dict[Budget, int] = {}
+
+    def count(self, num_tokens: int) -> None:
+        """Charges new tokens. Negative: earlier ones did not count."""
+        self._num_tokens += num_tokens
+        budgets = self._state.budgets
+        if budgets and self._charge(budgets):
+            self._state.abort()
+
+    def end(self, usage: Usage, *, was_truncated: bool) -> None:
+        """Charges the rest of the usage. ``was_truncated``: a budget truncated the generation.
+        ``BudgetExceeded``."""
+        self._num_tokens = usage.output_tokens
+        budgets = self._state.budgets
+        if self._charge(budgets) or (was_truncated and any(budget.tokens_left < 1 for budget in budgets)):
+            raise budget_exceeded(usage)
+
+    def close(self) -> int:
+        """The generation has ended or was cancelled. Returns the number of its tokens."""
+        for budget, num_tokens in self._charged.items():
+            budget.tokens_running -= num_tokens
+        return self._num_tokens
+
+    def _charge(self, budgets: Sequence[Budget]) -> bool:
+        """Whether a budget is exceeded."""
+        is_exceeded = False
+        for budget in budgets:
+            num_new = self._num_tokens - self._charged.get(budget, 0)
+            budget.tokens_left -= num_new
+            budget.tokens_running += num_new
+            self._charged[budget] = self._num_tokens
+            is_exceeded = is_exceeded or budget.tokens_left < 0
+        return is_exceeded
 
 
 def _upcoming(state: StateRecord[ContextT]) -> list[Upcoming]:
