@@ -165,6 +165,12 @@ class Link:
             if link is not self and link.is_alive:
                 link._limit(deadline_s, output_tokens)
 
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether a limit of tokens holds for several models together, so that each must report all that it
+        generates."""
+        return self._tokens_left is not None and len(self.models) + len(self._links) > 2
+
     def _limit(self, deadline_s: float | None, output_tokens: int | None) -> None:
         self.send([limit_op(0, deadline_s, output_tokens)])
         if deadline_s is not None:

@@ -856,6 +856,22 @@ async def test_f37_tokens_of_generations_that_end_without_a_value_are_not_left_t
         assert other["y"].text == words(3 if how == "fault" else 4)
 
 
+async def test_f37_tokens_of_a_graph_are_not_left_to_other_models_whatever_it_reports() -> None:
+    @af.program
+    async def thoughtful(s: af.State) -> str:
+        s += "Think: " + af.gen("thoughts") + " Answer: " + af.gen("answer")
+        return await s["answer"]
+
+    models = {"small": af.Scripted(lambda call: words(3)), "large": af.Scripted(lambda call: words(8))}
+    async with af.session(models=models) as flow, flow.state(model="large") as other:
+        flow.limit(output_tokens=8)
+        assert await flow.submit(thoughtful.trace()) == words(3)
+        other += af.gen("y")
+        with pytest.raises(af.BudgetExceeded):
+            await other["y"]
+        assert other["y"].text == words(2)
+
+
 async def test_f37_tokens_of_generations_that_a_limit_ends_are_not_left_to_other_models() -> None:
     models = {"slow": af.Scripted(lambda prompt: words(6)), "quick": af.Scripted(lambda prompt: words(8))}
     async with af.session(models=models) as flow, flow.state() as s, flow.state(model="quick") as other:

@@ -428,11 +428,12 @@ class GraphRun:
         base = link.reserve_ids(max([max(numbers(op)) for op in graph_ops]))
         index = link.next_run_index() if index is None else index
         record = link.runs.begin(graph.name, link.spans)
+        reports_all = is_streamed or link.shares_tokens
         op = ops.SubmitGraph(
             base + ROOT,
             _placed(graph_ops if record.span is None else _traced(graph_ops, record.span), objective, group),
             inputs=values,
-            outputs=tuple(graph.generated if is_streamed else graph.outputs),
+            outputs=tuple(graph.generated if reports_all else graph.outputs),
             seeds=seed_run(link.seed, index),
             places=dict(graph.places) if link.capabilities.seeds else {},
         )
