@@ -134,9 +134,29 @@ class _AnswerTransport:
     """The transport for the answer to one request, which ``TimedHttpProtocol`` closes."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
+        self._transport = transport
         self.is_closing = transport.is_closing
         self.close = close
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+
+class _UnchunkedTransport(_AnswerTransport):
+    """For HTTP/1.0, which has no chunks: the connection ends with the answer. uvicorn writes chunks anyway,
+    the headers and each chunk in one call."""
+
+    _is_chunked: bool | None = None  # None: before the headers
+
+    def write(self, data: bytes) -> None:
+        if self._is_chunked is None:
+            head, header, rest = data.partition(b"transfer-encoding: chunked\r\n")
+            self._is_chunked = bool(header)
+            data = head + rest
+        elif self._is_chunked and data:
+            size, _, rest = data.partition(b"\r\n")
+            data = rest[: int(size, 16)]
+        super().write(data)
 
 
 class TimedHttpProtocol(HttpToolsProtocol):
@@ -302,7 +322,10 @@ class TimedHttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         super().on_headers_complete()
         if self.cycle is not cycle:  # a websocket has no cycle
-            self.cycle.transport = _AnswerTransport(self.transport, self._close_answered)  # type: ignore[assignment]
+            is_old = self.parser.get_http_version() == "1.0"
+            kind = _UnchunkedTransport if is_old else _AnswerTransport
+            self.cycle.transport = kind(self.transport, self._close_answered)  # type: ignore[assignment]
+            self.cycle.waiting_for_100_continue &= not is_old
             self._stop_timer()
 
     def on_chunk_header(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.abc import SocketStream
+from support.api_server import api_server
 from support.server.http_clients import only_asyncio
 from support.wire_server import open_generator
 
@@ -271,6 +273,37 @@ async def test_f37_an_invalid_body_is_refused_like_invalid_headers(body: bytes, 
         answer = await _until_end(stream)
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert answer.count(b"HTTP/1.1") == 1
+
+
+def exchanged(url: str, request: bytes) -> tuple[bytes, bytes]:
+    """The headers and the body of an answer, which ends with the connection."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(request)
+        answer = b"".join(iter(lambda: client.recv(65_536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.lower(), body
+
+
+@pytest.mark.parametrize("headers", [b"", b"Expect: 100-continue\r\n"])
+def test_f37_a_stream_to_a_client_of_http_1_0_has_no_chunks(headers: bytes) -> None:
+    fields = {"model": "fake", "prompt": "hi", "max_tokens": 20, "seed": 1, "stream": True}
+    body = json.dumps(fields).encode()
+    headers += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with api_server() as server:
+        head, got = exchanged(server.url, b"POST /v1/completions HTTP/1.0\r\n" + headers + body)
+    assert head.startswith(b"http/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    *events, last = got.removesuffix(b"\n\n").split(b"\n\n")
+    assert last == b"data: [DONE]"
+    assert all(json.loads(event.removeprefix(b"data: "))["choices"] for event in events)
+
+
+def test_f37_an_answer_of_known_length_to_a_client_of_http_1_0_is_unchanged() -> None:
+    with api_server() as server:
+        head, got = exchanged(server.url, b"GET /v1/models HTTP/1.0\r\n\r\n")
+    assert b"content-length: %d" % len(got) in head
+    assert json.loads(got)["data"]
 
 
 NUM_PIECES = 26_214_400 // PIECE
