@@ -10,7 +10,7 @@ from support.redis_server import RedisServer
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from agentflow.backends.remote import Remote, _resuming
+from agentflow.backends.remote import Remote
 from agentflow.protocol.wire import (
     SESSION_PATH,
     VERSION,
@@ -59,7 +59,19 @@ def test_only_the_server_of_a_session_resumes_it(redis: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("query", ["", "?team=a%20b"])
-def test_the_client_resumes_at_the_address_of_its_session(query: str) -> None:
-    remote = Remote(f"ws://127.0.0.1:1/v1/session{query}")
-    found = _resuming(remote.uri, "a-1.x_-Y").resource_name
-    assert found == "/v1/session" + (f"{query}&" if query else "?") + "session=a-1.x_-Y"
+@pytest.mark.parametrize(
+    ("model", "resume", "param"),
+    [
+        (None, Resume("a-1.x_-Y", "secret"), "session=a-1.x_-Y"),
+        ("small", Resume("a-1.x_-Y", "secret"), "session=a-1.x_-Y"),
+        ("a/b:c d", None, "model=a%2Fb%3Ac+d"),
+        (None, None, ""),
+    ],
+)
+def test_the_client_resumes_at_the_address_of_its_session(
+    query: str, model: str | None, resume: Resume | None, param: str
+) -> None:
+    """And it opens a session at the address of its model."""
+    remote = Remote(f"ws://127.0.0.1:1/v1/session{query}", model=model)
+    found = remote._address(resume).resource_name
+    assert found == "/v1/session" + query + (param and ("&" if query else "?") + param)
