@@ -438,6 +438,31 @@ def test_f37_lists_tables_images_and_code_of_a_reply(stage: Stage, visit: Visit)
         assert axe_violations(screen) == []
 
 
+def test_f37_lists_and_code_of_a_reply_from_right_to_left_fit_and_keep_their_order(
+    stage: Stage, visit: Visit
+) -> None:
+    screen = visit(stage.url, viewport={"width": 400, "height": 740})
+    open_chat(screen)
+    stage.answer("leaf", "1. \u0623\u0648\u0644\n   - \u0639 $a_1$ \u0639\n2. second\n")
+    say(screen, "A leaf?")
+    reply = screen.page.locator(".chat-turn.is-assistant .markdown")
+    expect(reply.locator("code")).to_have_css("direction", "ltr")
+    expect(reply.locator("code")).to_have_css("unicode-bidi", "isolate")
+    column = reply.bounding_box()
+    assert column is not None
+    room = reply.get_by_role("listitem").evaluate_all(
+        """(items, [left, right]) => items.map((item) => {
+          const {left: x, right: end} = item.getBoundingClientRect();
+          return item.matches(":dir(rtl)") ? [right - end, x - left] : [x - left, right - end];
+        })""",
+        [column["x"], column["x"] + column["width"]],
+    )
+    assert len(room) == 3
+    for before, after in room:
+        assert before >= 24  # for the marker
+        assert after >= 0
+
+
 def test_f37_a_browser_without_a_clipboard_copies_and_keeps_the_focus(stage: Stage, visit: Visit) -> None:
     screen = visit(stage.url, permissions=["clipboard-read"])
     screen.page.add_init_script("navigator.clipboard.writeText = () => Promise.reject(new Error('no'))")

@@ -94,7 +94,7 @@ function purify(html: string): DocumentFragment {
         node.setAttribute("target", "_blank");
         node.setAttribute("rel", "noopener noreferrer nofollow");
       } else if (/^(P|LI|H\d|TD|TH|BLOCKQUOTE)$/.test(node.tagName)) node.setAttribute("dir", "auto");
-      else if (node.tagName === "PRE") node.setAttribute("dir", "ltr");
+      else if (/^(PRE|CODE)$/.test(node.tagName)) node.setAttribute("dir", "ltr");
       if (/^(PRE|TABLE)$/.test(node.tagName)) node.setAttribute("tabindex", "0"); // it may scroll
     });
   }
