@@ -37,6 +37,7 @@ from agentflow.protocol.chat import Conversation
 from agentflow.protocol.decisions import check_questions
 from agentflow.protocol.events import USE_ANOTHER, Capabilities
 from agentflow.protocol.images import FILE, Video, check_frames, check_source, max_file_bytes
+from agentflow.protocol.sampling import derived_seed
 from agentflow.protocol.text.transform import check_written
 
 ROOT: Final = 1
@@ -466,7 +467,7 @@ def expanded(graph: ops.SubmitGraph) -> Iterator[ops.Op]:
         if isinstance(op, ops.Seal):
             unsealed.pop(op.state, None)
         elif isinstance(op, ops.Gen) and op.var in graph.places:
-            seed = ops.derived_seed(graph.seeds, graph.places[op.var])
+            seed = derived_seed(graph.seeds, graph.places[op.var])
             op = replace(op, params=replace(op.params, seed=seed))
         yield shift_numbers(op, base)
     for state in unsealed:

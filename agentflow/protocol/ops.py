@@ -4,12 +4,10 @@ The client numbers states and variables, from 1, unique in a session. The ops of
 which they were submitted; ops of different states run concurrently. ``Cancel``, ``TaskGroup``, ``Limit``,
 ``Provide``, ``Want`` and the ops without a state take effect immediately, before waiting ops. ``op_table``
 has the properties of each op.
-
-A generation without a seed gets a ``derived_seed``, which depends only on its place in the program."""
+"""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from agentflow.errors import AgentflowError, BadArgument, ProtocolError, error_param, shown_error
+from agentflow.errors import AgentflowError, BadArgument, error_param, shown_error
 from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question
@@ -25,25 +23,6 @@ from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.images import MediumKind
 from agentflow.protocol.sampling import MAX_INT, GenParams, is_number, is_whole
 from agentflow.protocol.text.transform import Transform
-
-
-def seed_run(session_seed: int, index: int) -> str:
-    """The ``run`` of ``derived_seed``: the session's seed and the run's index."""
-    return f"{session_seed}/{index}"
-
-
-def seed_place(path: tuple[int, ...], number: int) -> str:
-    """The ``place`` of ``derived_seed``: the state's path in the fork tree, and the gen's number in the
-    state."""
-    return f"{path}/{number}"
-
-
-def derived_seed(run: str, place: str) -> int:
-    """A seed of 63 bits for a gen (the first 8 bytes of BLAKE2b, shifted right by one). ``run`` comes from
-    ``seed_run``, ``place`` from ``seed_place``: a replay and a compiled graph derive the same seeds."""
-    digest = hashlib.blake2b(f"{run}/{place}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
 
 Role = Literal["system", "user", "assistant", "tool"]
 SelectMethod = Literal[
@@ -65,8 +44,6 @@ MAX_TRACE_CHARS = 256
 WATCH_INTERVALS_S = (0.1, 60.0)
 """The shortest and the longest ``interval_s`` of a ``Watch``."""
 MAX_WATCHED_NODES = 5000
-MAX_NUMBER = 2**53 - 1
-"""The largest number of a state, variable or ticket: every JSON parser represents it exactly."""
 
 
 class _Op(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower, omit_defaults=True):
@@ -486,17 +463,6 @@ class Rejected:
     kind: str
     names: Mapping[int, str] = field(default_factory=dict)
     children: tuple[int, ...] = ()
-
-
-def may_be_number(number: int) -> bool:
-    """Whether a state, variable or ticket may have this number."""
-    return -MAX_NUMBER <= number <= MAX_NUMBER
-
-
-def check_number(number: int) -> None:
-    """Raises ``ProtocolError`` for a number that no state, variable or ticket may have."""
-    if not may_be_number(number):
-        raise ProtocolError(f"states, variables and tickets have numbers up to {MAX_NUMBER}, not {number}")
 
 
 def check_branches(count: int) -> None:

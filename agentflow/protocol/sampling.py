@@ -6,12 +6,14 @@ Python's ``re``; the engine searches with the package ``regex``, which can match
 both interpret differently are rejected, and so are patterns that would take much time or memory to
 compile, because ``regex`` expands counted repeats.
 
-``is_whole`` and ``is_number`` check numbers from programs.
+``is_whole`` and ``is_number`` check numbers from programs. A generation without a seed gets a
+``derived_seed``, which depends only on its place in the program.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 import reprlib
 from collections.abc import Callable, Mapping
@@ -313,3 +315,21 @@ def _are_biases(values: object) -> bool:
         and all(is_whole(token, 0, MAX_INT) and is_number(bias, -100.0, 100.0) for token, bias in values)
         and len({token for token, _ in values}) == len(values)
     )
+
+
+def seed_run(session_seed: int, index: int) -> str:
+    """The ``run`` of ``derived_seed``: the session's seed and the run's index."""
+    return f"{session_seed}/{index}"
+
+
+def seed_place(path: tuple[int, ...], number: int) -> str:
+    """The ``place`` of ``derived_seed``: the state's path in the fork tree, and the gen's number in the
+    state."""
+    return f"{path}/{number}"
+
+
+def derived_seed(run: str, place: str) -> int:
+    """A seed of 63 bits for a gen (the first 8 bytes of BLAKE2b, shifted right by one). ``run`` comes from
+    ``seed_run``, ``place`` from ``seed_place``: a replay and a compiled graph derive the same seeds."""
+    digest = hashlib.blake2b(f"{run}/{place}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

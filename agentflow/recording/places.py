@@ -16,8 +16,7 @@ import msgspec
 from agentflow.errors import ProtocolError
 from agentflow.protocol import ops
 from agentflow.protocol.op_table import declared, op_kind, opened
-from agentflow.protocol.ops import derived_seed, seed_place, seed_run
-from agentflow.protocol.sampling import GenParams
+from agentflow.protocol.sampling import GenParams, derived_seed, seed_place, seed_run
 from agentflow.protocol.text.transform import Transform
 
 StatePath = tuple[int, ...]

@@ -73,7 +73,7 @@ UNUSED = (  # by a gen of plain text
     "engine/text/chat_template.py",
     "runtime/task_group.py",
 )
-MAX_FILES = 45
+MAX_FILES = 41
 """A generation enters at most this many files, the snapshots that are made from time to time among them.
 Divide files, but keep the way through them short."""
 

@@ -30,7 +30,7 @@ from agentflow.protocol.op_table import OPS as TABLE
 from agentflow.protocol.text import transform
 from agentflow.protocol.wire import ClientFrame, ServerFrame
 from agentflow.runtime import generator
-from agentflow.runtime.interpreter import interpreter, state_tree
+from agentflow.runtime.interpreter import interpreter, state_tree, variables
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.websocket import connection as ws_session
 
@@ -222,7 +222,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert f"| {state_tree.MAX_STATES:,} |" in PAGE
     assert f"apply | {state_tree.MAX_LIMITS:,} |" in PAGE
     assert f"| {interpreter.MAX_PENDING_OPS:,} |" in PAGE
-    assert ops.MAX_NUMBER == 2**53 - 1
+    assert variables.MAX_NUMBER == 2**53 - 1
     assert f"nested causes of an error | {MAX_CAUSES};" in PAGE
     assert f"{ws_session.ACK_OPS} ops or {ws_session.ACK_BYTES // 1024} KiB" in PAGE
 

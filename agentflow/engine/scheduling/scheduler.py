@@ -623,7 +623,8 @@ class Scheduler:
         unlocked."""
         if request.status is Status.RUNNING:
             self._stop_running(request)
-            self.pauses.stopped(request, has_ended=True)
+            if self.pauses.is_used or self.pauses.resumed:
+                self.pauses.stopped(request, has_ended=True)
             self.waiting.finish(request)
         elif request in self.waiting:
             self.waiting.remove(request)

@@ -58,7 +58,7 @@ from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Image, MediumKind, Video, file_source
 from agentflow.protocol.op_table import ROOT, StateModels, check_sent, numbers, op_spec
-from agentflow.protocol.ops import seed_run
+from agentflow.protocol.sampling import seed_run
 from agentflow.protocol.text.transform import Transform, TransformName, apply_in_turn
 
 ResultT = TypeVar("ResultT")

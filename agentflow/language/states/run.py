@@ -34,7 +34,7 @@ from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.chat import ReplySoFar
 from agentflow.protocol.events import Capabilities, ErrorInfo, Value
-from agentflow.protocol.ops import derived_seed, seed_place, seed_run
+from agentflow.protocol.sampling import derived_seed, seed_place, seed_run
 from agentflow.runtime.limits import deadline_exceeded, limit_op
 
 FIRST_MAPPED = 2**52

@@ -26,7 +26,7 @@ from agentflow.language.states.traced import traced
 from agentflow.language.states.variable import Variable
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo, Usage
-from agentflow.protocol.ops import derived_seed
+from agentflow.protocol.sampling import derived_seed
 
 RETRY_TEMPERATURE: Final = 0.7
 """The temperature for retries of a greedy gen, which would repeat itself."""

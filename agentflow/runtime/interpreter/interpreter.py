@@ -68,7 +68,12 @@ from agentflow.runtime.interpreter.state_tree import (
     derived_error,
     with_place,
 )
-from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
+from agentflow.runtime.interpreter.variables import (
+    EventCursor,
+    VariableRecord,
+    check_number,
+    may_be_number,
+)
 from agentflow.runtime.interpreter.wired_text import MAX_OP_CHARS
 from agentflow.runtime.limits import (
     Budget,
@@ -323,7 +328,7 @@ class Interpreter(Generic[ContextT]):
         children: tuple[StateRecord[ContextT], ...] = ()
         match op:
             case _ if isinstance(op, ops.Declaring):
-                ops.check_number(op.var)
+                check_number(op.var)
                 if op.var in self._variables:
                     raise ProtocolError(f"variable {op.var} exists already")
                 own = (
@@ -375,18 +380,18 @@ class Interpreter(Generic[ContextT]):
                 self._provide(ops.Provide(number, error=ErrorInfo.of(op.error)))
             return
         state = self._states.get(op.state)
-        if state is None and op.kind in ("open", "submit") and ops.may_be_number(op.state):
+        if state is None and op.kind in ("open", "submit") and may_be_number(op.state):
             state = self._states.add_failed(op.state, None, op.error, self._memory_of_rejected)
         if state is None or state.is_closing:
             # There is no state to fail, so the session ends.
             ends = isinstance(op.error, Overloaded | ProtocolError)
             raise op.error if ends else ProtocolError(str(op.error))
         for child in op.children:
-            if self._states.get(child) is None and ops.may_be_number(child):
+            if self._states.get(child) is None and may_be_number(child):
                 error = derived_error("the fork did not happen", op.error, state)
                 self._states.add_failed(child, state, error, self._memory_of_rejected)
         for number, name in op.names.items():
-            if number not in self._variables and ops.may_be_number(number):
+            if number not in self._variables and may_be_number(number):
                 reservation = MemoryReservation(self._memory_of_rejected, variable_bytes(name))
                 variable = VariableRecord(number, name, self.events, reservation, self._later)
                 self._variables[number] = variable

@@ -32,7 +32,7 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.op_table import op_spec
 from agentflow.runtime.generator import ContextT, Generator, NodeText, Snapshot, SnapshotNode, View
-from agentflow.runtime.interpreter.variables import EventCursor
+from agentflow.runtime.interpreter.variables import EventCursor, check_number
 from agentflow.runtime.limits import MemoryBudget, MemoryReservation
 from agentflow.runtime.programs.graph import ProgramGraph
 from agentflow.runtime.programs.live import Room, TenantGraphs, live_graph
@@ -69,7 +69,7 @@ class StatsAnswers(Generic[ContextT]):
 
     def ask(self, ticket: int) -> None:
         """Requests an answer with this ticket. ``Overloaded`` if too many are waiting."""
-        ops.check_number(ticket)
+        check_number(ticket)
         if len(self._tickets) + len(self._replies) >= MAX_TICKETS:
             raise Overloaded(
                 f"{MAX_TICKETS} requests for statistics are unanswered: receive some answers first"
@@ -114,7 +114,7 @@ class GraphAnswers:
 
     def ask(self, ticket: int, *, of_tenant: bool = False) -> None:
         """Requests an answer with this ticket. ``Overloaded`` if the client has not received too many."""
-        ops.check_number(ticket)
+        check_number(ticket)
         if len(self._tickets) >= MAX_PEEKS:
             raise Overloaded(f"{MAX_PEEKS} requests for the graph are unanswered: receive some answers first")
         self._tickets.append((ticket, of_tenant))
@@ -322,7 +322,7 @@ class WatchAnswers(Generic[ContextT]):
 
     def watch(self, op: ops.Watch) -> None:
         """Begins a watch, in place of an earlier one. ``Overloaded`` if too many answers are not received."""
-        ops.check_number(op.ticket)
+        check_number(op.ticket)
         self._check_room()
         self.unwatch()
         try:
@@ -347,7 +347,7 @@ class WatchAnswers(Generic[ContextT]):
 
     def peek(self, op: ops.Peek) -> None:
         """Requests the text of a node. ``Overloaded`` if too many are waiting or not received."""
-        ops.check_number(op.ticket)
+        check_number(op.ticket)
         self._check_room()
         self._peeks.append(op)
         if len(self._peeks) == 1:

@@ -35,9 +35,8 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import GRAPH_TICKET
-from agentflow.protocol.ops import check_number
 from agentflow.runtime.generator import ContextT, Generator, StateHint
-from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord
+from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord, check_number
 from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,
     OWN_CHAR_BYTES,

@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 import anyio
 import msgspec
 
-from agentflow.errors import AgentflowError
+from agentflow.errors import AgentflowError, ProtocolError
 from agentflow.protocol.chat import read_reply
 from agentflow.protocol.events import Delta, ErrorInfo, Event, Usage, Value, VarFailed
 from agentflow.runtime.limits import (
@@ -32,6 +32,20 @@ from agentflow.runtime.limits import (
     error_bytes,
     value_bytes,
 )
+
+MAX_NUMBER = 2**53 - 1
+"""The largest number of a state, variable or ticket: every JSON parser represents it exactly."""
+
+
+def may_be_number(number: int) -> bool:
+    """Whether a state, variable or ticket may have this number."""
+    return -MAX_NUMBER <= number <= MAX_NUMBER
+
+
+def check_number(number: int) -> None:
+    """Raises ``ProtocolError`` for a number that no state, variable or ticket may have."""
+    if not may_be_number(number):
+        raise ProtocolError(f"states, variables and tickets have numbers up to {MAX_NUMBER}, not {number}")
 
 
 class EventSource(Protocol):

@@ -18,8 +18,9 @@ from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.errors import MAX_CAUSES, RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo, Event, Reached, StateFailed, VarFailed
-from agentflow.protocol.ops import MAX_NUMBER, Op
+from agentflow.protocol.ops import Op
 from agentflow.runtime.interpreter.checking import CheckingInterpreter
+from agentflow.runtime.interpreter.variables import MAX_NUMBER
 
 pytestmark = pytest.mark.anyio
 

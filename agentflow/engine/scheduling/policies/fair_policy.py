@@ -70,7 +70,7 @@ class FairLongestPrefix(Policy):
 
     def __iter__(self) -> Iterator[Request]:
         for tenant in self._tenants.values():
-            yield from tenant.preempted
+            yield from tenant.preempted.values()
             yield from tenant.aside.values()
             for waiting in tenant.arrivals.waiting.values():
                 yield waiting.request

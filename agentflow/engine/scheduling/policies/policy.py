@@ -146,40 +146,31 @@ class Policy(ABC):
         return
 
 
-class Preempted:
-    """Preempted requests in the order of their arrival. They run again before all others."""
+class Preempted(dict[int, Request]):
+    """Preempted requests by id. They run again before all others, in the order of their arrival."""
 
-    def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}  # by id
-        self._order: list[tuple[int, int]] = []  # their arrivals and ids
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request: Request) -> bool:
-        return request.id in self._requests
+    _order: list[tuple[int, int]] | None = None  # their arrivals and ids; None before the first request
 
     def add(self, request: Request) -> None:
         """Adds a request. May be repeated."""
-        if request not in self:
+        if request.id not in self:
+            if self._order is None:
+                self._order = []
             insort(self._order, (request.arrival, request.id))
-            self._requests[request.id] = request
+            self[request.id] = request
 
     def discard(self, request: Request) -> bool:
         """Removes the request. Returns whether it was there."""
-        if self._requests.pop(request.id, None) is None:
+        if self._order is None or self.pop(request.id, None) is None:
             return False
         del self._order[bisect_left(self._order, (request.arrival, request.id))]
         return True
 
     def first(self, is_blocked: IsBlocked) -> Request | None:
         """The first request that is not blocked, unless there are ``MAX_PASSED_OVER`` before it."""
-        for _, number in islice(self._order, MAX_PASSED_OVER):
-            if not is_blocked(self._requests[number], None):
-                return self._requests[number]
+        for _, number in islice(self._order or (), MAX_PASSED_OVER):
+            if not is_blocked(self[number], None):
+                return self[number]
         return None
 
 
@@ -192,11 +183,11 @@ class SimplePolicy(Policy):
         self._waiting: dict[int, Request] = {}
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._preempted
+        yield from self._preempted.values()
         yield from self._waiting.values()
 
     def __contains__(self, request: Request) -> bool:
-        return request.id in self._waiting or request in self._preempted
+        return request.id in self._waiting or request.id in self._preempted
 
     def add(self, request: Request) -> None:
         self._waiting[request.id] = request

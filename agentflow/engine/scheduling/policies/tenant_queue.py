@@ -179,7 +179,8 @@ class TenantQueue:
         """The request no longer waits. After a fault in a move, it may be in two places, or not in all parts
         of one."""
         self._chosen = self._found = None
-        self.preempted.discard(request)
+        if self.preempted:
+            self.preempted.discard(request)
         if request.id in self.aside:
             self._leave_aside(request)
         if request.id in self.arrivals.waiting:
@@ -246,7 +247,7 @@ class TenantQueue:
             del self.open_groups[next(iter(self.open_groups))]
 
     def __contains__(self, request: Request) -> bool:
-        waits_in_line = request.id in self.arrivals.waiting or request in self.preempted
+        waits_in_line = request.id in self.arrivals.waiting or request.id in self.preempted
         return waits_in_line or request.id in self.aside
 
     @property
@@ -262,7 +263,7 @@ class TenantQueue:
     def put_aside(self, program: int) -> None:
         """The requests of a program wait aside."""
         self._chosen = self._found = None
-        preempted = [one for one in self.preempted if one.origin.program == program]
+        preempted = [one for one in self.preempted.values() if one.origin.program == program]
         for request in [*preempted, *self._of_program.get(program, {}).values()]:
             self.wait_aside(request)  # first, so that a fault does not lose it
             if not self.preempted.discard(request):

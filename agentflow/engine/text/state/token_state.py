@@ -2,7 +2,7 @@
 
 The ids depend only on the appended text. Consecutive text is encoded as one run, split only at generated
 tokens, at role markup and at calls of ``cut``. Generated text keeps its generated ids. The parts of a state
-become spans of text (``make_spans``), and these become ids (``encode_spans``).
+become spans of text (``_make_spans``), and these become ids (``_encode_spans``).
 
 An image or a video is a run of a turn, or of text outside turns. It is a part of the message that the
 template gets, and replaces the placeholder that the template writes for it; in an open turn and outside turns
@@ -23,14 +23,7 @@ from agentflow.engine.text.chat_template import ChatTemplate, MediumMarkup
 from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.engine.text.reasoning import reasoning_format_after, reasoning_marks
 from agentflow.engine.text.state.choices import EncodedChoices, encode_choices
-from agentflow.engine.text.state.encoding import (
-    ShowMedium,
-    encode_spans,
-    known_spans,
-    make_spans,
-    with_edges,
-    with_known,
-)
+from agentflow.engine.text.state.laid_out import between_turns, laid_out
 from agentflow.engine.text.state.parts import Part, PlainTools, TextRun
 from agentflow.engine.text.state.rendered_prefixes import Attached, RenderedPrefixes
 from agentflow.engine.text.state.text_spans import Segment, Span
@@ -83,7 +76,7 @@ class TokenState:
         self._runs_to_take: list[TextRun] = []  # joined once, so that n images take linear time
         self._pending: list[str] = []
         self._media: dict[Medium, _MediumIds] = {}  # by the medium without its bytes
-        self._edges: dict[str, tuple[str, str]] = {}  # of ``with_edges``
+        self._edges: dict[str, tuple[str, str]] = {}  # of ``_with_edges``
         self._markup: dict[MediumKind, MediumMarkup | None] = {}
         self.unread: dict[Medium, Medium] = {}
         """The images and videos whose prepared form ``prepared`` must set before ids are needed, by the
@@ -513,12 +506,12 @@ class TokenState:
 
     def _spans(self, layout: Layout | None) -> list[Span]:
         parts = self._shown(self._all_parts())
-        show = ShowMedium(self._make_span, self._markup_now())
-        spans = make_spans(parts, layout, self._tokenizer, self.template, self._now, show)
+        show = _ShowMedium(self._make_span, self._markup_now())
+        spans = _make_spans(parts, layout, self._tokenizer, self.template, self._now, show)
         runs = parts[-1].runs if parts and parts[-1].is_open and parts[-1].role == "assistant" else ()
         if self.template.has_channels and runs and runs[0].ids is None:  # the prompt begins the answer
             spans.insert(len(spans) - len(runs), Span(ANSWER_HEAD, is_markup=True))
-        spans = with_edges(spans, self._edges) if self._edges else spans
+        spans = _with_edges(spans, self._edges) if self._edges else spans
         return spans if self._has_prefix else spans[1:]
 
     def _segments_now(self) -> list[Segment]:
@@ -535,9 +528,9 @@ class TokenState:
             self.text_keys = [key for _, key in cut_points]
             self._attached = self._known.attached(cut_points)
             if self._attached is not None:
-                self._attached_spans = known_spans(spans, self._attached)
-                spans = with_known(spans, self._attached)
-        return encode_spans(spans, self._tokenizer, self._segments)
+                self._attached_spans = _known_spans(spans, self._attached)
+                spans = _with_known(spans, self._attached)
+        return _encode_spans(spans, self._tokenizer, self._segments)
 
     def _new_texts(self, layout: Layout | None) -> list[str]:
         """Returns the texts after the settled number of characters."""
@@ -606,3 +599,135 @@ def _joined(segments: list[Segment]) -> list[int]:
     for segment in segments:
         ids += segment.ids
     return ids
+
+
+@dataclass(frozen=True, slots=True)
+class _ShowMedium:
+    """Shows images and videos as spans: ``span`` has the ids, and ``markup`` the template's text around
+    one of a kind."""
+
+    span: Callable[[Medium], Span]
+    markup: Mapping[MediumKind, MediumMarkup]
+
+    def part(self, part: Part) -> list[Span]:
+        """Returns the runs of an open turn, or outside turns."""
+        spans: list[Span] = []
+        for run in part.runs:
+            if run.medium is None:
+                spans.append(Span(run.text, is_markup=False, ids=run.ids))
+            elif (markup := self.markup.get(medium_kind(run.medium))) is None:
+                spans.append(self.span(run.medium))
+            else:
+                before, after = Span(markup.before, is_markup=True), Span(markup.after, is_markup=True)
+                spans += [span for span in (before, self.span(run.medium), after) if span.text]
+        return spans
+
+
+def _make_spans(
+    parts: Sequence[Part],
+    layout: Layout | None,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    now: datetime,
+    show: _ShowMedium,
+) -> list[Span]:
+    """Returns the whole state, in the order of its text.
+
+    Args:
+        parts: the turns, and the text between them.
+        layout: the layout of the closed turns and of the opening of the open turn; None if there are no
+            turns.
+        tokenizer: the model's tokenizer.
+        template: the chat template.
+        now: the time for the template.
+        show: returns the span of an image or a video.
+
+    Raises:
+        NotSupported: the template leaves no place for text between turns.
+    """
+    begins_plain = not parts or parts[0].role is None
+    spans = [Span("", is_markup=True, ids=tokenizer.prefix_ids)] if begins_plain else []
+    if layout is None:
+        return spans + [span for part in parts for span in show.part(part)]
+    at = 0
+    bos = tokenizer.bos
+    if begins_plain and bos and tokenizer.bos_id in tokenizer.prefix_ids and layout.text.startswith(bos):
+        at = len(bos)  # the state already begins with bos
+    turns = [part for part in parts if part.role is not None and not part.is_open]
+    for part, end in between_turns(parts, layout, template, now):
+        spans += laid_out(layout, turns, tokenizer, at, end, show.span)
+        spans += show.part(part)
+        at = max(at, end)
+    spans += laid_out(layout, turns, tokenizer, at, len(layout.text), show.span)
+    return spans + [span for part in parts if part.is_open for span in show.part(part)]
+
+
+def _encode_spans(spans: Sequence[Span], tokenizer: Tokenizer, old: Sequence[Segment]) -> list[Segment]:
+    """Encodes ``spans``. Spans that are also in ``old``, an earlier state of the same text, are not encoded
+    again."""
+    known: dict[tuple[Span, bool], Segment] = {}
+    segments: list[Segment] = []
+    num_chars = 0
+    last_id: int | None = None
+    is_same = True  # so far
+    for number, span in enumerate(spans):
+        segment = old[number] if is_same and number < len(old) else None
+        if segment is None or segment.span != span:
+            is_same = False
+            # The ids of generated text and media do not depend on the text before them.
+            continues = span.ids is not None or tokenizer.continues_after(num_chars, last_id)
+            known = known or {(one.span, one.continues): one for one in old}
+            segment = known.get((span, continues)) or _encode(span, tokenizer, continues)
+        segments.append(segment)
+        num_chars += len(span.text)
+        last_id = segment.ids[-1] if segment.ids else last_id
+    return segments
+
+
+def _encode(span: Span, tokenizer: Tokenizer, continues: bool) -> Segment:
+    if span.ids is not None:
+        return Segment(span, continues, span.ids)
+    encode = tokenizer.encode_markup if span.is_markup else tokenizer.encode
+    return Segment(span, continues, tuple(encode(span.text, continues=continues)))
+
+
+def _with_edges(spans: Sequence[Span], edges: Mapping[str, tuple[str, str]]) -> list[Span]:
+    """Returns the spans with plain text at the edges of media, which is encoded together with the markup
+    next to it. ``edges``: the texts before and after a medium, by its identity."""
+    found: list[Span] = []
+    tail = ""
+    for span in spans:
+        if tail:
+            joins = span.is_markup and span.ids is None
+            span, rest = (replace(span, text=tail + span.text), "") if joins else (span, tail)
+            found += [Span(rest, is_markup=True)] if rest else []
+        lead, tail = edges.get(span.medium, ("", ""))
+        if lead:
+            joins = bool(found) and found[-1].is_markup and found[-1].ids is None
+            before = found.pop().text if joins else ""
+            found.append(Span(before + lead, is_markup=True))
+        found.append(span)
+    return [*found, Span(tail, is_markup=True)] if tail else found
+
+
+def _with_known(spans: Sequence[Span], attached: Attached) -> list[Span]:
+    """Returns the spans with their known beginning as one span."""
+    point = attached.cut_point
+    cut = spans[point.span]
+    before = "".join([span.text for span in spans[: point.span]])
+    known = Span(before + cut.text[: point.offset], is_markup=False, ids=attached.token_ids)
+    rest = spans[point.span + 1 :]
+    if point.edge is None:
+        return [known, *rest]
+    ids = None if cut.ids is None else cut.ids[point.num_ids :]
+    return [known, Span(cut.text[point.offset :], cut.is_markup, ids), *rest]
+
+
+def _known_spans(spans: Sequence[Span], attached: Attached) -> list[Span]:
+    """Returns the spans of the known beginning."""
+    point = attached.cut_point
+    cut = spans[point.span]
+    if point.edge is None:
+        return [*spans[: point.span + 1]]
+    ids = None if cut.ids is None else cut.ids[: point.num_ids]
+    return [*spans[: point.span], Span(cut.text[: point.offset], cut.is_markup, ids)]
