@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,7 +63,8 @@ _OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count)"\s*:\s*(
 _HEAD_BYTES = _TAIL_BYTES = 4_096
 MAX_IDS = 8
 """The limit of ids that are read from one answer. Further ids may be a client's text in the answer."""
-_EVENTS = b"text/event-stream"
+_MARKS = {b"text/event-stream": b"data:", b"application/x-ndjson": b"\n"}
+"""The bytes that each event of a stream has once, by the type of the stream."""
 
 
 @dataclass(slots=True)
@@ -133,10 +134,10 @@ class HttpProxy:
     async def _read(self, scope: Scope, body: ClientBody) -> RequestFacts:
         method, path, headers = scope["method"], raw_path(scope).decode("latin-1"), Headers(scope=scope)
         query = scope.get("query_string", b"").decode("latin-1")
-        data = bytes(body.data) if body.is_whole else b""
+        data = bytes(body.data)
+        reading = partial(read_asked, method, path, headers, data, query, is_whole=body.is_whole)
         if len(data) <= SMALL_BODY_BYTES:
-            return read_asked(method, path, headers, data, query)
-        reading = partial(read_asked, method, path, headers, data, query)
+            return reading()
         return await anyio.to_thread.run_sync(reading, limiter=self._readers)
 
     async def _serve(self, scope: Scope, body: ClientBody, answer: _Answer, asked: RequestFacts) -> None:
@@ -262,7 +263,7 @@ class HttpProxy:
         headers = answer_headers(received.response.headers.raw)
         headers.append((TARGET_HEADER, b"%d" % assignment.target.number))
         is_good, stores = received.status < 300, asked.stores and received.status < 300
-        is_stream = received.is_stream
+        mark = _find_mark(received.response.headers.raw)
         head = tail = b""
         num_events = 0
         part = received.part
@@ -271,8 +272,8 @@ class HttpProxy:
                 head += part[:_HEAD_BYTES]
                 for name in _ID.findall(head)[:MAX_IDS]:
                     self._placement.own(name.decode("latin-1"), assignment.target, is_sure=False)
-            if is_stream:
-                num_events += part.count(b"data:")
+            if mark:
+                num_events += part.count(mark)
                 if num_events:
                     assignment.started()
             else:
@@ -288,7 +289,7 @@ class HttpProxy:
                 raise httpx2.ReadTimeout(f"nothing came for {self._limits.stall_s:g} s")
         if is_good:
             found = _OUTPUT.findall(tail)
-            assignment.completed(num_events if is_stream else int(found[-1]) if found else 0)
+            assignment.completed(num_events if mark else int(found[-1]) if found else 0)
 
 
 class _Received:
@@ -302,11 +303,6 @@ class _Received:
         self._stream = stream
         self._parts: AsyncIterator[bytes] = stream.__aiter__()
         self.part = b""
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the parts are events."""
-        return self.response.headers.get("content-type", "").startswith(_EVENTS.decode())
 
     @property
     def is_read(self) -> bool:
@@ -351,7 +347,8 @@ class _Answer:
         self._scope = scope
         self._send = send
         self._body = body
-        self._is_stream = False
+        self._mark = b""  # of the events of a stream
+        self._is_at_end = True  # of an event
         self.has_begun = False
         self.is_over = False
 
@@ -361,9 +358,7 @@ class _Answer:
         if not self._body.is_read:
             # The rest of the body would be read as the next request.
             headers = [*headers, (b"connection", b"close")]
-        self._is_stream = any(
-            name == b"content-type" and value.startswith(_EVENTS) for name, value in headers
-        )
+        self._mark = _find_mark(headers)
         await self._pass({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, part: bytes, *, is_last: bool = False) -> None:
@@ -371,6 +366,7 @@ class _Answer:
         if is_last:
             self.is_over = True
         if part or is_last:
+            self._is_at_end = part.endswith(b"\n")
             await self._pass({"type": "http.response.body", "body": part, "more_body": not is_last})
 
     async def fail(self, error: ApiError) -> None:
@@ -388,11 +384,13 @@ class _Answer:
 
     async def break_off(self, error: ApiError) -> None:
         """Ends an incomplete answer: a stream with an error, other answers by closing the connection."""
-        if self._is_stream:
+        if self._mark:
             headers = Headers(scope=self._scope)
             shape = find_error_format(self._scope["path"], headers)
             body = shape.body(error, read_request_id(headers))
-            await self.write(b"\n\n" + shape.in_stream(body), is_last=True)
+            # An empty line ends an event, but is no event where each line is one.
+            end = b"\n\n" if self._mark != b"\n" else b"" if self._is_at_end else b"\n"
+            await self.write(end + shape.in_stream(body), is_last=True)
 
     async def _pass(self, message: dict[str, object]) -> None:
         try:
@@ -409,6 +407,12 @@ async def _cancel_when_gone(body: ClientBody, answer: _Answer, scope: anyio.Canc
     await body.until_gone()
     if not answer.is_over:
         scope.cancel()
+
+
+def _find_mark(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The mark of the events of an answer; empty if it is no stream."""
+    kinds = [value.partition(b";")[0].strip() for name, value in headers if name.lower() == b"content-type"]
+    return _MARKS.get(kinds[0], b"") if kinds else b""
 
 
 def _broken() -> ApiError:

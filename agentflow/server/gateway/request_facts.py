@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
+import jiter
 import msgspec
 
 from agentflow.cluster.routing.text_router import MAX_RUN_BYTES, text_run
@@ -55,7 +56,13 @@ class RequestFacts:
 
 
 def read_asked(
-    method: str, path: str, headers: Mapping[str, str], body: bytes, query: str = ""
+    method: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    query: str = "",
+    *,
+    is_whole: bool = True,
 ) -> RequestFacts:
     """Reads a request. The gateway accepts every request: its target checks it.
 
@@ -63,8 +70,9 @@ def read_asked(
         method: Such as ``POST``.
         path: Without the query, as it was sent.
         headers: With names in lower case.
-        body: Empty if there is none, or if it is too large to be read.
+        body: Empty if there is none.
         query: Of the address. A request for a ticket has the session or the model there, like the websocket.
+        is_whole: Whether the body is complete. Otherwise, it is the beginning of a large one.
     """
     asked = RequestFacts(caller=_caller(headers))
     parts = [unquote(part)[:MAX_NAME_CHARS] for part in path.split("/") if part]
@@ -78,7 +86,7 @@ def read_asked(
     if method == "POST":
         asked.stores = not parts or parts[-1] not in _STATELESS
         if body:
-            _read_body(asked, body)
+            _read_body(asked, _decoded(body, is_whole=is_whole))
     asked.program = asked.caller.program or asked.program
     return asked
 
@@ -95,8 +103,7 @@ def _caller(headers: Mapping[str, str]) -> Caller:
         return ANYONE
 
 
-def _read_body(asked: RequestFacts, body: bytes) -> None:
-    fields = _decoded(body)
+def _read_body(asked: RequestFacts, fields: Any) -> None:
     if not isinstance(fields, dict):
         return
     asked.model = _text(fields.get("model")).removesuffix(LATEST) or asked.model
@@ -124,13 +131,13 @@ def _read_body(asked: RequestFacts, body: bytes) -> None:
         asked.run = text_run(b"".join(pieces))
 
 
-def _decoded(body: bytes) -> Any:
+def _decoded(body: bytes, *, is_whole: bool) -> Any:
     scan = JsonScan(BODY_BOUNDS)
     try:
         for start in range(0, len(body), PIECE_BYTES):
             scan.push(body[start : start + PIECE_BYTES])
-        return msgspec.json.decode(body)
-    except (*UNREADABLE, TooMuchJson):
+        return msgspec.json.decode(body) if is_whole else jiter.from_json(body, partial_mode=True)
+    except (*UNREADABLE, TooMuchJson, ValueError):
         return None
 
 

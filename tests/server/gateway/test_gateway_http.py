@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import AsyncIterator
@@ -293,6 +294,22 @@ async def test_a_stream_that_breaks_ends_with_an_error() -> None:
         assert json.loads(first.removeprefix("data: ")) == {"a": 1}
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "target_failed"
         assert len(route.asked(0) + route.asked(1)) == 1  # never repeated
+
+
+@pytest.mark.parametrize("sent", [[b'{"a": 1}\n'], [b'{"a": 1}\n', b'{"a": 2}\n{"a'], []], ids=range(3))
+async def test_f37_a_stream_of_lines_that_breaks_ends_with_an_error(sent: list[bytes]) -> None:
+    """In Ollama's API, each line is an event, and an empty line is none."""
+    broken = Answer([*sent, Reset()], content_type="application/x-ndjson; charset=utf-8")
+    async with routed_fakes(always(broken)) as route:
+        got = await route.http.post("/api/chat", json={"model": "m"})
+        if not sent:
+            assert got.status_code == 502
+            assert got.json()["code"] == "target_failed"
+            return
+        *lines, error = got.content.splitlines()
+        assert json.loads(error)["code"] == "target_failed"
+        assert lines == b"".join(sent).splitlines()
+        assert route.gateway.targets[0].num_running == 0
 
 
 async def test_a_body_that_breaks_is_not_complete_for_the_client() -> None:
@@ -647,6 +664,23 @@ async def test_a_large_body_is_passed_on_while_it_arrives() -> None:
             asked = (route.asked(0) + route.asked(1))[-1]
             assert len(asked.body) == 50_000
         assert route.gateway.proxy._bodies.num_bytes == 0
+
+
+async def test_f37_a_large_body_is_sent_to_a_server_with_its_model() -> None:
+    """The model is known if it stands in the part that is kept."""
+
+    def play(name: str) -> Play:
+        return lambda request: models(name) if request.path == "/v1/models" else completion(name)
+
+    async with routed_fakes(ok, ok, limits=GatewayLimits(body_bytes=10_000)) as route:
+        for fake, name in zip(route.fakes, "ab", strict=True):
+            fake._script = play(name)
+        await route.gateway.check_all()
+        for name, length in itertools.product("ab", (10, 20_000, 80_000)):
+            body = {"model": name, "messages": [{"role": "user", "content": "ü" * length}]}
+            for _ in range(3):
+                got = await route.http.post(CHAT, content=json.dumps(body, ensure_ascii=False).encode())
+                assert got.json()["choices"][0]["message"]["content"] == name
 
 
 async def test_a_client_that_stops_within_its_body() -> None:
