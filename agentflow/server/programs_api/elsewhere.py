@@ -4,6 +4,7 @@ the program again."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from urllib.parse import urlencode
 
 import msgspec
@@ -14,9 +15,10 @@ from agentflow.server.errors import ApiError, invalid_field
 from agentflow.server.event_stream import event
 from agentflow.server.http.call import ApiCall
 from agentflow.server.programs.shared_values import SharedValues
-from agentflow.server.programs_api.answer import failed_variable, ready_answer
+from agentflow.server.programs_api.answer import FAILED, FailedVariable, failed_variable, ready_answer
 from agentflow.server.programs_api.types import (
     ClosedProgram,
+    ProgramErrorBody,
     VariableAnswer,
     VariableDelta,
     VariableQuery,
@@ -67,21 +69,41 @@ async def _show(call: ApiCall, values: SharedValues, front: str | None) -> None:
         else:
             await call.reply(await _kept(call, values))
         return
+    criteria = {} if query.criteria is None else {"criteria": query.criteria}
+    failed: ApiError | None = None
+    try:  # before the stream begins, so that another error has its status
+        answer = await _read(call, values, front, {**criteria, "wait_s": "0"})
+    except ApiError as error:
+        if error.status != FAILED:
+            raise
+        failed = error
     if query.wait_s is not None:
         raise invalid_field("wait_s", "it excludes 'stream'")
     async with call.streaming() as stream:
-        if front is None:
-            answer = await _kept(call, values)
-        else:
-            asked = {} if query.criteria is None else {"criteria": query.criteria}
-            answered = await call.asked_elsewhere(front, urlencode(asked).encode())
-            if answered.status != 200:
-                raise read_error(answered)
-            answer = msgspec.json.decode(answered.body, type=VariableAnswer)
+        if failed is not None:
+            raise failed
+        if answer.status == "pending":
+            answer = await _read(call, values, front, criteria)
         if answer.value:
             delta = VariableDelta(semantic_var_id=answer.semantic_var_id, at=0, delta=answer.value)
             await stream.send(event(msgspec.json.encode(delta)))
         await stream.end(event(msgspec.json.encode(answer)))
+
+
+async def _read(
+    call: ApiCall, values: SharedValues, front: str | None, query: Mapping[str, str]
+) -> VariableAnswer:
+    """A variable, from the server that runs its program, or from the store. ``query``: for that server."""
+    if front is None:
+        return await _kept(call, values)
+    answered = await call.asked_elsewhere(front, urlencode(query).encode())
+    if answered.status != 200:
+        error = read_error(answered)
+        path = msgspec.json.decode(answered.body, type=ProgramErrorBody).error.path
+        if path is None:
+            raise error
+        raise FailedVariable(error.status, error.code, error.message, error.param, path=tuple(path))
+    return msgspec.json.decode(answered.body, type=VariableAnswer)
 
 
 async def _kept(call: ApiCall, values: SharedValues) -> VariableAnswer:

@@ -46,10 +46,12 @@ def program_of(server: ApiServer) -> str:
     return str(httpx2.post(f"{server.url}/v1/programs", json={}).json()["id"])
 
 
-def submit(server: ApiServer, program: str, output: str, **sampling: Any) -> httpx2.Response:
+def submit(
+    server: ApiServer, program: str, output: str, prompt: str = "Say ", **sampling: Any
+) -> httpx2.Response:
     placeholder: dict[str, Any] = {"name": "o", "in_out": "out", "semantic_var_id": output}
     placeholder |= {"sampling_params": {"max_tokens": 4, "temperature": 0, **sampling}}
-    body = {"prompt": "Say {{o}}", "placeholders": [placeholder]}
+    body = {"prompt": f"{prompt}{{{{o}}}}", "placeholders": [placeholder]}
     return httpx2.post(f"{server.url}/v1/programs/{program}/submit", json=body)
 
 
@@ -84,6 +86,26 @@ def test_another_server_lets_the_one_that_runs_a_program_answer(two: tuple[ApiSe
     for server in two:
         assert get(server, program, "x").status_code == 404
         assert submit(server, program, "y").status_code == 404
+
+
+@pytest.mark.parametrize("query", [{"stream": "true"}, {"stream": "true", "wait_s": 1}, {"wait_s": -1}, {}])
+@pytest.mark.parametrize("variable", ["x", "no", "failed"])
+def test_f37_a_server_that_forwards_has_the_same_errors(
+    two: tuple[ApiServer, ApiServer], variable: str, query: dict[str, Any]
+) -> None:
+    here, _ = two
+    program = program_of(here)
+    assert submit(here, program, "x").status_code == 200
+    assert submit(here, program, "failed", prompt="far too long " * 1_000).status_code == 200
+    for one in ("x", "failed"):
+        get(here, program, one)
+    found = []
+    for server in two:
+        got = get(server, program, variable, **query)
+        lines = [line for line in got.text.splitlines() if line.startswith("data: {")]
+        shown = json.loads(lines[-1].removeprefix("data: ") if lines else got.text)
+        found.append((got.status_code, got.headers["content-type"], shown))
+    assert found[0] == found[1]
 
 
 def test_a_wait_elsewhere_ends_with_its_client(two: tuple[ApiServer, ApiServer]) -> None:
@@ -132,6 +154,7 @@ def test_finished_values_survive_their_server(two: tuple[ApiServer, ApiServer]) 
         for retried in (get(server, lost, "pending"), submit(server, lost, "y")):
             assert (retried.status_code, retried.json()["error"]["code"]) == (503, "engine_down")
             assert retried.headers["retry-after"]
+        assert get(server, lost, "pending", stream="true").status_code == 503
     assert httpx2.delete(f"{there.url}/v1/programs/{lost}").status_code == 200
     assert get(here, lost, "x").status_code == 404
 
