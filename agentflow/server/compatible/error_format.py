@@ -65,4 +65,6 @@ OPENAI = OpenAIErrorFormat()
 def read_error(answered: ForwardedAnswer) -> ApiError:
     """The error in another server's answer."""
     error = msgspec.json.decode(answered.body, type=OpenAIErrorBody).error
-    return ApiError(answered.status, error.code or "invalid_value", error.message, error.param)
+    retry_after = dict(answered.headers).get(b"retry-after")
+    retry_after_s = None if retry_after is None else float(retry_after)
+    return ApiError(answered.status, error.code or "invalid_value", error.message, error.param, retry_after_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import httpx2
@@ -12,6 +13,10 @@ from support.fake_engine import FakeEngine
 from support.faulty_servers import KEY, failing_engine, tenants
 from support.server.apis import APIS, CHAT, MESSAGES, Api, post, refused
 from support.server.module_servers import module_server
+
+from agentflow.server.compatible.error_format import OPENAI, read_error
+from agentflow.server.errors import ApiError
+from agentflow.server.stores.fronts import ForwardedAnswer
 
 EACH_API = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
 
@@ -78,3 +83,14 @@ def test_a_stream_that_finds_the_queue_full(api: Api) -> None:
                 assert full == (529 if api is MESSAGES else 503, "overloaded", None)
         finally:
             server.engine.gate.open()
+
+
+@pytest.mark.parametrize("retry_after_s", [None, 3.0])
+@pytest.mark.parametrize("param", [None, "model"])
+def test_f37_an_error_of_another_server_is_passed_on_unchanged(
+    param: str | None, retry_after_s: float | None
+) -> None:
+    error = ApiError(503, "overloaded", "try again", param, retry_after_s)
+    headers = tuple([(name.encode(), value.encode()) for name, value in error.headers.items()])
+    found = read_error(ForwardedAnswer(status=503, headers=headers, body=OPENAI.body(error, "")))
+    assert asdict(found) == asdict(error)
