@@ -291,3 +291,25 @@ def test_f33a_a_text_ends_after_the_last_tag_allowed(most, num_calls):
     text = "".join(f"a <call>{n}</call>" for n in range(num_calls)) + " and prose"
     allowed = "".join(f"a <call>{n}</call>" for n in range(most)) if num_calls >= most else text
     assert follow(tags(CALL, max_tags=most), text) == (len(allowed), True)
+
+
+@pytest.mark.parametrize(
+    ("begin", "body", "value"),
+    [
+        ("<", {"kind": "schema", "source": '{"type": "integer"}', "end": ""}, "1"),
+        ("[", {"kind": "schema", "source": json.dumps({"type": "number"}), "end": ""}, "12"),
+        ("<", {"kind": "regex", "source": "(?:bb)?", "end": "b"}, "b"),
+        ("<", {"kind": "grammar", "source": "root ::= [0-9]*", "end": "b"}, "12b"),
+        ("<", CALL, "1</call>"),
+    ],
+)
+def test_f37_a_begin_of_one_byte_begins_a_tag_after_any_other(begin, body, value):
+    """A body that could go on ends at the byte of the next begin, which then passed as free text."""
+    constraint = tags({**body, "begin": begin}, {**WORD, "begin": "aab"})
+    one = f"{begin}{value}"
+    for before in ("", "so ", one, f"{one} or {one}", "aab]]", f"aab]]{one}"):
+        if not body["end"] and before.endswith(one):
+            assert follow(constraint, f"{before}{begin}zz") == (len(f"{before}{begin}"), False)
+        assert follow(constraint, before + begin) == (len(before + begin), False)
+        assert follow(constraint, f"{before}{begin}x")[0] == len(before + begin)
+        assert follow(constraint, before + one) == (len(before + one), True)

@@ -113,10 +113,19 @@ def tag_grammar(tags: Sequence[TagRule], bodies: Sequence[TagBody], max_tags: in
     ]
     grammars: list[dict[str, str]] = []
     for n, (tag, body) in enumerate(zip(tags, bodies, strict=True)):
-        lines.append(f"until_{n}[lazy]: /(?s:.*){literal_pattern(tag.begin)}/")
+        lines.append(_until(n, tags, some_begin))
         lines.append(f"tag_{n}: until_{n} body_{n}")
         lines += _body_lines(n, tag, body, grammars)
     return _joined(lines, grammars)
+
+
+def _until(n: int, tags: Sequence[TagRule], some_begin: str) -> str:
+    """Returns the rule of the text up to the first begin of a tag, including it."""
+    text = f"/(?s:.*){literal_pattern(tags[n].begin)}/"
+    if all(len(tag.begin.encode()) > 1 for tag in tags):
+        return f"until_{n}[lazy]: {text}"
+    # llguidance 1.9 misses the end of a lazy terminal at the byte that also ends the terminal before it.
+    return f"until_{n}: UNTIL_{n}\nUNTIL_{n}: {text} & ~(/(?s:.*)/ ({some_begin}) /(?s:.+)/)"
 
 
 def row_grammar(
