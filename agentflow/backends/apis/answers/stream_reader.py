@@ -83,6 +83,10 @@ class StreamReader(ABC):
             shown = bytes(data)[:100].decode("utf-8", "replace")
             raise self._wrong(f"an event that is not of its API ({error}): {shown!r}") from error
 
+    def _compact(self, data: msgspec.Raw) -> str:
+        """A JSON value as text, without white space between its parts. Numbers stay as they are written."""
+        return self._decoded(lambda given: msgspec.json.format(bytes(given), indent=-1).decode(), data)
+
     def _wrong(self, what: str) -> ProtocolError:
         return ProtocolError(f"{self.errors.server} sent {what}")
 

@@ -427,11 +427,10 @@ class ChatReader(ChunkReader):
         elif index != latest:
             raise ProtocolError(f"{self.errors.server} mixed the parts of several tool calls")
         if is_given(function.arguments):
-            given = bytes(function.arguments)
-            if given.startswith(b"{"):  # some servers send an object in place of its text
-                arguments = msgspec.json.format(given, indent=-1).decode()
-            else:
-                arguments = self._decoded(_text.decode, given)
+            given = function.arguments
+            # Some servers send an object in place of its text.
+            is_object = bytes(given).startswith(b"{")
+            arguments = self._compact(given) if is_object else self._decoded(_text.decode, given)
             if arguments:
                 self.answer.add_arguments(arguments)
 

@@ -314,7 +314,7 @@ class MessagesReader(StreamReader):
         """The arguments of a call in one piece; empty if they follow in parts."""
         if not is_given(given):
             return ""
-        text = msgspec.json.format(bytes(given), indent=-1).decode()
+        text = self._compact(given)
         if not text.startswith("{"):
             raise self._wrong("arguments of a tool call that are no object")
         return "" if text == "{}" else text

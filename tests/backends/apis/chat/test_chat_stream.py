@@ -158,3 +158,15 @@ def test_f37_calls_of_a_whole_completion_are_read_like_those_of_a_stream(
     assert found[0] == found[1]
     compact = [(name, json_format(a.encode(), indent=-1).decode() if o else a) for name, a, _, o in made]
     assert found[0][1] == compact
+
+
+@pytest.mark.parametrize(
+    "arguments", [b"[1]", b"1", b'{"a": "\xff"}', b'"\xff"', b'"\\ud800"', b'{"a": "\xe2"}']
+)
+@pytest.mark.parametrize("key", [b"delta", b"message"])
+def test_f37_arguments_that_are_no_text_are_an_error_of_the_server(arguments: bytes, key: bytes) -> None:
+    call = b'{"index": 0, "id": "c", "function": {"name": "f", "arguments": %b}}' % arguments
+    data = b'{"choices": [{"index": 0, "finish_reason": "stop", "%b": {"tool_calls": [%b]}}]}' % (key, call)
+    sink = ChatReader(AnswerCollector(GenParams(), lambda text: None), ErrorMapping("a server", "m"), 10)
+    with pytest.raises(AgentflowError):
+        sink.event(ServerEvent("", data))

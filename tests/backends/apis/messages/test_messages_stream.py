@@ -216,6 +216,15 @@ def test_f37_arguments_in_one_piece_are_those_of_a_stream(arguments: str) -> Non
     assert found == [[("find", arguments.replace(" ", ""))]] * 2
 
 
+@pytest.mark.parametrize("arguments", [b"[1]", b"1", b'"{}"', b'{"a": "\xff"}'])
+def test_f37_arguments_that_are_no_object_are_an_error_of_the_server(arguments: bytes) -> None:
+    block = b'{"type": "tool_use", "id": "toolu_1", "name": "find", "input": %b}' % arguments
+    start = b'{"type": "content_block_start", "index": 0, "content_block": %b}' % block
+    sink = MessagesReader(AnswerCollector(GenParams(), lambda text: None), ERRORS)
+    with pytest.raises(AgentflowError):
+        sink.event(ServerEvent("", start))
+
+
 NESTED = b'{"content": ' + b"[" * 50_000
 
 
