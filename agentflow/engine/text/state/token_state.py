@@ -2,7 +2,7 @@
 
 The ids depend only on the appended text. Consecutive text is encoded as one run, split only at generated
 tokens, at role markup and at calls of ``cut``. Generated text keeps its generated ids. The parts of a state
-become spans of text (``_make_spans``), and these become ids (``_encode_spans``).
+become spans of text (``_make_spans``), and these become ids (``encode_spans``).
 
 An image or a video is a run of a turn, or of text outside turns. It is a part of the message that the
 template gets, and replaces the placeholder that the template writes for it; in an open turn and outside turns
@@ -530,7 +530,7 @@ class TokenState:
             if self._attached is not None:
                 self._attached_spans = _known_spans(spans, self._attached)
                 spans = _with_known(spans, self._attached)
-        return _encode_spans(spans, self._tokenizer, self._segments)
+        return encode_spans(spans, self._tokenizer, self._segments)
 
     def _new_texts(self, layout: Layout | None) -> list[str]:
         """Returns the texts after the settled number of characters."""
@@ -662,7 +662,7 @@ def _make_spans(
     return spans + [span for part in parts if part.is_open for span in show.part(part)]
 
 
-def _encode_spans(spans: Sequence[Span], tokenizer: Tokenizer, old: Sequence[Segment]) -> list[Segment]:
+def encode_spans(spans: Sequence[Span], tokenizer: Tokenizer, old: Sequence[Segment]) -> list[Segment]:
     """Encodes ``spans``. Spans that are also in ``old``, an earlier state of the same text, are not encoded
     again."""
     known: dict[tuple[Span, bool], Segment] = {}
