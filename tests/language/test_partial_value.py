@@ -260,6 +260,22 @@ async def test_an_element_is_read_as_soon_as_the_text_after_it_begins(values, se
             assert is_same(seen, json.loads(text)[: sum(at < length for at in after)])
 
 
+async def test_f37_numbers_that_arrive_in_parts_are_whole_elements():
+    text = "[1.5, 2e3,-0.25E+1 , 10,{}]"
+    backend, found, seen = Stepped([text], by_character=True), af.gen("r", schema=list[Any]), list[Any]()
+
+    async def read(s: af.State) -> None:
+        async for element in s[found].elements():
+            seen.append(element)
+
+    async with af.session(backend=backend) as flow, flow.state() as s, anyio.create_task_group() as group:
+        s += found
+        group.start_soon(read, s)
+        for _ in text:
+            await backend.allow(1)
+    assert seen == json.loads(text)
+
+
 class Evens(BaseModel):
     even: Annotated[int, Field(multiple_of=2)]
 

@@ -110,10 +110,11 @@ def unconstrained(script: Script) -> Scripted:
 
 
 class SteppedGenerator(ScriptedGenerator):
-    """Generates a word only when one is allowed."""
+    """Generates a word, or a character, only when one is allowed."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, *, by_character: bool = False) -> None:
         super().__init__(by_end(script) if isinstance(script, Mapping) else script)
+        self._separator = "" if by_character else " "
         self._allowance = anyio.Semaphore(0)
         self._num_waiting = 0
 
@@ -126,7 +127,8 @@ class SteppedGenerator(ScriptedGenerator):
     async def generate(
         self, context: ScriptedContext, params: GenParams, on_text: OnText, *rest: Any, **options: Any
     ) -> Generated:
-        words = str(self._answer(self._call(context, "gen", params.resolved()))).split(" ")
+        text = str(self._answer(self._call(context, "gen", params.resolved())))
+        words = text.split(self._separator) if self._separator else list(text)
         self.num_running += 1
         meter = METER.get()
         try:
@@ -134,18 +136,20 @@ class SteppedGenerator(ScriptedGenerator):
                 await self._allowance.acquire()
                 if meter is not None:
                     meter(1)
-                context.text += f" {word}" if index else word
-                on_text(f" {word}" if index else word)
+                delta = f"{self._separator}{word}" if index else word
+                context.text += delta
+                on_text(delta)
         finally:
             self.num_running -= 1
-        return Generated(" ".join(words), "eos", Usage(1, 0, len(words)))
+        return Generated(text, "eos", Usage(1, 0, len(words)))
 
 
 class Stepped:
-    """A scripted backend that generates word by word: ``await backend.allow(1)``."""
+    """A scripted backend that generates word by word, or ``by_character``: ``await backend.allow(1)``."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, *, by_character: bool = False) -> None:
         self._script = script
+        self._by_character = by_character
         self.generator: SteppedGenerator
 
     async def allow(self, num_words: int) -> None:
@@ -153,7 +157,7 @@ class Stepped:
         await self.generator.allow(num_words)
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        self.generator = SteppedGenerator(self._script)
+        self.generator = SteppedGenerator(self._script, by_character=self._by_character)
         return interpreted(self.generator, deliver)
 
 

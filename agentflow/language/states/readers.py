@@ -156,7 +156,8 @@ class ElementReader(AsyncIterator[Any]):
             end = _DECODER.raw_decode(text, start)[1]
         except (ValueError, RecursionError):
             return None
-        if _after_blanks(text, end) == len(text):  # a number may go on
+        after = _after_blanks(text, end)
+        if text[after : after + 1] not in (",", "]"):  # a number may go on, also in two texts: "1." and "5"
             return None
         self._before, self._num_read = ",", end
         return text[start:end]
