@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -136,7 +136,7 @@ def _of_schema(schema: Any) -> ValueType:
     )
 
 
-_LISTS: Final = (list, Sequence, Iterable)
+_LISTS: Final = (list, Sequence)
 
 
 def _check_written(schema: Mapping[str, Any]) -> None:
