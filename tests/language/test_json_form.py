@@ -83,6 +83,11 @@ class ByNameToo(BaseModel):
     day: int = Field(default=1, validation_alias=pydantic.AliasPath("date", 0))
 
 
+class OnlyByName(BaseModel):
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=False)
+    day: int = Field(default=1, validation_alias=pydantic.AliasPath("date", 0))
+
+
 class Grade(enum.IntEnum):
     GOOD = 1
 
@@ -110,6 +115,7 @@ VALUES = [
     (dict[int, str], {1: "a"}),
     (dict[Grade, str], {Grade.GOOD: "a"}),
     (ByNameToo, ByNameToo(day=3)),
+    (OnlyByName, OnlyByName(day=3)),
     (dict[Color, str], {Color.RED: "a"}),
     (bytes, b"ab"),
 ]

@@ -437,13 +437,15 @@ def schema_generator() -> Any:
 
         def _refuse_path(self, field: Any) -> None:
             alias = field.get("validation_alias")
-            if isinstance(alias, list) and not self._config.populate_by_name:
+            config = self._config
+            by_name = config.populate_by_name or getattr(config, "validate_by_name", False)  # since 2.11
+            if isinstance(alias, list) and not by_name:
                 paths = alias if isinstance(alias[0], list) else [alias]
                 if all(len(path) > 1 for path in paths):
                     raise TypeError(f"a field is read from the path {paths[0]}, where it is not written")
 
         def generator_schema(self, schema: Any) -> JsonSchema:
-            raise TypeError("the items of an Iterable would be read later, and not be checked")
+            raise TypeError("an Iterable would be read later, and not be checked: write a list")
 
     return Generator
 
