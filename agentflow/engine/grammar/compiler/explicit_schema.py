@@ -228,6 +228,7 @@ def explicit(schema: Schema) -> Schema:
     for sub in subschemas:
         if "$ref" in sub and "type" in sub and sub["type"] == resolved(sub, schema).get("type"):
             del sub["type"]  # the library refuses it if the reference is recursive
+        _drop_wide_limits(sub)
     _replace_one_of(schema)
     is_flat = not any(_applies_in_place(sub) for sub in subschemas)
     for sub in subschemas:
@@ -522,18 +523,32 @@ def _find_values(schema: Any, root: Schema) -> list[Any] | None:
     return [*different.values()] if len(different) <= _MOST_UNIQUE_VALUES else None
 
 
+def _largest_number(schema: Schema) -> int | None:
+    """Returns the largest number that is generated for a schema. None if it is not for numbers of a range."""
+    if _LITERAL & schema.keys():
+        return None
+    names = _types(schema)
+    return MOST_NUMBER if "number" in names else MOST_INTEGER if "integer" in names else None
+
+
+_SIGN_OF_LIMIT: Final = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+
+
+def _drop_wide_limits(schema: Schema) -> None:
+    """Drops limits beyond all numbers that are generated: the parser would refuse them."""
+    if (most := _largest_number(schema)) is None:
+        return
+    for key, sign in _SIGN_OF_LIMIT.items():
+        if isinstance(limit := schema.get(key), int | float) and sign * limit > most:
+            del schema[key]
+
+
 def _bound_numbers(schema: Schema) -> None:
-    types = schema.get("type")
-    names = types if isinstance(types, list) else [types]
-    most = MOST_NUMBER if "number" in names else MOST_INTEGER if "integer" in names else None
-    if most is None or "const" in schema or "enum" in schema:
+    if (most := _largest_number(schema)) is None:
         return
     for key, opposite, sign in (("minimum", "maximum", -1), ("maximum", "minimum", 1)):
-        exclusive = "exclusive" + key.capitalize()
-        for limit in (key, exclusive):
-            if isinstance(schema.get(limit), int | float) and sign * schema[limit] > most:
-                del schema[limit]  # the parser would refuse it
-        if key not in schema and exclusive not in schema and sign * _limit(schema, opposite, 0) < most:
+        has_limit = key in schema or "exclusive" + key.capitalize() in schema
+        if not has_limit and sign * _limit(schema, opposite, 0) < most:
             schema[key] = sign * most
 
 

@@ -355,6 +355,23 @@ def test_f37_options_that_exclude_each_other_are_enforced(options, text):
         assert takes(compiled("schema", json.dumps({"oneOf": options, **more})), text)
 
 
+def test_f37_a_wide_limit_elsewhere_does_not_reject_options():
+    options = [
+        {
+            "type": "object",
+            "properties": {"k": {"type": kind}},
+            "required": ["k"],
+            "additionalProperties": False,
+        }
+        for kind in ("string", "null")
+    ]
+    for limits in ({"minimum": -1e20}, {"exclusiveMaximum": 1e20, "multipleOf": 0.5}):
+        schema = {"properties": {"a": {"oneOf": options}, "b": {"type": "number", **limits}}}
+        assert takes(
+            compiled("schema", json.dumps({"type": "object", **schema})), '{"a": {"k": null}, "b": 1.5}'
+        )
+
+
 LARGE = 10**400
 
 
