@@ -16,7 +16,7 @@ from support.ui.proxy import BreakingProxy
 from support.ui.screen import Screen
 from support.ui.stage import Stage, open_stage
 
-from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.backends.scripted_generator import ScriptedGenerator
 from agentflow.server.models.models import Models, OneGenerator
 from agentflow.server.serve import running_server
 
