@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from support.fake_engine import FakeEngine
 from support.programs import echo
 from support.session_peer import HangingGenerator
@@ -75,6 +76,8 @@ USES = {
     "json": json.dumps,
     "join": lambda x: ", ".join([x]),
     "f37_validation": TypeAdapter(str).validate_python,
+    "f37_conversion": lambda x: msgspec.convert(x, str),
+    "f37_search": [""].index,
 }
 
 
@@ -85,10 +88,20 @@ async def test_missing_await(use):
         return USES[use](s["answer"])
 
     async with opened() as flow:
-        with pytest.raises((af.errors.BadArgument, AttributeError, TypeError, ValidationError)) as failure:
+        with pytest.raises((af.errors.BadArgument, AttributeError, TypeError, ValueError)) as failure:
             await flow.run(program)
         says(failure.value, "await it first")
         assert "USES[use]" in shown(failure.value)
+
+
+async def test_f37_an_error_about_a_variable_of_another_kind_has_no_note():
+    async def program(s: af.State) -> object:
+        raise ValueError("Variable 'rate' must be positive")
+
+    async with opened() as flow:
+        with pytest.raises(ValueError, match="rate") as failure:
+            await flow.run(program)
+        assert "await it first" not in shown(failure.value)
 
 
 async def test_reused_state():

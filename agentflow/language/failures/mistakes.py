@@ -72,6 +72,8 @@ def unknown_variable(
 
 
 _REFERENCE = re.compile(r"\b(Variable|Transformed)\b")
+_SHOWN_REFERENCE = re.compile(r"(<|`|input_type=)(Variable|Transformed)\b")
+"""A ``ValueError`` with the bare word may be one of the program, about a variable of another kind."""
 
 
 def explain(error: BaseException) -> None:
@@ -79,7 +81,8 @@ def explain(error: BaseException) -> None:
     ``json.dumps(s["x"])`` and ``Report(text=s["x"])``."""
     if isinstance(error, AgentflowError) or not isinstance(error, TypeError | ValueError):
         return
-    if _REFERENCE.search(shown_error(error, str)):
+    reference = _REFERENCE if isinstance(error, TypeError) else _SHOWN_REFERENCE
+    if reference.search(shown_error(error, str)):
         add_note(
             error,
             "a Variable is a reference, not its value: await it first, as in `value = await s['answer']`",
