@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import signal
 import subprocess
 import tempfile
 import textwrap
@@ -298,6 +299,28 @@ async def test_f37_a_cancelled_program_that_exits_is_cancelled():
         async with flow.state() as s:
             s += af.gen("answer")
             assert await s["answer"] == "done"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+async def test_f37_an_interrupt_in_a_group_with_a_cancellation_passes(order: int) -> None:
+    async def interrupted() -> None:
+        with anyio.CancelScope() as scope, UserCode("the program"):
+            scope.cancel()
+            try:
+                await anyio.sleep_forever()
+            except anyio.get_cancelled_exc_class() as cancelled:
+                try:
+                    signal.raise_signal(signal.SIGINT)
+                except KeyboardInterrupt as interrupt:
+                    odd = [cancelled, interrupt, SystemExit(3)]
+                    raise BaseExceptionGroup("all", odd[::order]) from None
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            await interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

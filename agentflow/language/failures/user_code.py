@@ -58,7 +58,7 @@ class UserCode:
         if not passing:
             raise _failure(self._what, error) from error
         if len(passing) < len(odd):  # of a group: the others are to end nothing
-            raise passing[0]
+            raise max(passing, key=lambda one: isinstance(one, KeyboardInterrupt | SystemExit))
 
     def _concerns_others(self, error: BaseException) -> bool:
         if isinstance(error, GeneratorExit):  # thrown by close(), which another task or none calls
