@@ -276,6 +276,18 @@ async def test_f37_numbers_that_arrive_in_parts_are_whole_elements():
     assert seen == json.loads(text)
 
 
+async def test_f37_no_element_follows_an_invalid_one():
+    found = af.gen("r", schema=list[Evens])
+    backend = unconstrained(['[{"even": 2}, {"even": 3}, {"even": 4}]'])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += found
+        elements = s[found].elements()
+        assert await anext(elements) == Evens(even=2)
+        for _ in range(2):
+            with pytest.raises(af.InvalidValue):
+                await anext(elements)
+
+
 class Evens(BaseModel):
     even: Annotated[int, Field(multiple_of=2)]
 

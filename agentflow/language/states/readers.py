@@ -130,23 +130,26 @@ class ElementReader(AsyncIterator[Any]):
 
     async def __anext__(self) -> Any:
         node = self._node
-        while (text := self._next()) is None:
+        while (found := self._next()) is None:
             if node.is_done:
                 await node.settled()
                 complete_value(node)  # raises for a truncated or invalid text
                 raise StopAsyncIteration
             node.follow()
             await node.change()
+        start, end = found
         try:
             with UserCode(f"the validation of {node.name!r}"):
-                return self._read(text)
+                element = self._read(node.notation[start:end])
         except (ValueError, RecursionError) as error:
             await node.settled()
             node.raise_failure()
             raise _invalid(node, node.notation, node.value_type, error) from (error.__cause__ or error)
+        self._before, self._num_read = ",", end
+        return element
 
-    def _next(self) -> str | None:
-        """The text of the next element, if what follows shows that it is complete."""
+    def _next(self) -> tuple[int, int] | None:
+        """Where the next element begins and ends, if the text after it shows that it is complete."""
         text = self._node.notation
         start = _after_blanks(text, self._num_read)
         if text[start : start + 1] != self._before:
@@ -159,8 +162,7 @@ class ElementReader(AsyncIterator[Any]):
         after = _after_blanks(text, end)
         if text[after : after + 1] not in (",", "]"):  # a number may go on, also in two texts: "1." and "5"
             return None
-        self._before, self._num_read = ",", end
-        return text[start:end]
+        return start, end
 
 
 def _after_blanks(text: str, start: int) -> int:
