@@ -249,14 +249,21 @@ def _replace_one_of(root: Schema) -> None:
             allow_overlap(schema)
         elif "oneOf" in schema:
             left.append((path, schema))
-    if left and LLMatcher.validate_grammar(f"start: %json {json.dumps(for_llguidance(root))}"):
-        where = ".".join([*left[0][0], "oneOf"])
+    if left and _fault(root):
+        definitions = {key: root[key] for key in _DEFINITIONS & root.keys()}
+        places = [path for path, one in left if "oneOf" in _fault({**definitions, "oneOf": one["oneOf"]})]
+        where = ".".join([*(places or [left[0][0]])[0], "oneOf"])
         raise BadArgument(
             f"schema: {where} is supported only if its options exclude each other by a type or a required "
             "constant"
         )
     for _, schema in left:
         allow_overlap(schema)
+
+
+def _fault(schema: Schema) -> str:
+    """The reason for which the parser refuses the schema. Empty if it does not."""
+    return LLMatcher.validate_grammar(f"start: %json {json.dumps(for_llguidance(schema))}")
 
 
 def allow_overlap(schema: Schema) -> None:

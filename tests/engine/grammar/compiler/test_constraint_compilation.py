@@ -355,21 +355,23 @@ def test_f37_options_that_exclude_each_other_are_enforced(options, text):
         assert takes(compiled("schema", json.dumps({"oneOf": options, **more})), text)
 
 
+CLOSED = {"type": "object", "required": ["k"], "additionalProperties": False}
+APART = [{**CLOSED, "properties": {"k": {"type": kind}}} for kind in ("string", "null")]
+
+
 def test_f37_a_wide_limit_elsewhere_does_not_reject_options():
-    options = [
-        {
-            "type": "object",
-            "properties": {"k": {"type": kind}},
-            "required": ["k"],
-            "additionalProperties": False,
-        }
-        for kind in ("string", "null")
-    ]
     for limits in ({"minimum": -1e20}, {"exclusiveMaximum": 1e20, "multipleOf": 0.5}):
-        schema = {"properties": {"a": {"oneOf": options}, "b": {"type": "number", **limits}}}
-        assert takes(
-            compiled("schema", json.dumps({"type": "object", **schema})), '{"a": {"k": null}, "b": 1.5}'
-        )
+        schema = {"properties": {"a": {"oneOf": APART}, "b": {"type": "number", **limits}}}
+        constraint = compiled("schema", json.dumps({"type": "object", **schema}))
+        assert takes(constraint, '{"a": {"k": null}, "b": 1.5}')
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_f37_the_path_is_that_of_the_options_that_are_not_supported(order):
+    together = [{"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "^b"}]
+    members = [("good", {"oneOf": APART}), ("bad", {"oneOf": together})][::order]
+    with pytest.raises(BadArgument, match=r"properties\.bad\.oneOf "):
+        compiled("schema", json.dumps({"type": "object", "properties": dict(members)}))
 
 
 LARGE = 10**400
