@@ -206,14 +206,16 @@ class Markers:
 
 
 _PLAIN: Final = frozenset([int, float, bool, bytes, type(None)])
+_COLLECTIONS: Final[tuple[Any, ...]] = (list, tuple, set, frozenset)
 
 
 def _items(value: Any) -> Collection[Any]:
-    """The items of a collection, the members of a record, or nothing."""
+    """The items of a collection, the members of a record, or nothing, without running code of a subclass."""
     if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return value
+        return [*dict.keys(value), *dict.values(value)]
+    for kind in _COLLECTIONS:
+        if isinstance(value, kind):
+            return value if type(value) is kind else [*kind.__iter__(value)]
     return members(value).values() if is_record(value) else ()
 
 

@@ -4,6 +4,7 @@ import gc
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -268,6 +269,33 @@ async def test_f37_a_generated_marker_in_a_returned_sum_stays_text():
     async with af.session(backend=af.Scripted({"x": lambda call: marker, "y": "other"})) as flow:
         assert await flow.run(program) == f"<{marker}"
         assert marker
+
+
+class LoadedRows(list[str]):
+    """Rows that a database would load when they are read."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError
+
+
+class LoadedFields(dict[str, str]):
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError
+
+    def values(self) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("loaded", [LoadedRows(["a"]), LoadedFields(a="b")])
+async def test_f37_the_search_for_markers_runs_no_code_of_the_result(loaded: Any):
+    async def program(s: af.State) -> Any:
+        s += af.gen("x")
+        return {"loaded": loaded, "text": "a" + s["x"]}
+
+    async with af.session(backend=af.Scripted({"x": "y"})) as flow:
+        result = await flow.run(program)
+        assert result["loaded"] is loaded
+        assert result["text"] == "ay"
 
 
 async def test_f37_markers_in_records_become_texts():
