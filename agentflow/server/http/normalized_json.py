@@ -143,11 +143,12 @@ def _object(data: bytes, shape: _Shape) -> bytes:
 
 def _fields(members: dict[str, msgspec.Raw], shape: _Shape) -> _Fields | None:
     """The fields of the struct that an object is. None if it is none, or its tag is unknown."""
-    if shape.tag_field is None:
-        return shape.structs.get(None)
+    if shape.tag_field is None or shape.tag_field not in members:
+        # The decoder needs a tag only where several structs are possible.
+        return next(iter(shape.structs.values())) if len(shape.structs) == 1 else None
     try:
         return shape.structs.get(msgspec.json.decode(members[shape.tag_field], type=str | int))
-    except (KeyError, msgspec.DecodeError):
+    except msgspec.DecodeError:
         return None
 
 
