@@ -58,22 +58,28 @@ def not_json(fault: object, param: str | None = None) -> ApiError:
 def _half_pair_param(data: bytes | bytearray | msgspec.Raw, param: str) -> str | None:
     """The field of the first string with half a surrogate pair."""
     try:
-        left = [(param, json.loads(bytes(data)))]  # accepts halves
+        inside = [iter([(param, json.loads(bytes(data)))])]  # accepts halves
     except (ValueError, RecursionError):
         return None
-    while left:
-        at, value = left.pop()
-        match value:
-            case str() if not _is_unicode(value):
-                return at or None
-            case list():
-                left += [(f"{at}[{i}]", value[i]) for i in reversed(range(len(value)))]
-            case dict():
-                if not all(map(_is_unicode, value)):
-                    return at or None
-                left += [(f"{at}.{name}".lstrip("."), inner) for name, inner in reversed(value.items())]
-            case _:
-                pass
+    steps: list[str] = []  # to a value; joined only at the end, since each may be as long as the body
+    while inside:
+        for step, value in inside[-1]:
+            steps[len(inside) - 1 :] = [step]
+            match value:
+                case str() if not _is_unicode(value):
+                    return "".join(steps).lstrip(".") or None
+                case list():
+                    inside.append(iter((f"[{i}]", item) for i, item in enumerate(value)))
+                    break
+                case dict():
+                    if not all(map(_is_unicode, value)):
+                        return "".join(steps).lstrip(".") or None
+                    inside.append(iter((f".{name}", item) for name, item in value.items()))
+                    break
+                case _:
+                    pass
+        else:
+            inside.pop()
     return None
 
 

@@ -3,6 +3,9 @@ are null."""
 
 from __future__ import annotations
 
+import json
+import tracemalloc
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -171,3 +174,48 @@ def test_f37_half_a_surrogate_pair_is_found_in_any_body(num_chars: int) -> None:
     with pytest.raises(ApiError) as caught:
         decoded(b'{"prompt": ["%b", "\\ud800"]}' % (b"x" * num_chars), Asked)
     assert (caught.value.code, caught.value.param) == ("invalid_json", "prompt[1]")
+
+
+def test_f37_a_long_name_is_not_copied_for_each_value_in_it() -> None:
+    body = b'{"%b": [%b "\\ud800"]}' % (b"n" * 50_000, b"1," * 2_000)
+    tracemalloc.start()
+    with pytest.raises(ApiError) as caught:
+        decoded(body, Asked)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert caught.value.param == f"{'n' * 50_000}[2000]"
+    assert peak < 5_000_000
+
+
+TREES = st.recursive(
+    st.integers(0, 1) | st.sampled_from(["a", "\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "b.", "", "\udc00"]), inner, max_size=3)
+    ),
+)
+
+
+def half_pair_places(value: Any, at: str = "") -> Iterator[str]:
+    match value:
+        case "\ud800":
+            yield at
+        case list():
+            for i, inner in enumerate(value):
+                yield from half_pair_places(inner, f"{at}[{i}]")
+        case dict():
+            if "\udc00" in value:
+                yield at
+            for name, inner in value.items():
+                yield from half_pair_places(inner, f"{at}.{name}".lstrip("."))
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b"]), TREES))
+def test_f37_the_field_of_half_a_surrogate_pair_is_the_first(tree: dict[str, Any]) -> None:
+    places = list(half_pair_places(tree))
+    found = None
+    try:
+        decoded(json.dumps(tree).encode(), dict[str, Any])
+    except ApiError as error:
+        found = error.param or ""
+    assert found == (places[0] if places else None)
