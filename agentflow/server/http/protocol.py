@@ -378,6 +378,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
                 self.transport.close()  # the answer to the previous request, or to this one, is incomplete
                 return
             self.cycle.disconnected = True  # the application has the request, and its body is invalid
+            self.cycle.waiting_for_100_continue = False  # nothing may follow the answer
             self.cycle.message_event.set()
         self.transport.write(_answer(status, reason))
         self._linger(LINGER_S)

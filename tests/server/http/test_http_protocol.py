@@ -255,6 +255,7 @@ async def test_a_client_that_does_not_read_the_answer_is_cut_off(
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"])
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -267,12 +268,17 @@ async def test_a_client_that_does_not_read_the_answer_is_cut_off(
     ],
     ids=["size", "sign", "large", "end", "extension", "trailers"],
 )
-async def test_f37_an_invalid_body_is_refused_like_invalid_headers(body: bytes, status: int) -> None:
+async def test_f37_an_invalid_body_is_refused_like_invalid_headers(
+    body: bytes, status: int, expect: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async with connected() as stream:
-        await stream.send(POST + b"Transfer-Encoding: chunked\r\n\r\n" + body)
+        await stream.send(POST + expect + b"Transfer-Encoding: chunked\r\n\r\n" + body)
         answer = await _until_end(stream)
+        if expect:  # before the fault arrived
+            answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert answer.count(b"HTTP/1.1") == 1
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 def exchanged(url: str, request: bytes) -> tuple[bytes, bytes]:
