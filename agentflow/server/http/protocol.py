@@ -408,6 +408,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
     def _end_linger(self) -> None:
         if self._has_dropped and self.loop.time() < self._lingers_until_s:
             self._drop_more()
+        elif self.transport.get_write_buffer_size():
+            self.transport.close()  # as soon as the client has read the answer
         else:
             self.transport.abort()
 

@@ -223,6 +223,13 @@ async def test_bytes_after_a_response_that_are_no_request_keep_no_connection(
             await stream.receive()
 
 
+def listen_with_little_room(host: str, port: int) -> socket.socket:
+    listener = listen(host, port)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    return listener
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("version", ["1.0", "1.1"])  # after an answer to 1.0 the server closes the connection
 async def test_a_client_that_does_not_read_the_answer_is_cut_off(
@@ -234,12 +241,6 @@ async def test_a_client_that_does_not_read_the_answer_is_cut_off(
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             is_lost.set()
-
-    def listen_with_little_room(host: str, port: int) -> socket.socket:
-        listener = listen(host, port)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        return listener
 
     monkeypatch.setattr(http_protocol, "TimedHttpProtocol", Watched)
     monkeypatch.setattr(http_protocol, "WRITE_WATCH_S", 0.05)
@@ -360,6 +361,33 @@ async def test_f37_a_client_that_goes_on_after_an_early_answer_is_cut_off(
                 await stream.send(b"1")
             await is_lost.wait()
         assert is_lost.is_set()
+
+
+@pytest.mark.anyio
+async def test_f37_a_client_that_sends_no_body_may_read_its_answer_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of the connection waits for data of the client, but loses no data of the answer."""
+    has_waited = anyio.Event()
+
+    class Watched(TimedHttpProtocol):
+        def _end_linger(self) -> None:
+            super()._end_linger()
+            has_waited.set()
+
+    monkeypatch.setattr(http_protocol, "TimedHttpProtocol", Watched)
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
+    monkeypatch.setattr(serve_module, "listen", listen_with_little_room)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with running_server(one_model(open_generator)) as server:
+            client.connect(("127.0.0.1", _port(server)))
+            client.sendall(b"GET /openapi.json HTTP/1.0\r\nHost: here\r\nContent-Length: 1\r\n\r\n")
+            with anyio.fail_after(20):
+                await has_waited.wait()
+                async with await SocketStream.from_socket(client) as stream:
+                    head, _, body = (await _until_end(stream)).partition(b"\r\n\r\n")
+            assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
 
 
 @pytest.mark.anyio
