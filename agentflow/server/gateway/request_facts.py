@@ -26,10 +26,9 @@ from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.protocol.wire import MODEL_PARAM, SESSION_PARAM
 from agentflow.server.errors import ApiError
 from agentflow.server.http.caller import ANYONE, Caller, caller_with
+from agentflow.server.ollama.request import LATEST
 
 MAX_NAME_CHARS = 256
-LATEST = ":latest"
-"""The end of a name that Ollama's clients may write or leave out."""
 BLOB_CHARS = 4_096
 """A data URL or base64 string of at least this length counts as an image or another file."""
 _BLOB_BYTES = 4_096  # about a thousand tokens

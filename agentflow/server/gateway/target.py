@@ -17,7 +17,7 @@ from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.runtime.circuit import Circuit
 from agentflow.server.gateway.cache_size import shown_cache_tokens
 from agentflow.server.gateway.defaults import CACHE_TOKENS
-from agentflow.server.gateway.request_facts import LATEST
+from agentflow.server.ollama.request import LATEST
 
 logger = logging.getLogger(__name__)
 

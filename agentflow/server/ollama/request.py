@@ -39,6 +39,7 @@ from agentflow.server.ollama.types import (
 )
 
 LATEST = ":latest"
+"""The end of a name that Ollama's clients may write or leave out."""
 # The defaults of Ollama, except its penalty of repetitions, which its newer engine does not have.
 TEMPERATURE = 0.8
 TOP_K = 40
