@@ -263,7 +263,7 @@ class HttpProxy:
         headers = answer_headers(received.response.headers.raw)
         headers.append((TARGET_HEADER, b"%d" % assignment.target.number))
         is_good, stores = received.status < 300, asked.stores and received.status < 300
-        mark = _find_mark(received.response.headers.raw)
+        mark = _MARKS.get(_find_type(received.response.headers.raw), b"")
         head = tail = b""
         num_events = 0
         part = received.part
@@ -347,7 +347,7 @@ class _Answer:
         self._scope = scope
         self._send = send
         self._body = body
-        self._mark = b""  # of the events of a stream
+        self._stream_type = b""  # empty: not begun, or of a known length
         self._is_at_end = True  # of an event
         self.has_begun = False
         self.is_over = False
@@ -358,7 +358,8 @@ class _Answer:
         if not self._body.is_read:
             # The rest of the body would be read as the next request.
             headers = [*headers, (b"connection", b"close")]
-        self._mark = _find_mark(headers)
+        if all(name.lower() != b"content-length" for name, _ in headers):
+            self._stream_type = _find_type(headers)
         await self._pass({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, part: bytes, *, is_last: bool = False) -> None:
@@ -384,12 +385,12 @@ class _Answer:
 
     async def break_off(self, error: ApiError) -> None:
         """Ends an incomplete answer: a stream with an error, other answers by closing the connection."""
-        if self._mark:
-            headers = Headers(scope=self._scope)
-            shape = find_error_format(self._scope["path"], headers)
+        headers = Headers(scope=self._scope)
+        shape = find_error_format(self._scope["path"], headers)
+        if self._stream_type == shape.stream_type.partition(";")[0].encode():
             body = shape.body(error, read_request_id(headers))
             # An empty line ends an event, but is no event where each line is one.
-            end = b"\n\n" if self._mark != b"\n" else b"" if self._is_at_end else b"\n"
+            end = b"\n\n" if _MARKS[self._stream_type] != b"\n" else b"" if self._is_at_end else b"\n"
             await self.write(end + shape.in_stream(body), is_last=True)
 
     async def _pass(self, message: dict[str, object]) -> None:
@@ -409,10 +410,10 @@ async def _cancel_when_gone(body: ClientBody, answer: _Answer, scope: anyio.Canc
         scope.cancel()
 
 
-def _find_mark(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The mark of the events of an answer; empty if it is no stream."""
+def _find_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The media type of an answer, without its parameters; empty if it has none."""
     kinds = [value.partition(b";")[0].strip() for name, value in headers if name.lower() == b"content-type"]
-    return _MARKS.get(kinds[0], b"") if kinds else b""
+    return kinds[0] if kinds else b""
 
 
 def _broken() -> ApiError:

@@ -319,6 +319,29 @@ async def test_a_body_that_breaks_is_not_complete_for_the_client() -> None:
             await route.chat()
 
 
+LINES = b'{"a": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "framing", "begun"),
+    [
+        ("/v1/files/f/content", b"transfer-encoding: chunked", b"%x\r\n%b\r\n" % (len(LINES), LINES)),
+        ("/v1/files/f/content", b"content-length: 1000", LINES),
+        ("/api/blobs", b"content-length: 1000", LINES),
+        ("/api/blobs", b"content-length: 10", LINES),
+    ],
+)
+async def test_f37_a_file_of_lines_that_breaks_is_not_complete_for_the_client(
+    path: str, framing: bytes, begun: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no stream of this API, whose errors it cannot have."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\n" + framing + b"\r\n\r\n"
+    async with routed_fakes(always(RawAnswer([head + begun, Reset()]))) as route:
+        with pytest.raises(Exception, match=r"(?i)peer|closed|incomplete"):
+            await route.http.get(path)
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
 async def test_targets_that_do_not_answer_in_time() -> None:
     hold = Answer([b"data: 1\n\n", Hold()], content_type=EVENTS)
     async with routed_fakes(always(Answer([Hold()])), limits=GatewayLimits(first_byte_s=0.2)) as route:
