@@ -22,11 +22,14 @@ from support.tcp_proxy import proxied
 import agentflow as af
 from agentflow.backends.remote import Remote
 from agentflow.protocol.wire import VERSION, Hello, Welcome
+from agentflow.server.gateway.defaults import GatewayLimits
 from agentflow.server.stores.shared import SharedStore
 from agentflow.server.tenants.keys import Tenants
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 anyio_backend = pytest.fixture(only_asyncio)
+# No check changes what a test says about a target.
+UNCHECKED = GatewayLimits(check_s=1e6)
 LONG = "These are the rules of the game, which everybody knows. " * 12
 
 
@@ -100,7 +103,7 @@ async def test_f37_an_unknown_model_is_not_found_unless_a_server_that_may_have_i
     is_up: bool, listed: set[str] | None, may_come_back: bool
 ) -> None:
     with two_servers() as servers:
-        async with before(servers) as route:
+        async with before(servers, limits=UNCHECKED) as route:
             target = route.gateway.targets[1]
             target.models = None if listed is None else frozenset(listed)
             if not is_up:
@@ -219,7 +222,7 @@ def servers_of_two_models() -> Iterator[list[ApiServer]]:
 
 async def test_f37_a_session_is_opened_where_its_model_is() -> None:
     with servers_of_two_models() as servers:
-        async with before(servers, api_key="right") as route:
+        async with before(servers, api_key="right", limits=UNCHECKED) as route:
             first, second = route.gateway.targets
             url = route.url.replace("http", "ws")
             for model, target in ((VENDOR, second), (MODEL, first), (None, first)):
