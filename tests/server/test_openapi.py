@@ -39,7 +39,7 @@ class Fault(msgspec.Struct):
 
 
 class OtherErrors:
-    """Errors as another API writes them: that it is overloaded has a separate status."""
+    """Errors as another API writes them, with another status of an overloaded server."""
 
     request_id_header = b"request-id"
     processing_header = b""

@@ -1,5 +1,5 @@
-"""Bodies of megabytes: refused for what they hold before an object is made of it, worked on next to the event
-loop, and charged to their sender."""
+"""Bodies of megabytes: those with too many values are refused before they are decoded, others are processed
+in threads, and all are charged to their sender."""
 
 from __future__ import annotations
 
