@@ -91,8 +91,9 @@ def read_asked(
 
 
 def model_in(query: str) -> str:
-    """The model that the address of a websocket has, or of a request for a ticket; empty if it has none."""
-    return parse_qs(query).get(MODEL_PARAM, [""])[0][:MAX_NAME_CHARS].removesuffix(LATEST)
+    """The model in the address of a websocket, or of a request for a ticket; empty if it has none. The last
+    one: clients append it to the query of an address."""
+    return parse_qs(query).get(MODEL_PARAM, [""])[-1][:MAX_NAME_CHARS].removesuffix(LATEST)
 
 
 def _caller(headers: Mapping[str, str]) -> Caller:

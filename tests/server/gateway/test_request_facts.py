@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.backends.remote import Remote
 from agentflow.cluster.routing.text_router import MAX_RUN_BYTES
-from agentflow.server.gateway.request_facts import RequestFacts, read_asked
+from agentflow.server.gateway.request_facts import RequestFacts, model_in, read_asked
 
 CHAT = "/v1/chat/completions"
 TURNS = st.lists(
@@ -158,3 +159,9 @@ def test_f37_a_ticket_that_resumes_a_session_names_it() -> None:
     assert read_asked("POST", path, {}, b"", "session=s%2F1&session=s2").names == ("s/1",)
     assert read_asked("POST", path, {}, b"").names == ()
     assert read_asked("POST", CHAT, {}, b"", "session=s1").names == ()
+
+
+def test_f37_the_model_that_a_client_adds_to_an_address_counts() -> None:
+    address = Remote("ws://here/v1/session?model=a&x=1", model="b:latest")._address(None)
+    assert model_in(address.query) == "b"
+    assert [model_in(query) for query in ("model=a%2Fb", "x=1", "")] == ["a/b", "", ""]
