@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from support.wire_server import ThreadServer
 
 # Before anything imports torch or transformers: two threads (the machine of the CI has two cores, and
-# tests run next to other work), and no look at a model hub, whatever a test loads.
+# tests run next to other work), and no access to a model hub.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # other work runs on the same cores
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -48,7 +48,7 @@ sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
 # Tests compute in the event loop, and would be warned of it.
 os.environ.setdefault("AGENTFLOW_BLOCKING_MS", "0")
 
-# A shell ignores SIGINT in what it runs in the background, and children would inherit that: tests that
+# A shell ignores SIGINT in background commands, and children would inherit that: tests that
 # interrupt something must mean the same there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -91,7 +91,7 @@ server runs on asyncio. Those of connections, cancellation, races and task group
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks which parameters marks give
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Makes no tests on trio, a third of all tests, of those that ``make test`` leaves out."""
+    """Generates no tests on trio, a third of all tests, if ``make test`` leaves them out."""
     test = metafunc.definition
     if (
         "not full" in metafunc.config.option.markexpr
@@ -107,10 +107,10 @@ def _is_on_asyncio_first(test: pytest.Item) -> bool:
     return str(test.path).startswith(ASYNCIO_FIRST) and not test.get_closest_marker("on_trio")
 
 
-@pytest.hookimpl(tryfirst=True)  # before those are left out that are marked
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as ``full`` the tests on trio that ``make test`` leaves out, and as ``model`` those of the
-    default model. Those of its server have time for its start, minutes on a busy machine: if the start
+    """Marks as ``full`` the tests on trio that ``make test`` leaves out, and as ``model`` the tests of the
+    default model. Tests of its server have time for its start, minutes on a busy machine: if the start
     failed in one, it would fail in all."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
@@ -177,7 +177,7 @@ def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
     """Ends the process if a test runs on for long after its time-out, at which pytest-timeout raises. Also
-    restores agentflow's logs, on which other tests look, and excludes what a file leaves, such as the reports
+    restores agentflow's logs, on which other tests look, and excludes a file's leftovers, such as the reports
     of its tests, from later garbage collections."""
     global _limits
     if _limits is None:
@@ -251,7 +251,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before anyio runs it
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
-    """Cancels an asynchronous test shortly before its time-out. What pytest-timeout raises comes out of the
+    """Cancels an asynchronous test shortly before its time-out. pytest-timeout's exception comes out of the
     event loop and not out of the test; on trio, anyio would then wait for the end of the test forever."""
     test = pyfuncitem.obj
     if hasattr(test, "hypothesis"):
@@ -299,7 +299,7 @@ def _http_clients() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _unchanged_process() -> Iterator[None]:
-    """A file of tests leaves the settings of the process as they were."""
+    """Fails if a file of tests changes the settings of the process."""
     if sys.platform != "linux":
         yield
         return

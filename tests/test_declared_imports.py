@@ -30,9 +30,9 @@ def declared() -> set[str]:
 
 
 def imported(file: Path, suspects: Set[str]) -> Iterator[str]:
-    """The top-level modules, without those of the standard library."""
+    """The top-level modules outside the standard library."""
     text = file.read_text(encoding="utf-8")
-    # Parsing takes long: only what a line may import is looked for. The linter forbids `import a, b`.
+    # Parsing takes long: only files with possible suspects are parsed. The linter forbids `import a, b`.
     seen = set(re.findall(r"^\s*(?:import|from)\s+(\w+)", text, flags=re.MULTILINE))
     if not seen & suspects:
         return

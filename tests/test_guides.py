@@ -84,7 +84,7 @@ RECORDS = {"engine/cache/nodes.py: Node.__init__"}  # a comment for each field
 
 def unlisted_parameters(file: Path) -> list[str]:
     """The public functions and methods whose docstrings lack a list of their parameters. Methods without a
-    docstring have the one of their base class."""
+    docstring inherit their base class's docstring."""
     return list(_unlisted(ast.parse(file.read_text(encoding="utf-8")), "", ""))
 
 

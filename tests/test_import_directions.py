@@ -1,7 +1,7 @@
-"""Directions of import: between wings, between the rooms of a wing, and what a light import must not load.
+"""Directions of import: between wings, between the rooms of a wing, and the limits of light imports.
 
 Imports run down the table ``MAY_IMPORT``, also those inside of functions and for the type checker alone. The
-frontend (``language`` and what stands next to it) and the server are two branches on the same ``runtime`` and
+frontend (``language`` and the modules next to it) and the server are two branches on the same ``runtime`` and
 ``protocol``; the one bridge between them is ``backends/local.py``, which loads the engine when it runs it.
 """
 
@@ -208,7 +208,7 @@ ROOMS = {
         "main",
     ),
 }
-# Rooms of which none imports another, whatever their order.
+# Rooms of which none imports another, in any order.
 SIBLINGS = {"server": {"openai", "anthropic", "ollama", "sglang", "programs_api"}}
 # Imports in functions that break the table or the rule of light imports.
 LAZY = {

@@ -46,7 +46,7 @@ def small_parts() -> Iterator[None]:
 
 
 class FedGenerator(ScriptedGenerator):
-    """Generates what the test feeds it: pieces of a text, then None or an error."""
+    """Generates the pieces of text that the test feeds it, then None or an error."""
 
     def __init__(self) -> None:
         super().__init__("")

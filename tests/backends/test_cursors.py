@@ -1,5 +1,5 @@
 """The cursors of a client, against an interpreter's records: each event is delivered once and
-whole, whatever is repeated or split."""
+complete, even if messages are repeated or split."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ async def test_a_session_that_loads_can_be_cancelled(no_patience: None) -> None:
         assert await anyio.to_thread.run_sync(engine.is_loading.wait, 30)
         group.cancel_scope.cancel()
     assert not engine.runner.is_closed.is_set()
-    engine.may_go_on.set()  # what was left behind drops what it has loaded
+    engine.may_go_on.set()  # the abandoned thread closes the engine that it has loaded
     assert await anyio.to_thread.run_sync(engine.runner.is_closed.wait, 30)
 
 

@@ -1,4 +1,4 @@
-"""Sessions whose server was lost: what was running fails, and what begins later runs on another session."""
+"""Sessions whose server was lost: running requests fail, and later ones run on another session."""
 
 from __future__ import annotations
 

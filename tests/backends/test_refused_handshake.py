@@ -1,4 +1,4 @@
-"""Refused handshakes: their errors and reasons, and what a session does whose resume is refused. The answers
+"""Refused handshakes: their errors and reasons, and sessions whose resume is refused. The answers
 are real ones, over TCP."""
 
 from __future__ import annotations

@@ -61,14 +61,14 @@ Handler = Callable[[ServerConnection], None]
 @contextmanager
 def canned_server(handler: Handler, ssl_context: ssl.SSLContext | None = None) -> Iterator[str]:
     """A websocket server in a thread; ``handler`` has each connection. Gives its address, and raises at
-    the end what a handler raised."""
+    the end the exception of a handler."""
     faults: list[BaseException] = []
 
     def handle(connection: ServerConnection) -> None:
         try:
             handler(connection)
         except ConnectionClosed:
-            pass  # the client has hung up on what it got
+            pass  # the client has hung up
         except BaseException as fault:
             faults.append(fault)
 
@@ -249,7 +249,7 @@ async def test_a_refusal_has_its_retry_after() -> None:
 
 
 class _BrokenWhenSending(ByteStream):
-    """A connection that cannot be written to, while what came before can still be read."""
+    """A connection that cannot be written to, while earlier data can still be read."""
 
     def __init__(self, came_before: bytes) -> None:
         self._came_before = came_before

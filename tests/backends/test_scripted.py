@@ -1,4 +1,4 @@
-"""The scripted backend truncates its answers like a model's, and rejects what it does not support."""
+"""The scripted backend truncates its answers like a model, and rejects unsupported options."""
 
 import contextlib
 import dataclasses

@@ -575,7 +575,7 @@ class Follower:
 
 
 class FollowedBackend(LosableBackend):
-    """A backend that sees what is sent."""
+    """A backend that records the ops that are sent."""
 
     follower: Follower
 

@@ -232,7 +232,7 @@ async def ask_and_stop(
     speaks: bool,
     images: Sequence[ImageExpression] = (),
 ) -> Answered:
-    """``speaks``: it is stopped when some of the answer was shown, and not as soon as it is being written."""
+    """``speaks``: stops the answer after some of it was shown, instead of as soon as it begins."""
     found: list[Answered] = []
     is_shown = anyio.Event()
 

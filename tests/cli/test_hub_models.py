@@ -1,4 +1,4 @@
-"""The commands with models of the Hugging Face hub: ``pull`` fetches one, ``models`` shows what it needs, and
+"""The commands with models of the Hugging Face hub: ``pull`` fetches one, ``models`` shows its memory, and
 a server has it under the name that was given."""
 
 from __future__ import annotations

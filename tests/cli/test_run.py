@@ -221,7 +221,7 @@ async def judge(s: af.State, text: str) -> str:
 
 
 def test_ctrl_c_says_how_to_continue():
-    """It counts all inputs that have ended, also those after one that runs."""
+    """It counts all inputs that have ended, including inputs after one that runs."""
     Path("child.py").write_text(CHILD)
     Path("waiting.py").write_text(WAITING)
     Path("in.jsonl").write_text('"waits"\n"a"\n"b"\n"long"\n"c"\n')

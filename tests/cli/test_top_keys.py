@@ -1,4 +1,4 @@
-"""``agentflow top`` in a terminal: a key leaves it, and the terminal is as it was before."""
+"""``agentflow top`` in a terminal: a key leaves it, and restores the terminal."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ async def test_forced_text_and_tokens(scenarios: Path) -> None:
 
 @pytest.fixture(scope="module")
 def embedding_server() -> Iterator[ApiServer]:
-    """A server with a model that makes embeddings next to the one that generates."""
+    """A server with a generating model and an embedding model."""
     embedder = FakeEngine()
     embedder.runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, max_context=64, embedding_size=24)
     folder = EmbeddingFolder(("lasttoken",), (None,), prompts={"query": "Question: "})
@@ -312,7 +312,7 @@ BLOCKS = [
 
 @pytest.fixture(scope="module")
 def compiled_blocks(scenarios: Path, package: Path) -> Path:
-    """The blocks of the pages as modules that import the built package by its name."""
+    """The blocks of the pages as modules that import the built package like its users."""
     folder = CLIENT / "build" / "docs"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

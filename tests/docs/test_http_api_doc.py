@@ -23,7 +23,7 @@ from agentflow.server.openai.types import ChatRequest
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = (PAGES / "http-api.md").read_text(encoding="utf-8")
-# Of each section the fields that its tables, and the paragraphs on what is taken and refused, name.
+# For each section, the fields that its tables and its paragraphs on accepted and refused fields name.
 SECTIONS = dict(re.findall(r"^## `(POST [^`]*)`[^\n]*\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
 
@@ -68,7 +68,7 @@ def test_responses() -> None:
 
 
 def test_completions() -> None:
-    """The page lists each field, in the table or among those that both endpoints have, and no other."""
+    """The page lists each field, in the table or among the shared fields of both endpoints, and no other."""
     section = SECTIONS["POST /v1/completions"]
     table = in_tables(section)
     shared = {name for line in in_list(section) for name in re.findall(r"`(\w+)`", line)}

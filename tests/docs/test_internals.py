@@ -1,4 +1,4 @@
-"""The pages for contributors show the code as it is, and name files and folders that exist."""
+"""The pages for contributors show the current code, and name files and folders that exist."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SETTINGS = list(all_settings().values())
 
 
 def rendered(name: str) -> str:
-    """The page of that name with what the hook of the same name writes."""
+    """The page of that name with the output of the hook of the same name."""
     spec = importlib.util.spec_from_file_location(f"{name}_hook", DOCS / "hooks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""The Python blocks of every page run, in order, and print what the page shows."""
+"""The Python blocks of every page run, in order, and print the output that the page shows."""
 
 from __future__ import annotations
 

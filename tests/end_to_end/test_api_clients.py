@@ -71,7 +71,7 @@ def test_a_loop_of_calls_is_found_in_the_cache(server: Any, api: Api) -> None:
         [call] = answer.calls
         jsonschema.validate(call.arguments, PLANT)
         assert (call.name, answer.reason) == ("plant", "calls")
-        # The call stands in the second prompt, after what was computed for the first.
+        # The second prompt contains the call after the tokens computed for the first.
         assert answer.cached_tokens is not None
         assert answer.cached_tokens > known
         known = answer.prompt_tokens

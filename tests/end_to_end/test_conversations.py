@@ -62,7 +62,7 @@ async def converse(flow: af.Session) -> None:
             check(reply)
         assert reply.text or reply.tool_calls
         usage = s["answer"].usage
-        # Nobody has to compute again what was asked, and what the model said to it.
+        # The earlier prompt is cached.
         assert usage.cached_tokens >= used.prompt_tokens
 
 

@@ -19,7 +19,7 @@ TOPICS = ["its colour", "its roots", "its age"]
 
 @af.program
 async def describe(s: af.State, thing: str) -> dict[str, str]:
-    """Uses everything at once: turns, select, fork, wiring, sums, f-strings, stops, sampling."""
+    """Uses all of these together: turns, select, fork, wiring, sums, f-strings, stops, sampling."""
     s += af.system("You answer in short sentences.")
     s += af.user(f"Think of {thing}. Is it alive? Answer yes or no.")
     s += af.assistant(af.select("alive", ["yes", "no"]))

@@ -173,7 +173,7 @@ EDITS = ("repetition_penalty", "logit_bias", "min_tokens")
 
 
 def edits(name: str, first_tokens: list[int]) -> tuple[dict, dict]:
-    """What a request is given, and what transformers is; by default both forbid the end for all tokens. The
+    """The parameters for a request and for transformers; by default both forbid the end for all tokens. The
     biases rule out ``first_tokens``, so that each text must change."""
     if name == "repetition_penalty":
         return {name: 1.3}, {name: 1.3}

@@ -55,7 +55,7 @@ async def tell(s: af.State, number: int, heard: list[str], has_begun: anyio.Even
 
 
 async def tell_all(url: str, beside=None) -> tuple[list[str], list[float]]:
-    """All stories at once, and the log-probabilities of the one that asks for them. ``beside()`` runs as
+    """All stories, generated concurrently, and the log-probabilities of one of them. ``beside()`` runs as
     soon as one of them streams."""
     stories: dict[int, tuple[str, list[float]]] = {}
     has_begun = anyio.Event()

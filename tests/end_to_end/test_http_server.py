@@ -28,7 +28,7 @@ FAR_TOO_MANY_TOKENS = 7900
 
 @contextmanager
 def served(tiny: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server on the small model. In float32, tokens are the same whatever is cached or computed again."""
+    """A server on the small model. In float32, cached and recomputed prefixes give the same tokens."""
     common = ("--model", f"{MODEL}={tiny}", "--kv-tokens", "8000", "--dtype", "float32")
     with commands.served(*common, *options) as server:
         yield server

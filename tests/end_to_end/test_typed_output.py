@@ -1,4 +1,4 @@
-"""Typed output on the real model, as a user has it: every kind, embedded and served, and what is refused."""
+"""Typed output on the real model, as a user has it: every kind, embedded and served, and refused types."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outcome:
 
 @af.program
 async def ask_all(s: af.State, **options: Any) -> dict[str, Outcome]:
-    """One branch for each kind, all at once."""
+    """One branch for each kind, concurrently."""
     branches = s.fork(len(CASES))
     for branch, (name, (question, asked, _)) in zip(branches, CASES.items(), strict=True):
         branch += af.user(question)
@@ -66,7 +66,7 @@ async def outcomes(flow: Any, **options: Any) -> dict[str, Outcome]:
     return result
 
 
-# Where all tokens may be drawn, those of the tail are as unlikely as what rounding changes: a draw among them
+# Without ``top_k``, the rarest tokens are as unlikely as rounding errors: a draw among them
 # falls to another one whenever the batch is another.
 SAMPLED = {"temperature": 1.5, "top_k": 20}
 OPTIONS = {

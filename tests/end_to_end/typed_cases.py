@@ -1,4 +1,4 @@
-"""What typed output is asked for in tests on the real model: every kind, and how its values are checked
+"""The types that tests on the real model request: every kind, and how its values are checked
 without the code that made them."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _is_city(text: str, value: Any) -> bool:
 
 
 def _are_pieces(text: str, value: Any) -> bool:
-    """Wherever a tag begins, what follows is valid, or cut."""
+    """The text after each tag is valid or truncated."""
     behind_marks = text.split(" the ")[1:]
     begun = re.compile(r"(red|green|blue) [a-z]{3,8}\.")
     if value is None:  # truncated within its last tag

@@ -142,7 +142,7 @@ class PromptBuilder:
 
 @dataclass(frozen=True)
 class Model:
-    """One model, on both devices. ``ends``: those of the jobs that have run alone, as ``Job`` has them."""
+    """One model, on both devices. ``ends``: the results of the jobs that have run alone."""
 
     ahead: AheadRunner
     alone: AloneRunner

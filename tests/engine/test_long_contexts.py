@@ -1,4 +1,4 @@
-"""A model with a context of 131,072 tokens and a pool of 128,000, filled by one prompt: what is kept for a
+"""A model with a context of 131,072 tokens and a pool of 128,000, filled by one prompt: the memory of a
 batch grows with the context, never with its square."""
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ async def vision(
 
 
 def ask(generator: EngineGenerator, *parts: str, salt: str = ""):
-    """A context with a turn of the user; parts that begin with # are pictures, and those that begin with @
+    """A context with a turn of the user; parts that begin with # are pictures, and parts that begin with @
     are clips, such as ``@dog/8`` for 8 frames."""
     context = generator.open(salt)
     generator.begin_role(context, "user")
@@ -161,7 +161,7 @@ async def test_pictures_in_conversations() -> None:
         streamed = ask(generator, "Look.", "#cat", " Why?")
         assert await generator.requests.prompt_ids(context) == await generator.requests.prompt_ids(streamed)
         replied = await generator.reply(context, PARAMS, lambda _: None)
-        # The client sends the conversation again: the answer's tokens are those that were generated.
+        # The client sends the conversation again: the answer keeps its generated tokens.
         again = generator.open("")
         turns = (turn, Message("assistant", read_reply(replied.text).text), Message("user", "And?"))
         await generator.converse(again, Conversation(turns))

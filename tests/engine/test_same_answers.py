@@ -1,4 +1,4 @@
-"""A request with a seed has the same answer whatever the engine does next to it, and has in its cache."""
+"""A request with a seed has the same answer next to any other requests and with any cached prefixes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def options(folder: Path, **changed: object) -> EngineOptions:
 
 
 async def answers(client: EngineClient) -> list[list[int]]:
-    """To all prompts at once."""
+    """The answers to all prompts, requested concurrently."""
     found: list[list[int]] = [[] for _ in PROMPTS]
 
     async def one(index: int) -> None:

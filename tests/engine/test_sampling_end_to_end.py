@@ -1,5 +1,5 @@
 """Each parameter of ``gen`` arrives: from the program through the interpreter, with or without a websocket
-in between, to the sampler. The expected output is that of its reference model."""
+in between, to the sampler. The reference model computes the expected output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def expected(**options) -> End:
 OPEN = expected(ignore_eos=True)
 ENDING = {"temperature": 1.0, "seed": 11}
 SAMPLED = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
-# Of each parameter: what it is given with, and without which the text would be another.
+# For each parameter: options under which it changes the text, and its value.
 CASES: dict[str, tuple[dict, dict]] = {
     "max_tokens": ({"ignore_eos": True}, {"max_tokens": 7}),
     "min_tokens": (ENDING, {"min_tokens": len(expected(**ENDING).ids) + 5}),

@@ -212,7 +212,7 @@ async def test_in_any_batch_each_request_draws_what_it_draws_alone(
 
 
 def check_tops(job: Job, end: Finished) -> None:
-    """The likeliest tokens are those of the logits as they were."""
+    """The likeliest tokens come from the unprocessed logits."""
     assert len(end.top_logprobs) == (len(end.token_ids) if job.params.top_logprobs else 0)
     for index, top in enumerate(end.top_logprobs):
         logits = logits_after([*job.prompt, *end.token_ids[:index]])

@@ -16,7 +16,7 @@ choices_to_score = st.lists(
 
 
 def ways(choices: list[list[int]]) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """All beginnings of the choices, and those that a choice continues."""
+    """All beginnings of the choices, and the beginnings that a choice continues."""
     all_ways = {tuple(choice[:n]) for choice in choices for n in range(1, len(choice) + 1)}
     return all_ways, {way[:-1] for way in all_ways if len(way) > 1}
 

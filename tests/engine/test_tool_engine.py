@@ -1,4 +1,4 @@
-"""Tool calls on the engine are valid, whatever the model prefers, and the next request continues them."""
+"""Tool calls on the engine are valid for any logits of the model, and the next request continues them."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def calls_begin(pieces: Sequence[ReplyPiece]) -> int:
 @pytest.mark.trio_in_full
 @pytest.mark.parametrize("name", ["hermes", "chatml"])
 async def test_a_state_that_goes_on_keeps_the_ids(name):
-    """A session that stays open appends the result to the call as it was generated."""
+    """A session that stays open appends the result to the generated call."""
     async with engine() as client:
         answered = await answer(client, ALL[name], request(REQUIRED))
     state = answered.prompt

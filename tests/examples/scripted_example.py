@@ -13,7 +13,7 @@ from rich.console import Console
 import agentflow as af
 
 ROOT = Path(__file__).parents[2]
-# Those of adapters run in the adapters' own environments (`make test-adapters` tests them), the third one on
+# The adapters' examples run in the adapters' environments (`make test-adapters` tests them), the third one on
 # a server.
 OF_FRAMEWORKS = {"langchain_agent", "dspy_rag", "pydantic_ai_agent"}
 EXAMPLES = sorted(
@@ -44,7 +44,7 @@ class Asked:
 
 
 def in_turn(answers: Iterable[str]) -> Callable[[str], str]:
-    """A script's answers one after the other, whatever the prompt."""
+    """A script's answers one after the other, for any prompts."""
     rest = iter(answers)
     return lambda prompt: next(rest)
 

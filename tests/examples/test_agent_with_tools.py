@@ -1,4 +1,4 @@
-"""The agent with tools: calls of a function and of its own MCP server, one of which is denied."""
+"""The agent with tools: calls of a function and of the example's MCP server, one of which is denied."""
 
 import io
 

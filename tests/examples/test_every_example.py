@@ -28,7 +28,7 @@ def make(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def recording_bin(tmp_path):
-    """Stands for the virtual environment's folder of commands: python tells what it is asked to run."""
+    """Stands for the virtual environment's folder of commands: ``python`` records its arguments."""
 
     def made(failing: str = "none") -> Path:
         for name in ("agentflow", "python"):
@@ -68,7 +68,7 @@ def test_an_example_is_tested_and_says_how_to_run_it(name):
 
 
 class FirstChoice(ScriptedGenerator):
-    """Selects the first choice, whatever it is."""
+    """Always selects the first choice."""
 
     async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
         return await ScriptedGenerator(lambda prompt: choices[0]).score(context, choices, method)

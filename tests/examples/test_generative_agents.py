@@ -1,4 +1,4 @@
-"""Generative agents: who is at the same place hears what is said there, and nobody else does."""
+"""Generative agents: only agents at the same place hear what is said there."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""A long document: parts without loss, summaries of parts all at once or one after the other."""
+"""A long document: parts without loss, summaries of parts concurrently or one after the other."""
 
 import re
 

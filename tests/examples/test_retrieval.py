@@ -22,7 +22,7 @@ SCRIPT = {"query": " soft feathers\nand so on", "answer": " Because it is so. "}
 
 @asynccontextmanager
 async def filled(passages: list[str], backend: af.Scripted | None = None) -> AsyncIterator[Store]:
-    """A store with the vectors of letters, or those of a backend."""
+    """A store with vectors of letters, or with a backend's embeddings."""
     if backend is None:
         backend = af.Scripted("")
         backend.generator.capabilities = Capabilities("without embeddings")

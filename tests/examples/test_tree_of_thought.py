@@ -19,7 +19,7 @@ def sentences(prompt: str) -> list[str]:
 
 
 def storyteller(is_good) -> Asked:
-    """Thoughts are numbered as they are asked for."""
+    """Thoughts are numbered in the order of their requests."""
     numbers = itertools.count()
 
     def answer(prompt: str) -> str:

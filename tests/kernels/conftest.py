@@ -3,7 +3,7 @@
 import pytest
 from kernel_cases import IS_TRAPPED
 
-# Products in float32 use no tiles: what they are compiled to, the level below has too.
+# Products in float32 use no tiles: on the level below they compile to the same code.
 FLOAT32 = (
     "float32",
     "test_masked_attention",
@@ -14,11 +14,11 @@ FLOAT32 = (
     "test_large_trees",
     "test_many_rows_use_experts",
 )
-# These have products that others have, too: of whole models, and of more blocks of keys.
+# These tests repeat products of other tests, of whole models or with more blocks of keys.
 REPEATED = ("embeddings_are_given", "test_tokens_are_those_of_the_logits", "2048-1500")
 
 
-@pytest.hookimpl(tryfirst=True)  # before those are left out that are marked
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests of trapped instructions, which take long, as ``full`` where others show the same."""
     for item in items if IS_TRAPPED else ():

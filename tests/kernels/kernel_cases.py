@@ -94,7 +94,7 @@ class AtLevel:
 
 
 def use_level(patch: pytest.MonkeyPatch, level: str) -> None:
-    """Lets the native kernels be those of a level, where its instructions are present or trapped."""
+    """Selects the native kernels of a level, where its instructions are present or trapped."""
     patch.setenv("AGENTFLOW_CPU", level)
     flags = quick_flags(level)
     if level == "amx" and IS_TRAPPED:
@@ -138,7 +138,7 @@ QUICK_KERNELS = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a request in a batch: the first ``shared`` of its ``cached`` tokens are those of request
+    """Sizes of a request in a batch: the first ``shared`` of its ``cached`` tokens are shared with request
     ``parent``, an earlier one (-1: none)."""
 
     parent: int
@@ -372,7 +372,7 @@ _EXPECTED: dict[tuple[object, ...], Any] = {}
 
 
 def once(compute: Callable[[], ResultT], case: Case, rows: Rows | None, *what: object) -> ResultT:
-    """The result of ``compute``, which depends on the case and on ``what``. It is computed once for all
+    """The result of ``compute``, which depends on the case and on ``what``. It is computed only once for all
     implementations, which get the same examples."""
     content = hashlib.sha256()
     arrays = [case.req_to_token, case.req_rows, case.query_lens, case.kv_lens, case.both_ways]
@@ -430,7 +430,7 @@ def computed_exactly(case: Case, rows: Rows | None) -> Exact:
 
 
 def blocks_of(seen: list[list[int]]) -> Iterator[tuple[int, int, list[int], list[int]]]:
-    """Consecutive rows of which each sees what the one before it sees, and perhaps more: the first of them,
+    """Consecutive rows of which each sees all slots of the row before, and perhaps more: the first of them,
     the end, the slots that the last one sees, and how many of these each sees."""
     begin = 0
     for end in range(1, len(seen) + 1):
@@ -453,7 +453,7 @@ def assert_exact(result: torch.Tensor, case: Case, rows: Rows | None = None) -> 
     assert exact_attention(case, rows).excess(result) <= 1
 
 
-if __name__ == "__main__":  # .ci/run compiles what the tests load while it installs packages
+if __name__ == "__main__":  # .ci/run compiles the tests' kernels while it installs packages
     for made, param in zip(NATIVE, NATIVE_PARAMS, strict=True):
         if not param.marks:
             with pytest.MonkeyPatch.context() as patch:

@@ -154,7 +154,7 @@ def test_rope_and_write(dtype: torch.dtype, num_rows: int, seed: int) -> None:
     result = TORCH.rows.rope_and_write(qkv.clone(), cos, sin, pools[1], slots)
     assert_close(result, expected, dtype)
     assert_close(pools[1], pools[0], dtype)
-    # A rotation of each pair (i, i + half) as a complex number; values are written as they are.
+    # A rotation of each pair (i, i + half) as a complex number; values are written unchanged.
     half = head_dim // 2
     pairs = torch.complex(qkv[..., :half].double(), qkv[..., half:].double())
     turned = pairs * torch.polar(torch.ones_like(angles).double(), angles.double())
@@ -195,7 +195,7 @@ def test_linear(
 @NATIVE_KERNELS
 @DTYPES
 def test_many_rows_of_a_deep_product_have_the_same_sums(kernels: Kernels, dtype: torch.dtype) -> None:
-    """Their depth is taken in slices; that of 26 rows is not."""
+    """The kernel divides the depth into slices for 156 rows, but not for 26."""
     x, weight = random(156, 4900, seed=0, dtype=dtype), random(40, 4900, seed=1, dtype=dtype)
     packed = kernels.linear.pack(weight, None)
     together = kernels.linear.multiply_exactly(x, packed)

@@ -1,4 +1,4 @@
-"""Code that blocks the event loop: which line is blamed, and what is not."""
+"""Code that blocks the event loop: which line is blamed, and which code is not."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_a_waiting_task_has_no_blocking_frames():
     look()  # this thread's own stack, in the loop: this test runs
     assert found[0] == []
     names = [frame.f_code.co_name for frame in found[1]]
-    assert names[:2] == ["look", "test_a_waiting_task_has_no_blocking_frames"]  # then what runs tests
+    assert names[:2] == ["look", "test_a_waiting_task_has_no_blocking_frames"]  # then the test runner
 
 
 def outside() -> list[str]:
@@ -153,7 +153,7 @@ async def test_libraries_imports_and_this_package_are_not_blamed(monkeypatch, tm
     Counter("ab").most_common()
     __import__("heapq").nsmallest(1, [Key(1), Key(2)])  # through the standard library
     test = "test_libraries_imports_and_this_package_are_not_blamed"
-    assert names[0][:3] == ["outside", "__lt__", test]  # then what runs tests
+    assert names[0][:3] == ["outside", "__lt__", test]  # then the test runner
     (tmp_path / "slow_to_import.py").write_text("import sys\nfound = sys.modules['probe'].outside()\n")
     monkeypatch.setitem(sys.modules, "probe", sys.modules[__name__])
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -184,7 +184,7 @@ def test_a_thread_that_sleeps_in_one_frame_blocks():
 
 def test_a_thread_that_computes_in_one_frame_blocks():
     samples = [(0.03 * i, [object(), A], ThreadUsage(0.03 * i, False, i)) for i in range(5)]
-    assert seen(*samples) == [None, None, None, None, A]  # the innermost of those that stay
+    assert seen(*samples) == [None, None, None, None, A]  # the innermost of the frames that stay
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Limits of tokens: of a state with its forks, of several at once, of a session."""
+"""Limits of tokens: of a state with its forks, of several states together, of a session."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ async def forked(engine, flow, root):
 
 
 async def joined(engine, flow, root):
-    """The parent waits for what its branches generate."""
+    """The parent waits for the texts that its branches generate."""
     async with root.fork(2) as branches:
         for branch in branches:
             branch += "z"
@@ -85,7 +85,7 @@ async def scored(engine, flow, root):
 
 
 async def setting(engine, flow, root):
-    """A text of the program's own waits for what a branch generates, and a read for it."""
+    """A text that the program sets waits for a branch's generation, and a read waits for the text."""
     branch = root.copy()
     branch += af.gen("source", max_tokens=400)
     root.set("note", f"<{branch['source'].upper()}>")

@@ -1,4 +1,4 @@
-"""The first, the best and the most frequent value of a fork: who wins, what is cancelled, what is raised."""
+"""The first, the best and the most frequent value of a fork: winners, cancelled branches, errors."""
 
 from __future__ import annotations
 

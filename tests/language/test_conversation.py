@@ -355,7 +355,7 @@ async def test_a_reply_stands_for_its_text_wherever_text_is_expected(unbatched):
         async with flow.state() as s:
             s += af.conversation(ASKED) + af.reply("answer", tools=[weather])
             await s["answer"]
-        async with flow.state() as t:  # the state of what it refers to has ended
+        async with flow.state() as t:  # the state of the referenced variable has ended
             t += f"[{s['answer']}]"
             assert await t.text() == f"[{prose}]"
 

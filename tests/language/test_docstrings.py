@@ -71,8 +71,8 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_every_public_name_has_an_example():
-    """A method may be shown by its class, and an error by its base or by those under it. What a docstring
-    calls "For …" is not for programs."""
+    """A class's example may show its methods, and the example of an error's base or subclass may show the
+    error. Names whose docstring says "For …" need none: programs do not use them."""
     missing = []
     for name, public in DOCUMENTED.items():
         owner, _, member = name.partition(".")

@@ -35,7 +35,7 @@ def expected(text: str, size: int = EMBEDDING_SIZE) -> list[float]:
 
 
 class Waiting:
-    """Embeds when it is allowed to, and counts what is in progress."""
+    """Embeds when it is allowed to, and counts the calls in progress."""
 
     def __init__(self, fails_at: str = "") -> None:
         self.generator = ScriptedGenerator("")

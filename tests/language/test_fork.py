@@ -1,4 +1,4 @@
-"""Forks: independent states that share what came before; as a task group, branches that fail together."""
+"""Forks: independent states that share the text before them; as a task group, branches that fail together."""
 
 import copy
 import pickle

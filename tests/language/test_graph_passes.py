@@ -198,7 +198,7 @@ async def test_a_refused_move_keeps_the_original() -> None:
     moved = await graph.optimised(reorder=True, judge=judge)
     changed = [after for before, after in zip(graph.ops, moved.ops, strict=True) if before != after]
     assert [op.parts[0] for op in changed if isinstance(op, ops.Text)] == ["Be kind.\nTwo: "]
-    assert len(changed) == 1  # the answers of the assistant stay as they are
+    assert len(changed) == 1  # the answers of the assistant stay unchanged
 
 
 async def test_a_program_is_a_judge() -> None:

@@ -203,7 +203,7 @@ async def test_only_the_branches_of_the_state_are_joined():
 )
 @example(plan=[[], ["text", "gen", "text", "gen"], []])  # empty branches, a variable that is overwritten
 async def test_a_join_is_the_texts_of_its_branches_after_the_prefix(plan):
-    """However deep: a branch may join branches of its own."""
+    """At any depth: a branch may join branches, too."""
     backend = af.Scripted(echo)
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += "p" + af.gen("x")

@@ -322,7 +322,7 @@ async def test_f16a_results_of_a_map_come_back_from_the_file(flow, saved, tmp_pa
 
 @pytest.mark.parametrize("value", [float("nan"), object(), bytes, "\ud800", [[float("inf")]], Area])
 def test_a_type_without_a_json_form_is_rejected(value):
-    with pytest.raises(ValueError):  # noqa: PT011  # the words are those of the libraries
+    with pytest.raises(ValueError):  # noqa: PT011  # the libraries choose the words
         json_text(value)
 
 

@@ -1,4 +1,4 @@
-"""Maps: any inputs, results in their order, never too many at once."""
+"""Maps: any inputs, results in their order, a bounded number of runs at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Crowd:
-    """A program that notes how many of it run at once, and how many inputs were read before each end."""
+    """A program that notes how many of its runs overlap, and how many inputs were read before each end."""
 
     def __init__(self) -> None:
         self.num_running = self.max_running = self.num_read = self.num_taken = self.max_ahead = 0
@@ -144,7 +144,7 @@ async def test_nothing_runs_before_the_map_is_entered(flow):
     assert num_read == 1
 
 
-# How many at once.
+# The number of concurrent runs.
 
 
 @pytest.mark.on_trio

@@ -93,7 +93,7 @@ def test_the_bar_shows_the_fraction_done(num_done: int, total: int, cells: int) 
     console = Console(file=StringIO(), force_terminal=True, width=120, color_system="truecolor")
     with console.capture() as capture:
         console.print(progress_at(1, Tally(total, num_done)))
-    # Each part of the bar has a separate colour: what is done comes first.
+    # Each part of the bar has a separate colour: the finished part comes first.
     strokes = [part.partition("m")[2] for part in capture.get().split("\x1b[")]
     assert sum(stroke.count(cell) for stroke in strokes for cell in "━╸╺") == 40
     plain = drawn(progress_at(1, Tally(total, num_done)), 120)[0]

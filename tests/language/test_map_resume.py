@@ -207,7 +207,7 @@ def test_each_input_is_once_in_a_file_whose_writers_were_killed(tmp_path):
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert found == [str(2 * number) for number in range(500)]
     assert ran["done"] == 1
-    # The inputs that ran twice are those that were running when a process was killed.
+    # Only inputs that ran when a process was killed ran twice.
     assert sum(ran.values()) - 1 - 500 <= 3 * 16
 
 

@@ -1,4 +1,4 @@
-"""``variable.map(function)``: a Python function between two states; its failures, and what ends before it."""
+"""``variable.map(function)``: a Python function between two states, its failures, and states that end."""
 
 from __future__ import annotations
 

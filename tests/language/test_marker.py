@@ -257,7 +257,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 async def test_f37_a_generated_marker_in_a_returned_sum_stays_text():
-    """The text of a variable is no marker, whatever it holds."""
+    """The text of a variable is never a marker."""
     marker = ""
 
     async def program(s):

@@ -61,7 +61,7 @@ async def test_a_state_cannot_be_used_after_its_scope(use):
         async with flow.state() as s:
             async with s.fork(1) as branches:
                 pass
-            if use != "read":  # what was sealed can be read
+            if use != "read":  # sealed branches can be read
                 with pytest.raises(af.errors.StateClosed, match="sealed"):
                     USES[use](branches[0])
             s.cancel()

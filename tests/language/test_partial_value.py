@@ -44,7 +44,7 @@ STYLES = st.builds(
 
 
 def growth(value: Any, style: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The value's text in pieces, each with what is there of the value after it. Separators are blanks of
+    """The value's text in pieces, each with the partial value after it. Separators are blanks of
     no meaning, and belong to the pieces before them."""
     if isinstance(value, str):
         yield '"', ""

@@ -1,4 +1,4 @@
-"""A failure names the line of the program that appended what failed, wherever it is raised."""
+"""A failure names the line of the program that appended the failing expression, wherever it is raised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 FILE = os.path.basename(__file__)
 
 
-BROKEN = af.errors.EngineFailed("broken")  # one and the same, as often as it is raised
+BROKEN = af.errors.EngineFailed("broken")  # one object for all raises
 
 
 def echo(prompt: str) -> str | Exception:

@@ -1,4 +1,4 @@
-"""Races: the first result, what becomes of the others, and failures."""
+"""Races: the first result, the end of the other branches, and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of a map's results: what is read back, and what survives a write that was interrupted anywhere."""
+"""The file of a map's results: reading it back, and recovering from a write that was interrupted anywhere."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ async def test_nothing_can_be_done_after_the_end():
     for wait in (flow.run(ask, "a"), flow.stats()):
         with pytest.raises(af.errors.StateClosed, match="session has ended"):
             await wait
-    assert await s["x"] == "<a>"  # what was there stays
+    assert await s["x"] == "<a>"  # earlier values stay
 
 
 async def test_a_session_is_entered_once():

@@ -1,4 +1,4 @@
-"""Appending to states: order, checks that leave everything unchanged, what closes a state, awaiting it."""
+"""Appending to states: order, checks that leave everything unchanged, closing a state, awaiting it."""
 
 import functools
 
@@ -280,7 +280,7 @@ async def test_a_full_backlog_rejects_appends_until_ops_are_done(monkeypatch):
         with pytest.raises(af.errors.BacklogFull):
             s.fork(1)
         engine.gate.open()
-        await s  # awaiting is what helps, so it is always possible
+        await s  # awaiting makes room, so it is always possible
         s += "there is room again"
         await s
 
@@ -402,7 +402,7 @@ async def test_a_state_is_used_without_a_block(observed):
         assert await branch["y"] == "8 chars"
         assert (s.path, branch.path) == ((), (0,))
         with pytest.raises(TypeError):
-            async with branch:  # only what was opened can be closed
+            async with branch:  # only opened states can be closed
                 pass
         async with s:
             s += "more" + af.gen("z")

@@ -26,7 +26,7 @@ def echo(prompt: str) -> str | Exception:
 
 @af.program
 async def tree(s: af.State, letters: str) -> dict[str, str]:
-    """A branch for each letter, and a gen and a select of its own."""
+    """A branch for each letter, and a gen and a select in the state."""
     s += "p" + af.gen("x")
     async with s.fork(len(letters)) as branches:
         for letter, branch in zip(letters, branches, strict=True):
@@ -42,7 +42,7 @@ async def events_of(stream: AsyncIterable[af.ProgramEvent]) -> list[af.ProgramEv
 
 
 async def collect(stream: AsyncIterable[af.ProgramEvent], received: list[af.ProgramEvent]) -> None:
-    """Collects the events, also those before a failure."""
+    """Collects the events, including the events before a failure."""
     async for event in stream:
         received.append(event)
 

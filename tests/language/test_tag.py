@@ -59,7 +59,7 @@ async def test_text_and_tags_are_in_order():
         ("</age>", ["</age>"]),
         ("<age>1</age>", [InTag(1, "1")]),
         ("<word>b</word>a</word>", [InTag(2, "b"), "a</word>"]),
-        # The end of a tag inside of what stands in it.
+        # A tag's content contains the end of the tag.
         ('<point>{"x": "</point>"}</point>!', [InTag(0, '{"x": "</point>"}'), "!"]),
         ("<point> [1,\n2] </point>", [InTag(0, " [1,\n2] ")]),
     ],

@@ -176,7 +176,7 @@ def odd(n: Annotated[int, AfterValidator(stops)]) -> int:
 @pytest.mark.parametrize("is_known", [True, False], ids=["function", "schema"])
 @given(st.text(alphabet='{"path:/}[]1, ', max_size=12), st.integers(0, 14))
 def test_f13a_only_whole_calls_run(is_known: bool, text: str, end: int) -> None:
-    """Whatever remains of the arguments, a call without a fault has all of them."""
+    """For any truncation of the arguments, a call without a fault has all of them."""
     tool: Any = remove if is_known else {"name": "remove", "parameters": {"type": "object"}}
     for arguments in (text, '{"path": "/tmp"}'[:end]):
         [call] = replied([tool], CalledTool("c", "remove", arguments))

@@ -1,4 +1,4 @@
-"""Graphs: what a trace collects, what it refuses, and that a graph gives what the program gives."""
+"""Graphs: the ops that a trace collects, the programs that it refuses, and the values of graphs."""
 
 from __future__ import annotations
 

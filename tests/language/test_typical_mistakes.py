@@ -125,7 +125,7 @@ async def test_foreign_variable():
 
 
 async def test_name_collision():
-    """A name may be declared again, and arguments may have any name, those of this package's own included."""
+    """A name may be declared again, and arguments may have any name, including this package's names."""
 
     @af.program
     async def program(s: af.State, state: str, program: str, self: str, name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Typed values: what each kind of type asks of a backend, what it makes of the text, and what is refused."""
+"""Typed values: the request for each kind of type, the value read from the text, and refused types."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_a_truncated_text_has_no_value_even_if_it_is_valid(wanted, text, r
         assert note.startswith("what failed was appended at test_value_type.py:")
         assert await s[expression].whole_text() == s[expression].text == text
         assert s[expression].finish_reason == "length"
-        s += f" and {s[expression]}"  # by reference, the text is what there is
+        s += f" and {s[expression]}"  # a reference inserts the truncated text
         assert await s.text() == f"{text} and {text}"
 
 

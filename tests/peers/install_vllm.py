@@ -1,5 +1,5 @@
 """Completes the installation of vLLM's build for CPUs in the running environment: prints the requirements
-without those of torch, and adds the distribution ``vllm``, by whose version vLLM chooses the platform."""
+except torch's, and adds the distribution ``vllm``, by whose version vLLM chooses the platform."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ async def test_a_prompt_that_is_too_long(flow: af.Session) -> None:
 
 async def test_a_wrong_model(peer: Peer) -> None:
     async with af.session(backend=af.OpenAICompatible(peer.url, "another", max_retries=0)) as flow:
-        if peer.flavour == "llamacpp":  # it has one model, whatever a request says
+        if peer.flavour == "llamacpp":  # it answers as its one model to any name
             assert await answered(flow)
             return
         with pytest.raises(UnknownModel):

@@ -45,7 +45,7 @@ def written(pieces: list[ReplyPiece]) -> str:
 
 
 def joined(pieces: list[ReplyPiece]) -> list[ReplyPiece]:
-    """Without empty pieces, and with those of one kind that follow each other put together."""
+    """Drops empty pieces, and joins consecutive pieces of one kind."""
     whole: list[ReplyPiece] = []
     for piece in pieces:
         last = whole[-1] if whole else None
@@ -79,7 +79,7 @@ def test_the_text_is_json(pieces: list[ReplyPiece]) -> None:
 
 @given(replies())
 def test_a_prefix_of_the_text_gives_a_prefix_of_the_reply(pieces: list[ReplyPiece]) -> None:
-    """Each prefix of the text gives a prefix of what the whole one gives."""
+    """Each prefix of the text gives a prefix of the whole text's reply."""
     text, whole = written(pieces), joined(pieces)
     for end in range(len(text)):
         *before, last = joined(ReplyReader().push(text[:end])) or [None]

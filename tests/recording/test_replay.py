@@ -250,7 +250,7 @@ async def test_a_replay_can_be_recorded(path, tmp_path):
 
 
 async def side_by_side(programs: Sequence[Branch], timing: int, session: af.Session) -> dict[int, list]:
-    """Runs all at once, each with pauses of its own."""
+    """Runs all programs concurrently, each with its pauses."""
     outcomes: dict[int, list] = {}
     async with session as flow:
 

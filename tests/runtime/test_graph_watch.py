@@ -116,7 +116,7 @@ class Tenant:
 
 
 def plain(graphs: list[LiveGraph]) -> list[LiveGraph]:
-    """The graphs with programs and groups that are numbered as they appear, in an order of their own."""
+    """The graphs with programs and groups numbered in the order of their appearance."""
     found = []
     for graph in graphs:
         programs: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Limits: of time; what they end, and that nothing hangs or leaks; and what is no limit."""
+"""Limits of time: which requests they end, that nothing hangs or leaks, and values that are no limit."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ async def test_only_what_exceeds_a_limit_itself_has_its_error():
                 await variable
 
 
-# Over the wire, and what is no limit
+# Over the wire, and values that are no limit
 
 
 async def test_limits_over_the_wire(server):
@@ -208,7 +208,7 @@ async def test_invalid_limits_are_rejected(limit, param):
 async def test_f37_limits_count_the_tokens_of_generations_that_run(data):
     """A limit counts all tokens of generations that have not ended when it is set, and of later ones."""
     budgets: list[Budget] = []
-    limits: list[tuple[int, int, int]] = []  # the budget, the tokens, and the tokens of what had ended
+    limits: list[tuple[int, int, int]] = []  # the budget, the tokens, and the tokens of ended generations
     ended = 0
     running: dict[int, tuple[TokenCharge, list[int]]] = {}
     for number in range(data.draw(st.integers(1, 25))):

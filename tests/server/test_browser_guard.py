@@ -38,7 +38,7 @@ async def answer_of(
 
 
 async def status_of(guard: BrowserGuard, headers: dict[str, str], kind: str = "http") -> int:
-    """200 is what the application behind the guard would answer."""
+    """The status for a request: 200 is the answer of the application behind the guard."""
     return (await answer_of(guard, headers, kind))[0]["status"]
 
 

@@ -179,7 +179,7 @@ async def test_a_session_with_an_api(tally: Tally) -> None:
 
 @pytest.mark.parametrize("is_served", [False, True])
 async def test_a_graph(tally: Tally, server: ApiServer, is_served: bool) -> None:
-    """Its values are checked as it is traced; as it is submitted, only whether the model can run it."""
+    """Tracing checks a graph's values; submitting it checks only whether the model can run it."""
     graph = traced.trace()
     abilities = ("task", "kind", "accepted")
     assert tally.counts == {name: (1, 0) for name in OF_A_GEN if name not in abilities}
@@ -198,7 +198,7 @@ async def forked(s: af.State) -> str:
 
 @pytest.mark.parametrize("is_served", [False, True])
 async def test_the_rows_of_the_table_of_ops(monkeypatch, server: ApiServer, is_served: bool) -> None:
-    """An op of a graph is checked as it is traced, and where a server receives it. A run changes the first
+    """Tracing checks an op of a graph, and the server checks it on arrival. A run changes the first
     op, whose types are checked again."""
     here, calls, typed = threading.get_ident(), Counter[tuple[str, bool]](), list[Any]()
 

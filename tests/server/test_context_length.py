@@ -1,4 +1,4 @@
-"""The context that the APIs advertise is the one that they accept."""
+"""The APIs accept exactly the context length that they advertise."""
 
 from __future__ import annotations
 

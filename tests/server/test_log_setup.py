@@ -1,4 +1,4 @@
-"""The server's log: whatever is logged, a record is a line."""
+"""The server's log: each record is one line, for any content."""
 
 import io
 import json

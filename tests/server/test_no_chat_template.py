@@ -1,4 +1,4 @@
-"""A model without a chat template: every interface says what to do, and a template can be given."""
+"""A model without a chat template: every interface explains the error, and accepts a template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools as people write them, over all HTTP APIs: what is relaxed, what violates it, and where that shows."""
+"""Tools with ordinary schemas, over all HTTP APIs: relaxed keywords, violations, and their reports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def calling(api: Api, schema: Any, *, words: str = "valid", **tool: Any) -> dict
 
 
 def scripted(before: str) -> str:
-    """Calls the tool with what the request says."""
+    """Calls the tool with valid arguments, or with invalid ones if the request asks for them."""
     return CALL % ('["a", "a"]' if "invalid" in before else '["a", "b"]')
 
 

@@ -1,4 +1,4 @@
-"""``serve`` in a separate process: what it prints, and what signals do while it loads, serves and ends."""
+"""``serve`` in a separate process: its output, and the effect of signals while it loads, serves and ends."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Server:
         """Waits for its end. The exit status, and the rest of its output and of its errors."""
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        # Not ``communicate``, which skips what ``readline`` has buffered.
+        # Not ``communicate``, which skips the lines that ``readline`` has buffered.
         output, errors = self.process.stdout.read(), self.process.stderr.read()
         return self.process.wait(TIMEOUT_S), output, errors
 

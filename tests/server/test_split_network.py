@@ -1,4 +1,4 @@
-"""A network that splits: what one side sends does not arrive, or nothing does, and no connection closes.
+"""A network that splits: data of one side or of both does not arrive, and no connection closes.
 
 Sessions go on when it is whole again, and no token comes twice. ``cluster/ray`` splits the network before the
 nodes of Ray.
@@ -39,7 +39,7 @@ LENGTH = 40
 
 @asynccontextmanager
 async def in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """Opens and closes what must not hold the event loop, which carries the proxy."""
+    """Opens and closes resources in a thread, so that the event loop can carry the proxy."""
     value = await anyio.to_thread.run_sync(manager.__enter__)
     try:
         yield value
@@ -49,7 +49,7 @@ async def in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
 
 
 class Answer:
-    """A generation in a session, and what was read of it."""
+    """A generation in a session, and the text that was read from it."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -27,7 +27,7 @@ TARGETS = ("cpu", "cuda", "app")
 
 
 def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
-    """The stages of the Dockerfile by name: what each starts from, and its instructions."""
+    """The stages of the Dockerfile by name: the base of each, and its instructions."""
     text = re.sub(r"^\s*#.*\n", "", DOCKERFILE, flags=re.MULTILINE).replace("\\\n", " ")
     found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
     name = ""
@@ -42,7 +42,7 @@ def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
 
 
 def instructions(target: str) -> Iterator[tuple[str, str]]:
-    """Those of a target and of all stages it starts from, the first first."""
+    """The instructions of a target and of all its base stages, the first stage first."""
     start, own = stages()[target]
     if start in stages():
         yield from instructions(start)
@@ -225,7 +225,7 @@ def test_the_manifests_fit_together(tmp_path: Path) -> None:
     assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == labels
     for name in ("poddisruptionbudget", "servicemonitor"):
         assert manifest(name)["spec"]["selector"]["matchLabels"] == labels
-    assert service["metadata"]["labels"] == labels  # what the monitor selects
+    assert service["metadata"]["labels"] == labels  # the monitor selects by these labels
     pod = deployment["spec"]["template"]["spec"]
     [server] = pod["containers"]
     [pull] = pod["initContainers"]

@@ -200,7 +200,7 @@ def rules(stack: Stack) -> list[dict[str, Any]]:
 
 
 def test_readers_who_leave_cancel_their_programs_on_the_server(stack: Stack) -> None:
-    """So many that the server is busy until they leave."""
+    """Enough programs to keep the server busy until their readers leave."""
     lines = []  # an iterator that nothing holds is closed, and its response with it
     with ExitStack() as readers:
         for number in range(12):

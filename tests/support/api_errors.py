@@ -24,8 +24,8 @@ SHOWN_HEADERS = ("Allow", "Connection", "Retry-After", "Upgrade", "WWW-Authentic
 
 @dataclass(frozen=True)
 class Response:
-    """``cell``: the response as the page writes it. ``code``: the error's code. ``headers``: those of
-    ``SHOWN_HEADERS`` that it has."""
+    """``cell``: the response as the page writes it. ``code``: the error's code. ``headers``: the headers of
+    ``SHOWN_HEADERS`` in the response."""
 
     cell: str
     code: str | None
@@ -63,7 +63,7 @@ def response_to(
 
 
 def response_of(answer: http.client.HTTPResponse, api: Api) -> Response:
-    """The error of a response; that of a stream is its last event."""
+    """The error of a response; a stream's error is its last event."""
     text, headers = answer.read(), _shown_headers(answer)
     media_type = (answer.headers["content-type"] or "").partition(";")[0]
     if media_type == "text/plain":

@@ -110,9 +110,9 @@ def api_server(
     vendor: ApiBackend | None = None,
     shared: SharedStore | None = None,
 ) -> Iterator[ApiServer]:
-    """A server on a free port, whose model is called ``fake``. ``embedder``: the engine of another model, of
-    this name. ``vendor``: the backend of a third one, of this name. ``embedding``: of the one that makes
-    embeddings. ``gate``: what its tenants' requests pass through. ``constraints``: compiles them; under
+    """A server on a free port, whose model is called ``fake``. ``embedder``: the engine of the model
+    ``embedder``. ``vendor``: the backend of the model ``vendor``. ``embedding``: the folder of the
+    engines' embedding. ``gate``: checks its tenants' requests. ``constraints``: compiles them; under
     ``compile_limits`` or by another ``compile_loader``, in a process. ``hosts``: its names. ``shared``:
     the store of several servers."""
     engine = engine or FakeEngine()

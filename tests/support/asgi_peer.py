@@ -39,7 +39,7 @@ from agentflow.server.websocket.sessions import Sessions, open_sessions
 
 
 class AsgiPeer:
-    """One websocket. What the server sends waits until the test receives it."""
+    """One websocket. Messages of the server wait until the test receives them."""
 
     def __init__(self, *, binary: bool = True) -> None:
         self.binary = binary
@@ -77,7 +77,7 @@ class AsgiPeer:
         self.put_message(data)
 
     def put_message(self, data: bytes | str) -> None:
-        """Sends a message of the kind that the data is, whatever the session's is."""
+        """Sends a message of the data's type, in a session of any type."""
         kind = "text" if isinstance(data, str) else "bytes"
         self._to_server.send_nowait({"type": "websocket.receive", kind: data})
 

@@ -1,6 +1,6 @@
 """Chat templates of the shapes that models come with, each with a twin in plain Python.
 
-A twin gives what the template renders as pieces: ``(text, turn)``, where ``turn`` is None for markup.
+A twin gives the template's output as pieces: ``(text, turn)``, where ``turn`` is None for markup.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         server.terminate()
         try:
             server.communicate(timeout=20)
-        except subprocess.TimeoutExpired:  # it waits for what a failed test has left open
+        except subprocess.TimeoutExpired:  # it waits for connections that a failed test has left open
             server.terminate()
             server.communicate(timeout=10)
 

@@ -1,4 +1,4 @@
-"""What compiling processes run in tests. The constraint's source (a schema's description) is the
+"""The compilers of compiling processes in tests. The constraint's source (a schema's description) is the
 name of one of ``ACTIONS`` and its argument."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What engine processes load in tests: the plain fake model, with faults that the options ask for.
+"""Loaders of engine processes in tests: the plain fake model, with faults that the options ask for.
 
-Places where a process can be held: see ``holds.py``. What is to happen once and not again after a restart
+Places where a process can be held: see ``holds.py``. A fault that must not repeat after a restart
 is noted in a file.
 """
 
@@ -29,7 +29,7 @@ from agentflow.errors import BadModelFolder
 
 # The first token of prompts that kill the process which computes them.
 POISON = 8
-# And of those that do so at this length.
+# The first token of prompts that kill it at ``SLOW_LENGTH``.
 SLOW_POISON = 9
 SLOW_LENGTH = 5
 
@@ -69,10 +69,10 @@ def load(
     hold_adapter: str = "",
 ) -> tuple:
     """``hold_at``: step number to a hold before it. ``hold_load``: a hold while loading. ``kill_load``:
-    it dies there. ``missing``: a file without which it is a bad folder. ``error``: what loading raises.
-    ``other``: a file that, if it is there, names what is another one: ``model`` or ``tokenizer``.
+    it dies there. ``missing``: a file without which it is a bad folder. ``error``: raised by loading.
+    ``other``: a file that, if it exists, contains the name of the changed part: ``model`` or ``tokenizer``.
     ``fault_at``: step number to a file; if it is there, it goes, and the accelerator fails in that step.
-    ``failing``: a file, while which is there all forward passes fail. ``poison``: what ``POISON`` does: it
+    ``failing``: a file; while it exists, all forward passes fail. ``poison``: the effect of ``POISON``: it
     ``kills`` the process, or the pass ``fails``, or the accelerator (``faults``). ``embedding_size``: it
     makes embeddings. ``says``: is logged while it loads, and before each step. ``hold_adapter``: a hold
     while an adapter is read."""

@@ -41,8 +41,8 @@ def _prepared(vocab_size: int) -> dict[str, Any]:
 
 
 def _share(self: GrammarCache) -> None:
-    """``GrammarCache.prepare``: engines share what is made of the tokenizer of tests, as it takes longer than
-    most of what they are asked. Each has its masks."""
+    """``GrammarCache.prepare``: engines share the data made from the tokenizer of tests, as it takes longer
+    than most of their requests. Each has its masks."""
     if self._tokenizer is not TOKENIZER:
         _prepare(self)
         return

@@ -155,7 +155,7 @@ class Replicas:
             yield client
 
     async def settle(self) -> None:
-        """Lets every task read what has arrived. Most events take fewer turns of the loop."""
+        """Lets every task read the events that have arrived. Most events take fewer turns of the loop."""
         for _ in range(20):
             await checkpoint()
 

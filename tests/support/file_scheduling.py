@@ -1,4 +1,4 @@
-"""The tests that a worker of pytest-xdist runs one after the other: those of a file, or of all files that
+"""The tests that a worker of pytest-xdist runs one after the other: the tests of a file, or of all files that
 share a server."""
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Repository:
 
 @dataclass
 class Fault:
-    """What is answered instead. ``match``: a pattern in ``METHOD /path``. ``times``: how often, then right
+    """A faulty answer. ``match``: a pattern in ``METHOD /path``. ``times``: how often, then right
     again. ``status`` 0: the right answer, with ``content`` instead of the file's, or closed after
     ``cut_at`` bytes."""
 
@@ -70,7 +70,7 @@ class Request:
 
 
 class HubServer(ThreadingHTTPServer):
-    """``requests``: those received, in order."""
+    """``requests``: the received requests, in order."""
 
     daemon_threads = True
 

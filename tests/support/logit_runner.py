@@ -27,8 +27,8 @@ FAVOURITES = np.random.default_rng(7).normal(0.0, 1.5, len(PLAIN_IDS))
 
 
 def logits_after(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
-    """Plain text is likely, and a few characters are much more so than others, whatever came before; what
-    they are worth exactly depends on the last token. The end comes up now and then."""
+    """Plain text is likely, and a few characters are much more so than others, after any text; their exact
+    scores depend on the last token. The end comes up now and then."""
     return _logits_after(int(tokens[-1]))
 
 

@@ -203,7 +203,7 @@ class PlainEngine:
             self._append(request, [token])
 
     def _append(self, request: Request, tokens: list[int]) -> None:
-        """Appends sampled tokens and what the constraint forces after them. Ends the request where its text
+        """Appends sampled tokens and the tokens that the constraint forces. Ends the request where its text
         or its length does."""
         matcher, params = request.matcher, request.params
         request.output = request.output + tokens
@@ -248,8 +248,8 @@ class PlainEngine:
 
 
 def before_stop(text: str, params: SamplingParams, start: int) -> str | None:
-    """The text before a stop that begins at ``start`` or later: the one that is complete first, and of these
-    the one that begins first. None: there is no stop."""
+    """The text before a stop that begins at ``start`` or later: the stop that is complete first, and of
+    several such stops the earliest one. None: there is no stop."""
     for end in range(start + 1, len(text) + 1):
         begins = [end - len(stop) for stop in params.stop if text.endswith(stop, start, end)]
         if params.stop_regex is not None:

@@ -57,7 +57,7 @@ async def plain_model_engine(
     async with running_engine(lambda: (fake, TOKENIZER, config or SchedulerConfig())) as client:
         yield client
         if client.num_calls == 0:
-            await client.stats()  # whatever was aborted has been read by then
+            await client.stats()  # aborts have been read by then
             client.engine.scheduler.check_idle()
 
 

@@ -17,7 +17,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def process_state() -> dict[str, object]:
-    """The settings by their names, on Linux; of the environment, agentflow's variables."""
+    """The settings by their names, on Linux, including agentflow's environment variables."""
     found: dict[str, object] = {
         "working folder": os.getcwd(),
         "variables": {

@@ -68,7 +68,7 @@ _FORKS_OF_SMALL_PAGES = 8
 
 
 def process_name(module: str) -> str:
-    """The name of a forked process with this main module. Its command line is that of its template."""
+    """The name of a forked process with this main module. Its command line is its template's."""
     return module.removesuffix(".worker").rpartition(".")[2]
 
 
@@ -121,8 +121,8 @@ class ProcessTemplate:
 
 
 def _adopt_orphans(does: bool) -> None:
-    """Whether orphans below this process become its children. The template forks twice, so that what it has
-    forked is a child of the process that asked for it, which can wait for its end."""
+    """Whether orphans below this process become its children. The template forks twice, so that the process
+    that asked for a fork becomes its parent, which can wait for its end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(does), 0, 0, 0)
 
 
@@ -152,7 +152,7 @@ class _Forked(subprocess.Popen[Any]):
 
 
 class _Templates:
-    """The templates of this process, which start when they are needed. ``numbers``: those of main modules."""
+    """The templates of this process, which start when they are needed. ``numbers``: by main module."""
 
     def __init__(self, numbers: dict[str, int], started: dict[int, ProcessTemplate]) -> None:
         self._numbers, self._started = numbers, started
@@ -161,7 +161,7 @@ class _Templates:
         self._paths = (self._path, os.environ.get("PYTHONPATH"))
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """``subprocess.Popen`` for commands with ``-m``, which forks those that have a template."""
+        """``subprocess.Popen`` for commands with ``-m``, which forks the module's template, if it has one."""
         number = self._numbers.get(command[command.index("-m") + 1])
         # With another path it may import other files than the template has.
         path = (options.get("env") or os.environ).get("PYTHONPATH")
@@ -179,7 +179,7 @@ class _Templates:
                     self._started[number] = ProcessTemplate.start(number, environment)
                 try:
                     return self._started[number].fork(asked, descriptors)
-                except BaseException:  # a time-out: its answer would be taken for that of the next fork
+                except BaseException:  # a time-out: the next fork would take its answer
                     self._started.pop(number).close()
                     raise
 
@@ -295,7 +295,7 @@ def _become(
     have: list[int],
 ) -> NoReturn:
     """Runs a command of Python. ``group``: a process group; None for a new session, in the terminal
-    that the input is, if it is one. ``have``: the descriptors that become those of ``want``."""
+    that the input is, if it is one. ``have``: the descriptors that are duplicated as ``want``."""
     if group is None:
         os.setsid()
     else:

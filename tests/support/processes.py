@@ -1,4 +1,4 @@
-"""Processes that tests started, and those below them."""
+"""Processes that tests started, and their descendants."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def signal_child(pid: int | None, number: signal.Signals) -> None:
 
 def run_in_fork(work: Callable[[], bool], limit_s: int = 30) -> int:
     """Forks this process and runs ``work`` in the child. Returns its exit status, 0 if ``work`` was true. The
-    child ends there whatever happens: it must not run the other tests."""
+    child always ends there: it must not run the other tests."""
     child = os.fork()
     if child == 0:
         code = 1

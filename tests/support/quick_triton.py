@@ -1,5 +1,5 @@
-"""Makes Triton's interpreter, in which tests run the kernels for GPUs, faster: it looks up what it would
-compute again for each operation, and leaves out results that nothing reads."""
+"""Makes Triton's interpreter, in which tests run the kernels for GPUs, faster: it looks up values that it
+would compute again for each operation, and leaves out results that nothing reads."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _look_up_dtypes(interpreter: Any) -> None:
 
 
 def _look_up_floats(interpreter: Any) -> None:
-    """Floats become floats of another type bit by bit, in some thirty operations on arrays. Those of 8 and 16
-    bits are looked up in what these operations make of each, and float32 is cut to bfloat16 as they do it,
+    """Floats become floats of another type bit by bit, in some thirty operations on arrays. Floats of 8 and
+    16 bits are looked up in tables made by these operations, and float32 is cut to bfloat16 like they do it,
     except subnormal numbers."""
     convert, made = interpreter._convert_float, {}
 
@@ -107,7 +107,7 @@ def _share_shapes(core: Any) -> None:
 
 
 def _leave_equal_shapes(semantic: Any) -> None:
-    """Blocks of one shape, and scalars, are compared number by number before they stay as they are."""
+    """Blocks of one shape, and scalars, are compared number by number and stay unchanged."""
     broadcast = semantic.broadcast_impl_value
 
     def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Reasoning models: chat templates of the shapes that they come with, and a model that writes what the last
-message of the user says: ``<think>``, reasoning, ``</think>`` and an answer; or an answer in channels, whose
+"""Reasoning models: chat templates of the usual shapes, and a model that repeats the user's last
+message: ``<think>``, reasoning, ``</think>`` and an answer; or an answer in channels, whose
 tokens ``«end»`` and so on stand for in the message."""
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ReasoningModel:
     assistant: str
 
     def runner(self, **options) -> FakeRunner:
-        """``options`` as of ``FakeRunner``. Where a grammar forbids what the script has, the answer of the
+        """``options`` as of ``FakeRunner``. Where a grammar forbids the script's reasoning, the answer of the
         script follows."""
         defaults = {"vocab_size": self.tokenizer.vocab_size, "max_context": 4096, "num_slots": 16384}
         return FakeRunner(**(defaults | {"end_token_ids": (0,), "next_token": self.next_token} | options))
@@ -150,7 +150,7 @@ class ReasoningModel:
 
 @dataclass(frozen=True)
 class ChannelModel(ReasoningModel):
-    """Also writes what the result of a tool says. The first three ids are end tokens."""
+    """Also repeats the result of a tool. The first three ids are end tokens."""
 
     def runner(self, **options) -> FakeRunner:
         return super().runner(**({"end_token_ids": (0, 1, 2)} | options))
@@ -206,7 +206,7 @@ DEEPSEEK_MODEL = ReasoningModel(
     "<|assistant|>",
     "<|assistant|>",
 )
-# Marks that are no tokens of their own.
+# Marks that are not single tokens.
 SPELLED_MODEL = ReasoningModel(
     ChatTemplate(QWEN),
     _tokenizer(("<|im_end|>", "<|im_start|>"), (), QWEN),

@@ -1,4 +1,4 @@
-"""One session over a real websocket, frame by frame in JSON, and what it is refused with: for the test of
+"""One session over a real websocket, frame by frame in JSON, and the error that ends it: for the test of
 docs/reference/errors.md."""
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def byte_level(
 
 
 def byte_level_of(words: Iterable[str]) -> Spec:
-    """GPT-2's alphabet in which just ``words`` (and what they are built from, left to right) are merged."""
+    """GPT-2's alphabet in which just ``words`` (and their prefixes) are merged."""
     vocab = {char: n for n, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     merges: list[list[str]] = []

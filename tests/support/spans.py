@@ -40,7 +40,7 @@ class Recorded(SpanProcessor):
         return self.exporter.get_finished_spans()
 
     def named(self, beginning: str) -> list[ReadableSpan]:
-        """Those whose name begins so, in the order of their starts."""
+        """The spans whose names have this beginning, in the order of their starts."""
         found = [span for span in self.spans if span.name.startswith(beginning)]
         return sorted(found, key=lambda span: span.start_time or 0)
 

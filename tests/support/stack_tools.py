@@ -35,7 +35,7 @@ def find_tool(name: str) -> str:
 
 
 def run_tool(name: str, *arguments: str | Path, stdin: str | None = None, **environment: str) -> str:
-    """Runs a tool in the repository's root and returns its output; its failure is that of the test."""
+    """Runs a tool in the repository's root and returns its output; if the tool fails, the test fails."""
     done = subprocess.run(
         [find_tool(name), *map(str, arguments)],
         cwd=ROOT,

@@ -27,10 +27,10 @@ class Budget:
 
 @dataclass
 class Proxy:
-    """``budgets``: of the connections to come, then unlimited. ``current``: of the latest one. ``answers``:
-    what the next connections get in place of the server; each is closed after its answer.
+    """``budgets``: of the connections to come, then unlimited. ``current``: the latest one's. ``answers``:
+    sent to the next connections in place of the server's; each is closed after its answer.
 
-    ``split`` drops what is sent from then on, as a network does that splits: nothing arrives, none closes.
+    ``split`` drops later data, as a network does that splits: nothing arrives, none closes.
     ``heal`` ends it for new connections; one of which bytes are missing carries no others.
     """
 
@@ -58,7 +58,7 @@ class Proxy:
         self._latest.cancel()
 
     def split(self, *sides: Side) -> None:
-        """Drops what goes in these directions; by default in both."""
+        """Drops data in these directions; by default in both."""
         self.dropped = frozenset(sides or ("up", "down"))
 
     def heal(self) -> None:
@@ -88,7 +88,7 @@ class Proxy:
 
     async def _connect(self, client: SocketStream, budget: Budget) -> None:
         async with client:
-            while self.dropped:  # nobody answers a connection that is opened now
+            while self.dropped:  # a connection that is opened now gets no answer
                 await self.carried.wait()
             try:
                 server = await anyio.connect_tcp(self.host, self.target_port)

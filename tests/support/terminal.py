@@ -26,7 +26,7 @@ class Terminal:
         self._unread = b""
 
     def until(self, text: str) -> str:
-        """Reads until ``text`` has come, and gives what came."""
+        """Reads until ``text`` has come, and returns all text up to its end."""
         while text.encode() not in self._unread:
             try:
                 chunk = os.read(self._descriptor, 4096)

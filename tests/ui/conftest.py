@@ -93,8 +93,8 @@ def shared_stage() -> Iterator[Stage]:
 
 @pytest.fixture
 def stage(shared_stage: Stage) -> Iterator[Stage]:
-    """A server that generates what the test says, and keeps sessions for longer than any test needs to resume
-    one. When the test ends, no generation may be left; those of a failed test end here, because the session
+    """A server that generates the test's texts, and keeps sessions for longer than any test needs to resume
+    one. When the test ends, no generation may be left; a failed test's generations end here, as the session
     of its page would keep them into the next test."""
     yield shared_stage
     try:

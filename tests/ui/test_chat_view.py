@@ -194,7 +194,7 @@ def test_f37_the_page_says_that_the_browser_has_no_room_for_the_chats(stage: Sta
 
 
 def test_f43j_chats_survive_a_reload(forgetful_stage: Stage, visit: Visit) -> None:
-    """With their branches, their settings, what is being written, and what had arrived of a reply."""
+    """With their branches, their settings, the unsent message, and the received part of a reply."""
     stage, screen = forgetful_stage, visit(forgetful_stage.url)
     stage.answer("What is a leaf?", "A leaf is green.")
     stage.answer("What is a root?", "It is below.")
@@ -224,7 +224,7 @@ def test_f43j_chats_survive_a_reload(forgetful_stage: Stage, visit: Visit) -> No
     expect(turns).to_contain_text("A leaf is green.")
     screen.page.get_by_text("Settings", exact=True).click()
     expect(screen.page.get_by_label("Tools")).to_have_value("auto")
-    # Another tab has chats of its own.
+    # Another tab has other chats.
     other = visit(stage.url)
     open_chat(other)
     expect(other.page.get_by_text("Nothing has been said yet.")).to_be_visible()
@@ -266,7 +266,7 @@ def test_f43a_the_window_follows_a_reply_until_the_reader_scrolls_up(
     assert screen.page.evaluate("() => scrollY") == top
     for part in (screen.at("stop"), screen.at("message")):
         expect(part).to_be_in_viewport()
-    # Back at the end, it follows again, and it shows what can be done with the complete reply.
+    # Back at the end, it follows again, and it shows the actions on the complete reply.
     screen.page.mouse.wheel(0, 100_000)
     expect(paragraph(39)).to_be_in_viewport()
     tell(40)
@@ -540,7 +540,7 @@ def test_the_model_calls_a_tool_and_goes_on_with_its_answer(model_url: str, visi
     call.get_by_role("button", name="Run in this page").click()
     answers = screen.page.locator(".chat-turn.is-tool")
     expect(answers.first).to_contain_text("408")
-    while reply.get_by_role("button", name="Decline").count():  # whatever else it has called
+    while reply.get_by_role("button", name="Decline").count():  # further calls of the model
         reply.get_by_role("button", name="Decline").first.click()
     wait_reply(screen, 1)  # the model has read the answers, and may call or not
     expect(reply.locator(".tool-call").first).to_contain_text("Answered")

@@ -1,5 +1,5 @@
-"""What the page does when the server is not there, not ready, or does not want it: a sentence and a way on,
-and nothing that was streamed is lost."""
+"""The page when the server is not there, not ready, or refuses it: a sentence and a way on,
+and no streamed text is lost."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def loading_server() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def test_f43g_a_session_that_the_server_has_forgotten_is_replaced(visit: Visit) -> None:
-    """After the grace period the session cannot be resumed. The page keeps what it shows and opens a new one
+    """After the grace period the session cannot be resumed. The page keeps its content and opens a new one
     by itself."""
     with open_stage(ServerLimits(resume_grace_s=0.0)) as stage, breaking_proxy(stage.port) as proxy:
         screen = visit(proxy.url)
@@ -315,7 +315,7 @@ def test_f37_a_view_that_was_left_before_its_file_failed_hides_no_other(stage: S
 
 
 def test_a_full_queue_is_a_sentence_and_the_request_can_be_repeated(visit: Visit) -> None:
-    """One request fills the queue of this server: that of the first page. A program and a chat of the second
+    """One request of the first page fills the queue of this server. A program and a chat of the second
     one are rejected, until there is room."""
     engine = FakeEngine(max_unfinished=1)
     with api_server(engine, constraints=False) as server:

@@ -1,4 +1,4 @@
-"""The prefix tree, the scheduler's numbers and recorded runs, and what a tenant may see of them."""
+"""The prefix tree, the scheduler's numbers and recorded runs, and their parts that a tenant may see."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_number_of_the_scheduler_is_the_value_of_its_query(
     screen.wait_status("open")
     values = screen.page.locator(".view-scheduler .value")
     expect(values.filter(has_text=re.compile(r"^\d.* ms$")).first).to_be_visible()
-    expect(values.filter(has_text="–")).to_have_count(0)  # those of the second look are there too
+    expect(values.filter(has_text="–")).to_have_count(0)  # the values of the second look are there too
     labels = values.evaluate_all("(all) => all.map((one) => one.getAttribute('aria-label'))")
     assert len(labels) == 30
     with prometheus(model_url, tmp_path) as query:

@@ -56,7 +56,7 @@ def test_a_dropped_pasted_and_chosen_image_are_sent_in_one_turn(stage: Stage, vi
     turn = screen.at("turn-1")
     expect(thumbnails(turn)).to_have_count(2)
     expect(thumbnails(screen)).to_have_count(2)  # the composer is empty
-    # The next message sends them again, from what the session has.
+    # The next message sends them again, from the session.
     screen.at("message").fill("Really?")
     screen.at("message").press("Enter")
     stage.wait_running(1, to="Really?")

@@ -49,7 +49,7 @@ def test_branches_stream_side_by_side_and_flow_into_the_join(stage: Stage, visit
     stage.say("it is.", to=FIRST)
     expect(text_of(screen, "0")).to_have_text("Yes, it is.")
     stage.end()
-    stage.wait_running(1, to="Yes, it is.")  # what the branches said is in the prompt of the summary
+    stage.wait_running(1, to="Yes, it is.")  # the branches' answers are in the prompt of the summary
     stage.say(" is fine.")
     stage.end()
     wait_end(screen, "done")
@@ -149,7 +149,7 @@ def test_a_dropped_connection_loses_no_text(stage: Stage, proxy: BreakingProxy, 
 def test_a_run_whose_server_stayed_away_goes_on_in_a_new_session(
     forgetful_stage: Stage, forgetful_proxy: BreakingProxy, visit: Visit
 ) -> None:
-    """Complete texts are not generated again, and what was streamed of the others stays until it is replaced.
+    """Complete texts are not generated again, and partial texts stay until they are replaced.
     While the server is away, every view can be shown."""
     stage, proxy = forgetful_stage, forgetful_proxy
     screen = visit(proxy.url)

@@ -1,4 +1,4 @@
-"""The view of the programs that run: their graph, states, and what the cache missed."""
+"""The view of the programs that run: their graph, states, and the missed tokens of the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every view in both themes: what the browser and axe say about it, its width, and its picture."""
+"""Every view in both themes: the complaints of the browser and axe, its width, and its picture."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_the_page_runs_no_code_but_its_own(model_url: str, visit: Visit) -> None
       button.click();
     }""")
     assert screen.page.evaluate("() => window.ran ?? null") is None
-    # In a callback, because what the debugger itself runs may use eval.
+    # In a callback, because the debugger's own code may use eval.
     evaluated = """() => new Promise((resolve) => setTimeout(() => {
       try { resolve((0, eval)("1")); } catch (error) { resolve(error.name); }
     }))"""

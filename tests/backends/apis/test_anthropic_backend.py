@@ -70,7 +70,7 @@ async def opened(
         for request in server.received:
             is_old = request.headers["anthropic-version"] == "2023-06-01"  # the client speaks the later one
             assert request.json.keys() <= (KNOWN | {"temperature", "top_p", "top_k"} if is_old else KNOWN)
-            PARAMS.dump_json(PARAMS.validate_python(request.json))  # lists are validated as they are written
+            PARAMS.dump_json(PARAMS.validate_python(request.json))  # lists are validated during serialisation
 
 
 async def asked(*script: AnyAnswer, model: str = OLD, options: Any = None, **params: Any) -> Any:
@@ -343,7 +343,7 @@ async def test_a_model_that_cannot_be_made_to_call_says_so() -> None:
 
 
 async def test_arguments_that_are_cut_are_sent_back_as_text() -> None:
-    """The API takes objects only, and has a name for what is none."""
+    """The API accepts only objects, so truncated arguments go into its field for invalid JSON."""
     cut = CalledTool("toolu_1", "weather", '{"city": "Os')
     messages = (
         Message("user", "Oslo?"),

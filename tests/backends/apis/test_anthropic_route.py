@@ -27,7 +27,7 @@ LETTERS = [TOKENIZER.encode(letter)[0] for letter in "abcdefgh"]
 
 
 def next_letter(seen: Any) -> int:
-    """The model: its text depends on the prompt alone, whatever the temperature."""
+    """The model: its text depends on the prompt alone, at any temperature."""
     return LETTERS[zlib.crc32(seen.tobytes()) % len(LETTERS)]
 
 

@@ -40,7 +40,7 @@ def vector(text: str, size: int) -> list[float]:
 
 
 def embedded(request: Received, **changes: Any) -> Answer:
-    """An answer with the embeddings in reverse order, as the index is what counts."""
+    """An answer with the embeddings in reverse order: clients must sort them by index."""
     fields = request.json
     rows: list[dict[str, Any]] = []
     for index, text in enumerate(fields["input"]):

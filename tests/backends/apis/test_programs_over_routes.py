@@ -53,7 +53,7 @@ class _GreedyConnection:
 
 
 class Greedy:
-    """A backend whose gens are all greedy, whatever the program asks for."""
+    """A backend that makes all gens greedy."""
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Fields that nobody asked for may have any content: the answer is the same. The numbers of tokens are read
+"""Unrequested fields may have any content: the answer is the same. The numbers of tokens are read
 under the names of several providers, and estimated if there are none."""
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def read(api: str, stream: Iterable[ServerEvent]) -> tuple[Any, ...]:
 
 
 def replaced(api: str, data: bytes, choose: Callable[[], Any]) -> bytes:
-    """An event in which ``choose`` decides about each field that nobody asked for."""
+    """An event in which ``choose`` sets the value of each unrequested field."""
     if data == b"[DONE]":
         return data
     fields = json.loads(data)

@@ -12,7 +12,7 @@ from support.ray_nodes import AGENT, HEAD, NODE, SECOND, SETTINGS, SYSTEM, WORKE
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_process() -> Iterator[None]:
-    """Ray replaces the factory of log records when it is imported, and what SIGTERM does when it connects."""
+    """Ray replaces the factory of log records at its import, and the handler of SIGTERM when it connects."""
     factory, handler = logging.getLogRecordFactory(), signal.getsignal(signal.SIGTERM)
     yield
     logging.setLogRecordFactory(factory)

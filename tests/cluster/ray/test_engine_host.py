@@ -109,7 +109,7 @@ def test_the_server_notices_that_an_actor_is_silent_or_gone():
     watch = Heartbeat(ours, heard_at=100.0)
     assert watch.exchange(100.0 + LOST_S)
     assert theirs.recv(1) == b"."
-    # The server was stopped meanwhile: what had come before counts.
+    # The server was suspended in the meantime: heartbeats that arrived earlier count.
     theirs.sendall(b"....")
     assert watch.exchange(200.0)
     assert watch.exchange(200.0 + LOST_S)

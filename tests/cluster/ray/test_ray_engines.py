@@ -1,4 +1,4 @@
-"""Engines in the actors of a Ray cluster: whatever dies there, no request loses or repeats a token."""
+"""Engines in the actors of a Ray cluster: no request loses or repeats a token if parts of the cluster die."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Bench:
         self.number = 0
 
     async def send(self, text: str, *, headers: dict | None = None, model: str = "", retry_of=None) -> tuple:
-        """Returns the name of the replica, and what ``end`` needs."""
+        """Returns the name of the replica, and the arguments of ``end``."""
         if retry_of is None:
             self.number += 1
             metadata = RequestMetadata("", f"request {self.number}", multiplexed_model_id=model)
@@ -242,7 +242,7 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_the_books_end_empty(events):
-    """Whatever order requests, rejections, ends and losses come in, some of them late."""
+    """For any order of requests, rejections, ends and losses, some of them late."""
 
     async def run() -> None:
         bench = Bench(Replica("a"), Replica("b"))

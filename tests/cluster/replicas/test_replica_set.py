@@ -1,4 +1,4 @@
-"""Several engines behind one client: the same texts as one engine alone, whatever happens to the engines."""
+"""Several engines behind one client: the same texts as one engine alone, also when engines fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POISON = 8
 
 @dataclass(eq=False)
 class Job:
-    """A request, and what came of it."""
+    """A request and its result."""
 
     prompt: list[int]
     length: int = 12
@@ -64,7 +64,7 @@ class Job:
         self.text += progress.text
 
     def check(self) -> None:
-        """It gave what it gives alone, and each token once."""
+        """The request gives its reference text, and each token once."""
         expected = alone(self.prompt, SamplingParams(max_tokens=self.length))
         assert self.end is not None
         assert self.end.text == expected.text
@@ -527,7 +527,7 @@ async def test_each_replica_charges_a_tenant_for_its_use_of_the_others(monkeypat
     others: dict[int, Counter] = {number: Counter() for number in range(3)}
 
     def watch(number: int) -> None:
-        """Counts what a replica charges for its own work, and for that of others."""
+        """Counts the charges of a replica for its requests, and for other replicas' requests."""
         policy = replicas.children[number].engine.scheduler.waiting
         charge, elsewhere, of_program = policy.charge, policy.charge_elsewhere, policy.program_elsewhere
 

@@ -87,7 +87,7 @@ def test_a_request_goes_where_it_costs_least_over_all_models(
 
 
 class Recorder(Router):
-    """Notes what it places."""
+    """Records the requests that it places."""
 
     def __init__(self, name: str, log: list[tuple[str, list[int]]]) -> None:
         super().__init__(EngineShape(COSTS[0], 4, 20_000), name)

@@ -120,7 +120,7 @@ steps = st.lists(
 
 @given(steps=steps, weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=3, max_size=3))
 def test_no_owner_holds_more_than_its_share_by_marks(steps: list[Step], weights: list[float]) -> None:
-    """However an owner marks its prefixes, all owners hold what they would hold without marks."""
+    """An owner's marks do not change the number of tokens that each owner holds."""
     marked, plain = Marked(), Marked()
     for kind, owner, count, is_marked in steps:
         for cache in (marked, plain):

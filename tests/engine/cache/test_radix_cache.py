@@ -271,8 +271,8 @@ class RadixCacheMachine(RuleBasedStateMachine):
         gone = {prefix for prefix, slot in before.items() if slot in set(freed)}
         assert len(gone) == len(freed)
         assert sorted(reported) == sorted(gone)
-        # Leaf by leaf, what no state needs first, and of that the least recently used. A prefix is
-        # used whenever what follows it is, so token by token comes to the same.
+        # Leaf by leaf: first the leaves that no state needs, the least recently used first. A prefix is
+        # used whenever its continuation is, so evicting token by token gives the same.
         while gone:
             evictable = self.reference.evictable_leaf_ends()
             candidates = [end for end in evictable if end in gone]
@@ -394,7 +394,7 @@ owned = st.lists(
 def test_f7a_owners_give_tokens_down_to_one_level(owned, counts, batch):
     """Against the definition, to within a batch, over several evictions: an owner that lost tokens is not
     below another that has tokens left to lose. An owner has room for the tokens that it may lose itself, and
-    for those that the highest owner has above it."""
+    and for the tokens that the highest owner has above it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "EVICTION_BATCH", batch)
         cache = RadixCache(owner_of=lambda key: key)
@@ -692,4 +692,4 @@ def test_nodes_have_numbers_and_owners_have_accounts():
     assert {owner: account.num_cached for owner, account in accounts.items()} == {"a": 3, "b": 1}
     assert [*cache.accounts("a")] == [accounts["a"]]
     assert not cache.accounts("c")
-    assert not [*cache.stored_blocks()]  # nobody reads reports
+    assert not [*cache.stored_blocks()]  # this cache keeps no reports

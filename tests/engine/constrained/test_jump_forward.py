@@ -170,7 +170,7 @@ def test_a_text_under_llguidance_is_that_under_the_dfa(
 @given(st.data())
 @examples(20)
 def test_of_a_long_text_only_the_end_is_encoded_again(name: str, data: st.DataObject) -> None:
-    """The ids are those of the whole text all the same."""
+    """The ids still equal an encoding of the whole text."""
     tokenizer, vocabulary = TOKENIZERS[name], GRAMMARS[name].vocabulary
     lengths: list[int] = []
 

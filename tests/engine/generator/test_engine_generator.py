@@ -124,7 +124,7 @@ class Conversations:
         end = await self.generator.score(context, CHOICES, "token_length_normalized")
         assert end.scores == pytest.approx(scores)
         assert end.index == max(range(len(CHOICES)), key=scores.__getitem__)
-        self.generator.fill(context, "swer")  # is not encoded together with what was chosen
+        self.generator.fill(context, "swer")  # is not encoded together with the chosen text
         assert prompt_of(context) == encoded[end.index] + TOKENIZER.encode("swer", continues=True)
         assert context.tokens.text_view().endswith(text + CHOICES[end.index] + "swer")
         assert end.usage == af.Usage(len(prefix), num_cached, 0)
@@ -230,7 +230,7 @@ async def test_forks_compute_what_they_share_once():
                 group.start_soon(run, number)
         stats = await generator.stats()
         own = [end.usage.prompt_tokens - before for end in ends.values()]
-        # Besides its own end each branch computes one generated token. What follows the shared text is
+        # Besides its end each branch computes one generated token. The shared text is followed by
         # markup that the branches have in common too, so some of that may be shared as well.
         assert stats.computed_tokens <= before + sum(own) + 5
         assert stats.computed_tokens > before + max(own)

@@ -185,7 +185,7 @@ async def test_every_method_scores_what_is_appended(method, text, choices, with_
         assert list(end.scores) == compute_scores(method, encoded.ends, given, unconditional)
         assert end.scores[end.index] == max(end.scores)
         assert context.tokens.ids() == encoded.prefix + encoded.ends[end.index]
-        assert end.usage.prompt_tokens == len(encoded.prefix)  # once, whatever the method and the choices
+        assert end.usage.prompt_tokens == len(encoded.prefix)  # counted once, for any method and choices
 
 
 @given(text=words, choices=st.lists(words, min_size=1, max_size=6, unique=True), with_role=st.booleans())
@@ -208,7 +208,7 @@ async def test_a_likelihood_counts_the_end_where_another_choice_goes_on(text, ch
 @pytest.mark.parametrize("method", [*METHODS, "likelihood"])
 @given(text=words, choices=st.lists(words, min_size=1, max_size=8, unique=True))
 async def test_the_selected_choice_is_the_one_with_the_best_score(method, text, choices):
-    """As a program sees it, whatever the method compares: choices of different lengths in tokens, too."""
+    """Through a program, for every method: choices of different lengths in tokens, too."""
     async with af.session(backend=FakeEngine(runner=runner())) as flow, flow.state() as s:
         s += text + af.select("x", choices, method=method)
         chosen = await s["x"]

@@ -1,6 +1,6 @@
 """Prompts that begin with the same text around the same variable compute it once, also while the variable has
-no value: they become ready in the same turn of the event loop, and the scheduler computes what waiting
-requests share for one of them."""
+no value: they become ready in the same turn of the event loop, and the scheduler computes the prefix that
+waiting requests share for one of them."""
 
 from __future__ import annotations
 

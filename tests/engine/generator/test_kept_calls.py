@@ -1,5 +1,5 @@
 """Answers with tool calls that come back in a conversation continue with the tokens that were generated,
-whatever white space stands around the calls and however the client writes the arguments."""
+even if the client changes the white space around the calls or in their arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec,
 LIMITS = PromptLimits(TOKENIZER, RunnerInfo("x", TOKENIZER.vocab_size, 10**6, 10**6, (0,), 1, 1, ""))
 TOOLS = (WEATHER, NOW)
 ASKED = (Message("system", "Be brief."), Message("user", "What is the weather?"))
-# Templates that write each content after the prompt as it is.
+# Templates that write each content unchanged after the prompt.
 EXACT = {**TEMPLATES, **WITHOUT_TOOLS}
 for name in ("mistral", "mistral_with_ids", "thinking_hermes", "inst"):
     del EXACT[name]

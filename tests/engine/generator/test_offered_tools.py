@@ -1,5 +1,5 @@
-"""Tools that a state gets after its first turns: the prompt is that of a conversation which had them from the
-start, with calls as they were generated, for the templates of all notations."""
+"""Tools that a state gets after its first turns: for the templates of all notations, the prompt equals the
+prompt of a conversation which had the tools from the start, with the generated tokens of its calls."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def endless_text(matcher: Matcher, dice: random.Random, tokens: list[int], most:
         going_on = [token for token in allowed if not set(TOKENS[token]) & set(b'"]}[')]
         liked = [token for token in tokens if token in allowed]
         token = dice.choice(liked if liked and dice.random() < 0.7 else going_on or allowed)
-        if dice.random() < 0.05:  # what is taken back leaves no trace
+        if dice.random() < 0.05:  # rolling back restores the state
             matcher.accept(token)
             matcher.roll_back(1)
             assert np.array_equal(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"), bits)

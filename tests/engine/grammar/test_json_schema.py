@@ -64,7 +64,7 @@ def test_a_text_that_was_changed_is_allowed_only_where_it_is_valid(schema, dice)
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 4])
 def test_optional_members_are_left_out_with_their_commas(num_members):
-    """Every object that has some of the members, in order: those and no other texts, all tried."""
+    """The texts are all objects with some of the members, in order, and no others; all are tried."""
     names = "abcd"[:num_members]
     for required in itertools.chain.from_iterable(
         itertools.combinations(names, n) for n in range(num_members + 1)

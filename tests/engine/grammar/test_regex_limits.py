@@ -1,4 +1,4 @@
-"""Regular expressions that are not supported, and ones that are too large, which fail after bounded work."""
+"""Unsupported and too large regular expressions, which fail after bounded work."""
 
 import cProfile
 import gc
@@ -204,7 +204,7 @@ _LONGEST = 60
 
 
 def _repeated(lengths: set[int], least: int, most: int) -> set[int]:
-    """The lengths of ``least`` to ``most`` concatenated texts, as far as they are short."""
+    """The lengths below ``_LONGEST`` of ``least`` to ``most`` concatenated texts."""
     reached, found = {0}, {0} if least == 0 else set()
     for times in range(1, most + 1):
         reached = {sum(pair) for pair in itertools.product(reached, lengths) if sum(pair) < _LONGEST}

@@ -34,14 +34,14 @@ FILES = {
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has so much free."""
+    """A machine with ``AVAILABLE`` bytes of free memory."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=AVAILABLE))
 
 
 def write_group(
     root: Path, version: str, path: str, limit: int | str, used: int = 0, cached: int | None = 0
 ) -> None:
-    """The files of one cgroup. ``cached``: of what is used, files that are not in use."""
+    """The files of one cgroup. ``cached``: the part of ``used`` that is inactive file cache."""
     mount, limit_name, used_name, cached_name = FILES[version]
     folder = root / mount / path
     folder.mkdir(parents=True, exist_ok=True)

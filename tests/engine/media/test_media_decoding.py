@@ -1,4 +1,4 @@
-"""Decoding files of images and videos: what becomes of alpha, orientation and depth, and damaged files."""
+"""Decoding files of images and videos: alpha, orientation, depth, and damaged files."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_damaged_files_are_read_or_rejected(
 def _video_and_frames(
     kind: str, max_b_frames: int
 ) -> tuple[bytes, list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]]:
-    """A video of 45 frames, and all frames as they are read one after the other."""
+    """A video of 45 frames, and all frames as a sequential reader decodes them."""
     import av
 
     data = video(45, kind, max_b_frames=max_b_frames)

@@ -100,7 +100,7 @@ class Family:
     ) -> None:
         self.image_processor = image_processor
         configured = image_processor.to_dict()
-        # Their processor of Gemma 3 has options of its class, which win over those of the files.
+        # Their processor of Gemma 3 has class options that override the options of the files.
         names_of_pan = [name for name in configured if "pan_and_scan" in name]
         self.call_options = {name: configured[name] for name in names_of_pan if configured[name]}
         self.settings = MediaSettings(model, configured, {}, {})

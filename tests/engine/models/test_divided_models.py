@@ -63,7 +63,7 @@ def prompts() -> list[list[int]]:
 
 
 def greedy(runner: ModelRunner, num_tokens: int = 80) -> list[list[int]]:
-    """Continuations of prompts that are computed in random chunks, in one batch with those that decode."""
+    """Continuations of prompts: random chunks of prompts in one batch with decoding requests."""
     driver = Driver(runner)
     batch = [driver.add(prompt) for prompt in prompts()]
     driver.generate(batch, num_tokens, max_chunk=12)

@@ -311,7 +311,7 @@ def test_greedy_tokens_of_the_kernels_for_gpus(
     ],
 )
 def test_long_greedy_texts_equal_transformers(name: str, tmp_path: Path) -> None:
-    """Beside other requests, with a prompt that is prefilled in chunks, a prefix that is cached, and texts
+    """Next to other requests, with a prompt that is prefilled in chunks, a prefix that is cached, and texts
     that become longer than each window."""
     model = saved_model(name, tmp_path)
     driver = Driver(TorchRunner(tmp_path, num_slots=700, device=DEVICE, dtype="float32"))

@@ -60,7 +60,7 @@ def logprobs(runner: TorchRunner) -> np.ndarray[tuple[int], np.dtype[np.float32]
 def test_f42q_weights_are_rounded_while_a_model_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It computes what the model computes whose files have the rounded weights."""
+    """The model computes the same as a model whose files have the rounded weights."""
     runner = opened(folder, monkeypatch, quantize="fp8")
     assert "8-bit weights (F8_E4M3)" in runner.info.weights
     rounded = tmp_path / "rounded"

@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# For each model three adapters, of which at least one leaves some projections as they are.
+# Three adapters for each model, at least one of which does not change all projections.
 ADAPTERS: dict[str, list[dict[str, Any]]] = {
     "llama": [{"target_modules": ALL}, {"target_modules": ["v_proj", "up_proj"]}, {"target_modules": ALL}],
     "qwen3": [
@@ -157,7 +157,7 @@ def test_every_token_is_as_likely_as_with_merged_weights(
 
 @pytest.mark.parametrize(("kind", "quantize"), [("Q4_1", "int4"), ("Q8_0", "int8")])
 def test_an_adapter_on_quantised_weights(kind: str, quantize: str, tmp_path: Path) -> None:
-    """Against PEFT on the dequantised weights. Where rows are rounded, too, errors are compared with those of
+    """Against PEFT on the dequantised weights. Where rows are rounded too, errors are compared with errors in
     bfloat16: their size differs between random models."""
     save_model("llama_tied", tmp_path / "model", **IN_BLOCKS)
     round_weights(tmp_path / "model", kind)

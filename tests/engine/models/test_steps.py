@@ -20,9 +20,9 @@ FORWARD = ("token_ids", "positions", "write_slots", "req_rows", "query_lens", "k
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Batch]:
-    """Batches over one table of slots, which changes in between at any place. Of some, the changes are not
-    known, and some are lost: then batches read all columns, because what they do not read is not sent again
-    before it changes."""
+    """Batches over one table of slots, which changes in between at any place. Some changes are not
+    known, and some are lost: then batches read all columns, because the table sends unread columns again
+    only after they change."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     has_losses = draw(st.booleans())
     least = NUM_COLUMNS if has_losses else 1

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240), pytest.mark.gpu]
 
 SPECIAL = ("<image>", "<video>", "<|vision_start|>", "<|video_pad|>", "<|vision_end|>")
 TOKENIZER = Tokenizer(byte_level(special=SPECIAL, vocab_size=300))
-# As those of LLaVA: media before the texts.
+# Like LLaVA's template: media before the texts.
 MEDIA_FIRST = (
     "{% for m in messages %}{{ m['role'].upper() + ': ' }}"
     "{% for part in m['content'] | selectattr('type', 'equalto', 'video') %}<video>\n{% endfor %}"

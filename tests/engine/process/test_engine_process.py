@@ -266,4 +266,4 @@ async def test_f41a_the_engine_logs_into_the_log_of_the_server(caplog: pytest.Lo
     assert lines[1][0] == logging.INFO
     assert lines[1][1].startswith("step 1: café")
     assert not any("detailed" in line for _, line in lines)
-    assert lines[0][1].endswith("\\ud800")  # which cannot be sent as it is
+    assert lines[0][1].endswith("\\ud800")  # a lone surrogate is sent escaped

@@ -122,7 +122,7 @@ async def test_f37_a_client_may_cancel_while_its_picture_is_sent(is_read_again: 
 
 
 class RecordingChild:
-    """A process that keeps what is sent, and answers nothing."""
+    """A process that keeps the messages sent to it, and answers none."""
 
     pid, node = None, ""
 

@@ -35,7 +35,7 @@ class Engine:
         self.done: Counter[str] = Counter()  # tokens of finished requests, by tenant
 
     def step(self) -> tuple[list[tuple[str, float]], list[tuple[str, int, int]]]:
-        """Runs a step, and returns what it charged."""
+        """Runs a step, and returns its charges."""
         waiting = Counter(request.tenant for request in self.scheduler.waiting)
         for tenant, weight in self.weights.items():
             while waiting[tenant] < 4:
@@ -62,7 +62,7 @@ class Engine:
 @pytest.mark.parametrize("weight", [1.0, 3.0])
 def test_a_tenant_with_two_engines_has_its_weight_once(weight: float) -> None:
     """One tenant has requests on both engines, the other one on the second only. Together they get tokens by
-    their weights, as far as the second engine can balance what the first does."""
+    their weights, as far as the second engine can balance the first."""
     first, second = Engine(0, one=weight), Engine(1, one=weight, two=1.0)
     for _ in range(900):
         charges = first.step(), second.step()

@@ -143,7 +143,7 @@ shares = st.sampled_from([1.0, 1.0, 3.0, 0.25, 0.01, 100.0]) | st.floats(MIN_WEI
     share=st.fixed_dictionaries({"a": shares, "b": shares}),
 )
 def test_tenants_that_wait_get_tokens_within_the_bound_of_their_weights(sizes, chunk, num_chunks, share):
-    """While two tenants can both use every chunk, what they are charged for each part of their shares differs
+    """While two tenants can both use every chunk, their charges per unit of weight differ
     by no more than the bound of the docstring."""
     policy = FairLongestPrefix(Cache().peek, 1)
     left: dict[int, int] = {}
@@ -285,7 +285,7 @@ def test_priorities_that_are_all_equal_change_nothing(plan, priority):
 
 @given(plan=waiting_requests)
 def test_within_a_priority_the_order_is_that_of_requests_which_wait_alone(plan):
-    plan = [(*rest, 0, deadline) for *rest, _, deadline in plan]  # groups follow what was admitted before
+    plan = [(*rest, 0, deadline) for *rest, _, deadline in plan]  # earlier admissions change groups
     priorities = [priority for _, _, priority, *_ in plan]
     order = order_of(policy_with(plan, priorities))
     for priority in set(priorities):
@@ -302,7 +302,7 @@ def test_within_a_priority_the_order_is_that_of_requests_which_wait_alone(plan):
     ids=["priority", "prefix"],
 )
 def test_a_request_is_overtaken_as_far_as_the_bound_lets_it(first, later):
-    """By a flood of requests of a higher priority, or of those that share a prefix with the cache."""
+    """For a flood of requests with a higher priority, or with a prefix in the cache."""
     policy = FairLongestPrefix(Cache().peek, token_budget=32)
     policy.add(request(0, *first[:2], priority=first[2]))
     num_before = 0
@@ -318,7 +318,7 @@ def test_a_request_is_overtaken_as_far_as_the_bound_lets_it(first, later):
 
 
 def test_higher_priorities_get_a_bounded_part_before_many_of_a_lower_one():
-    """Half of what the lower ones get, beyond what they get at once."""
+    """A fixed number of tokens, plus half as many as the lower priority gets."""
     policy = FairLongestPrefix(Cache().peek, token_budget=32)
     for number in range(2000):
         policy.add(request(number, 100))

@@ -1,4 +1,4 @@
-"""A tenant cannot find out what another one's prompts are: neither from hits nor from times."""
+"""A tenant cannot learn about another tenant's prompts, neither from hits nor from times."""
 
 import numpy as np
 from hypothesis import given

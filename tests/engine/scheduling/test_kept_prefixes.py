@@ -1,5 +1,5 @@
-"""Requests whose client asks to keep a beginning of the prompt: what stays, for how long, and that no answer
-changes, whatever is asked."""
+"""Requests whose client asks to keep a beginning of the prompt: which tokens stay, for how long, and that no
+request changes an answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What open states need is evicted last, is not given to new requests while it is about to be used (if it
-is much, or the batch is well filled), and is ordinary cache again when they are over or forgotten."""
+"""The tokens of open states are evicted last, are not given to new requests shortly before their use (if
+there are many, or the batch is well filled), and are ordinary cache when the states end or are forgotten."""
 
 import itertools
 import math
@@ -260,7 +260,7 @@ def test_tokens_that_will_be_needed_are_counted_once_each(plan):
             if step - at < liveness.EXPECTED_STEPS:
                 still = cache.peek(None, token_run(np.array(run, dtype=np.int32)))
                 needed |= {run[:length] for length in range(1, still + 1)}
-        # A state whose end was evicted needs what is left of it, as far as that is known: no more.
+        # A state whose end was evicted expects at most its tokens that are still cached.
         assert live.num_expected(step) <= len(needed)
         if not evicted and all(not other[2] for other in plan):
             assert live.num_expected(step) == len(needed)

@@ -1,4 +1,4 @@
-"""Encodings of images in the scheduler: every answer is the one that each request gets alone, whatever is
+"""Encodings of images in the scheduler: every request gets the same answer as alone, with images that are
 shared, chunked, preempted, aborted or dropped for room."""
 
 from __future__ import annotations

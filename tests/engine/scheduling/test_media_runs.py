@@ -142,7 +142,7 @@ def test_at_least_128_bits_of_a_picture_come_before_its_keys_and_values(
     for one, token in zip(reversed(leads), reversed(before), strict=True):
         if bits < 128 and token < 2**20:
             assert -(2**29) <= one < 0
-            assert one % 2**20 == token  # the text is told apart, whatever the picture
+            assert one % 2**20 == token  # texts stay distinct after any picture
         else:
             assert one == token
         bits += LEAD_BITS

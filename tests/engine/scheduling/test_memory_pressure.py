@@ -239,7 +239,7 @@ def test_a_preempted_request_keeps_its_tokens_forced_tokens_and_place():
     batch = scheduler.schedule()
     assert batch is not None
     assert list(scheduler.running) == [1, 2, 3, 4]  # in order of arrival, before who came later
-    assert second.num_shared == len(streamed) - 3  # what was computed is all still there
+    assert second.num_shared == len(streamed) - 3  # all computed tokens are still there
     assert batch.query_lens[batch.req_rows.tolist().index(second.req_row)] == 3
 
 
@@ -255,7 +255,7 @@ def test_a_pool_of_half_the_needed_size_costs_little_and_loses_nothing():
     # Simulated time, the same everywhere.
     assert twice.elapsed_s < once.elapsed_s / 0.8
     assert often.elapsed_s < once.elapsed_s / 0.8
-    # No thrash: what is redone is a small part of the work.
+    # No thrashing: recomputation is a small part of the work.
     assert often.counters.preemptions < len(arrivals)
     assert often.counters.computed_tokens < 1.1 * once.counters.computed_tokens
 

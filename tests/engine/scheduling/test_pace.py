@@ -1,5 +1,5 @@
-"""Bounds on the time per output token: what starts and decodes next to requests of the objective latency, and
-that nothing starves."""
+"""Bounds on the time per output token: which requests start and decode next to requests of the objective
+latency, and that nothing starves."""
 
 from collections import Counter
 from dataclasses import replace
@@ -230,7 +230,7 @@ def test_a_chat_has_its_time_per_token_after_steps_that_were_all_full():
 @pytest.mark.parametrize("policy", ["fair-lpm", "lpm"])
 @pytest.mark.parametrize("task_group", [0, 1])
 def test_a_step_asks_about_one_of_the_requests_that_are_held_back_together(task_group, policy):
-    """However many of them wait, and whatever their prompts have in common."""
+    """For any number of them, with any common prefix."""
     num_lines = {}
     for num_waiting in (100, 1000):
         steps = Paced(ROWS, tpot_target_ms=20, policy=policy)

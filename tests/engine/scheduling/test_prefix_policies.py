@@ -22,7 +22,7 @@ from agentflow.protocol.sampling import SamplingParams
 @st.composite
 def request_trees(draw) -> list[list[int]]:
     """Prompts that grow from one another: each continues a prefix of an earlier one. The last token of
-    each is its own, for the one whose logits are needed is computed in any case."""
+    each is its own, as the token whose logits are needed is computed in any case."""
     prompts: list[list[int]] = []
     for number in range(draw(st.integers(1, 14))):
         stem: list[int] = []

@@ -1,5 +1,5 @@
-"""Which requests get the tokens of a step: short prompts next to long ones, streams next to prompts; and what
-each tenant is charged."""
+"""Which requests get the tokens of a step: short prompts next to long ones, streams next to prompts; and the
+charges of each tenant."""
 
 from collections import Counter
 from functools import partial
@@ -125,7 +125,7 @@ def test_short_prompts_next_to_long_ones_are_computed_within_the_bound(longs, sh
     for _ in range(steps_before):
         steps.step()
     added = [steps.add(size) for size in shorts]
-    prompt_tokens, chunk = BUDGET - streams - len(shorts), MIN_CHUNK  # those that are done decode
+    prompt_tokens, chunk = BUDGET - streams - len(shorts), MIN_CHUNK  # finished prompts decode
     bound = ceil(4 * (sum(shorts) + chunk) / (3 * (prompt_tokens - chunk)))
     for _ in range(bound):
         steps.step()
@@ -146,7 +146,7 @@ def test_long_prompts_alone_fill_every_step(sizes):
 
 
 def test_the_first_admitted_prompt_always_advances():
-    """Under a stream of short ones, and of ones with a higher priority."""
+    """Under a stream of short prompts, and of prompts with a higher priority."""
     steps = Steps(max_running=16)
     long = steps.add(30 * BUDGET)
     steps.step()

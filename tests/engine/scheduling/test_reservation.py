@@ -153,7 +153,7 @@ def test_f6a_requests_that_pass_a_blocked_prompt_do_not_delay_it(first, head, la
     later=st.lists(st.tuples(st.integers(0, 60), hinted_jobs), max_size=16),
 )
 def test_f6b_nobody_passes_a_blocked_prompt_after_the_expected_time(first, head, later):
-    """Even if outputs are longer than what programs say. So it waits only for what started before."""
+    """Even if outputs are longer than the programs' estimates: the prompt waits only for earlier requests."""
     steps = Steps(300)
     request, arrived, expected = run_blocked(steps, first, head, later)
     if not expected:
@@ -205,7 +205,7 @@ def test_f6e_a_request_that_fits_beside_the_blocked_prompt_may_last_longer_than_
 
 
 def test_f6f_of_requests_with_the_same_beginning_a_short_one_runs_while_a_long_one_waits():
-    """Nothing of what they share is cached."""
+    """Their common prefix is not cached."""
     steps = Steps(400, "fair-lpm")
     steps.add(Job(200, 100))
     steps.step()

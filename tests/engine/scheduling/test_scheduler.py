@@ -90,7 +90,7 @@ def test_a_preempted_scoring_goes_on_where_it_was(num_steps):
 
 @pytest.mark.parametrize("with_scoring", [False, True])
 def test_each_token_goes_to_the_request_that_it_was_sampled_for(with_scoring):
-    """Beside prompts that are only computed, chunks that end within a prompt, and scorings."""
+    """Next to prompts without outputs, chunks that end within a prompt, and scorings."""
     harness = Harness(token_budget=12)
     prompts = {number: [number] * (number % 4 + 1) for number in range(9)}
     for number, prompt in prompts.items():
@@ -141,7 +141,7 @@ def test_a_request_that_can_never_run_is_rejected():
         harness.add(1, [1] * 64, 1)
     longest = harness.add(2, [1] * 60, 1000)
     harness.run()
-    assert longest.num_generated == 4  # what the pool could still hold
+    assert longest.num_generated == 4  # the rest of the pool
 
 
 @pytest.mark.parametrize("policy", ["lpm", "fair-lpm"])

@@ -233,7 +233,7 @@ def test_a_tree_that_can_never_fit_is_rejected():
 
 
 def test_requests_wait_for_the_prompt_of_a_select_and_not_for_its_nodes():
-    """Those enter no cache."""
+    """The nodes of a select do not enter the cache."""
     harness = Harness(token_budget=4)
     prompt = [1, 2, 3, 4, 5, 6]
     request = add_select(harness, 1, prompt, [[a, b, 0] for a in range(4) for b in range(4)])

@@ -1,4 +1,4 @@
-"""The table of slots and its copies, and the prefixes that requests share, whatever a scheduler does.
+"""The table of slots and its copies, and the prefixes that requests share.
 
 ``Harness`` compares a copy with the table, and the shared prefixes with the slots, at every batch: so do all
 tests that use it.

@@ -129,7 +129,7 @@ class WaitingTreeMachine(RuleBasedStateMachine):
 
     @rule(salt=salts, sequence=sequences)
     def admit(self, salt, sequence):
-        """A running request computes ``sequence``: those that need what it has not computed yet wait."""
+        """A running request computes ``sequence``: requests that need tokens it has not computed yet wait."""
         self.in_progress.append((salt, sequence))
 
     @rule(request=waiting)
@@ -171,7 +171,7 @@ class JoiningMachine(SkippingMachine):
 
     @invariant()
     def there_are_at_most_a_few_nodes_for_each_request(self):
-        """The nodes are the ones of a new tree with the same requests."""
+        """The nodes equal the nodes of a new tree with the same requests."""
         new = WaitingTree()
         for request in self.requests.values():
             new.add(request, request.reusable_run(), 0, self.ranks[request.id])
@@ -266,7 +266,7 @@ def test_a_waiting_prompt_keeps_few_nodes_of_the_prefixes_that_left(order):
 
 
 def test_requests_keep_their_order_when_edges_are_joined(monkeypatch):
-    """Among equal matches, the one whose tokens were cached first goes first."""
+    """Among equal matches, the request whose tokens were cached first goes first."""
     orders = []
     for spare_nodes in (64, 0):
         monkeypatch.setattr(waiting_tree, "SPARE_NODES", spare_nodes)

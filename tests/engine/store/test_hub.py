@@ -1,5 +1,5 @@
-"""Models of the Hugging Face hub, pulled by its own library from a server on loopback: what arrives is the
-model, whole; whatever goes wrong is one sentence, and leaves nothing that could be taken for the model."""
+"""Models of the Hugging Face hub, pulled by its own library from a server on loopback: the folder is the
+complete model; each failure is one sentence, and leaves no folder that looks like a model."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_weights_that_are_not_safetensors_are_rejected(tiny: HubServer) -> None:
     pull_fails(NAME)
 
 
-# A hub that does not do what it should
+# A faulty hub
 
 
 ANSWERS = [
@@ -220,7 +220,7 @@ ANSWERS = [
     (500, {}, NAME),
     (503, {}, NAME),
 ]
-# How an answer is read does not depend on what was asked: a few show that all three requests are handled.
+# Answers are read alike for all requests: a few show that all three requests are handled.
 AT = ["GET /.*/model.safetensors", "GET /api/models", "HEAD /.*/config.json"]
 FEW = (401, 404, 503)
 
@@ -389,7 +389,7 @@ def test_an_interrupted_pull_leaves_no_model_and_continues(
             assert_nothing_is_here()
         num_stops += 1
     assert num_stops > len(NEEDED)
-    assert tiny.downloads().count("config.json") < num_stops  # not again what was whole
+    assert tiny.downloads().count("config.json") < num_stops  # complete files are not fetched again
 
 
 def test_an_update_that_fails_leaves_the_model_that_was_there(tiny: HubServer) -> None:

@@ -1,4 +1,4 @@
-"""Local model folders: a whole one is used as it is, and what another lacks is named."""
+"""Local model folders: a complete one is used unchanged, and errors contain the name of a missing file."""
 
 from __future__ import annotations
 

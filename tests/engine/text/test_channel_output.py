@@ -95,7 +95,7 @@ PARTS = [
     st.booleans(),
 )
 def test_how_an_output_is_split_changes_nothing(text, length, cuts, is_open, is_constrained, is_cut) -> None:
-    """Whatever a model writes, and wherever it stops."""
+    """For any text of a model, stopped anywhere."""
     options = {"is_open": is_open, "is_constrained": is_constrained, "is_truncated": is_cut}
     text = text[:length]
     assert joined(streamed(text, cuts, **options)) == joined(streamed(text, [], **options))

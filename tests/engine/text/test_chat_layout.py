@@ -37,7 +37,7 @@ def test_pieces_are_those_of_the_reference(name: str, data: st.DataObject, opens
 @pytest.mark.parametrize("name", shapes.WITH_TWIN)
 @given(data=st.data())
 def test_a_conversation_that_grows(name: str, data: st.DataObject) -> None:
-    """Each layout is made with the one before, and is the one that is made without."""
+    """Building a layout from the previous one gives the same as building it from nothing."""
     reference = shapes.WITH_TWIN[name][1]
     answers = reasoning if name == "thinking" else hostile_contents
     turns = data.draw(alternating(answers))

@@ -1,4 +1,4 @@
-"""Reasoning and answers of streamed outputs, against a reader of whole outputs; what templates are given."""
+"""Reasoning and answers of streamed outputs, against a reader of whole outputs; the inputs of templates."""
 
 from __future__ import annotations
 

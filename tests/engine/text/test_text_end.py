@@ -44,7 +44,7 @@ def certain(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def search(text: str, stop: list[str], pattern: str | None = None, first: int = 0) -> int | None:
-    """Where the text ends: before the stop that is complete first, and of these the one that begins first;
+    """Where the text ends: before the stop that is complete first, the earliest one if several are;
     none begins before ``first``."""
     for end in range(first + 1, len(text) + 1):
         begins = [end - len(s) for s in stop if text.endswith(s, first, end)]

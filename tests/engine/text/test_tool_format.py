@@ -140,7 +140,7 @@ def test_the_system_turn_that_lists_tools() -> None:
 
 
 def test_a_turn_of_many_results_is_put_together_once():
-    """The cost of each is that of its text, not of all texts before it."""
+    """The cost of each result depends on its own text, not on all texts before it."""
     answered = Message("tool", "x" * 50)
     [turn] = as_plain_messages([answered] * 200_000, [], WITHOUT_TOOLS["chatml"])
     one = "<tool_response>\n" + "x" * 50 + "\n</tool_response>"

@@ -132,7 +132,7 @@ def test_no_content_forms_a_mark_that_the_tokenizer_calls_plain_text(qwen, said,
     state, harmless = state_with(said), state_with([["x"]] * 5)
     found, expected = [[i for i in one.ids() if i in marks] for one in (state, harmless)]
     assert found == expected
-    assert tokenizer.find_id("<tool_call>") in expected  # those that the template writes are there
+    assert tokenizer.find_id("<tool_call>") in expected  # the template's marks are there
     assert tokenizer.decode(state.ids(), skip_special=False) == state.text_view()
     content = "".join(said[0])
     assert marks.isdisjoint(tokenizer.encode(content))

@@ -133,7 +133,7 @@ def test_untrusted_text_gives_no_special_token(
 def test_ids_of_harmless_words_are_those_of_the_rendering(
     name: str, said: tuple[tuple[ToolSpec, ...], list[Message]]
 ) -> None:
-    """Pieces of markup and contents, each encoded in one go, whatever in the markup tools and calls say."""
+    """Pieces of markup and contents are each encoded in one go, for any text in tools and calls."""
     tools, messages = said
     state = state_with(TEMPLATES[name], tools, messages)
     layout = state._lay_out()

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Engine:
-    """Answers each query when the test says so. ``took_s``: what each snapshot takes it."""
+    """Answers each query when the test says so. ``took_s``: the duration of each snapshot."""
 
     def __init__(self) -> None:
         self.queries: list[Query] = []

@@ -171,7 +171,7 @@ def test_segments_of_an_encoder(
 def test_f37_a_segment_with_a_key_that_is_not_a_number(
     kernels: Kernels, dtype: torch.dtype, num_keys: int, place: int
 ) -> None:
-    """Also if the key is alone among the last ones that are laid out together."""
+    """Also if the key is alone in the last group of keys that are laid out together."""
     sizes = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 2}
     case = make_case([Shape(-1, 0, 0, num_keys)], dtype=dtype, consecutive=True, **sizes)
     kv = case.kv_layer[:num_keys].clone()
@@ -421,7 +421,7 @@ def test_groups_of_torch(
 @given(batches(max_requests=4), STRETCHES, st.integers(0, 1000))
 @examples(20)
 def test_a_group_of_torch_gathers_a_bounded_number_of_slots(batch: Batch, times: int, seed: int) -> None:
-    """Beside the rows of the batch, however long the texts before them are."""
+    """Besides the rows of the batch, for any length of the texts before them."""
     most = 100
     case, rows = with_trees(make_case(stretched(batch[0], times), seed=seed), batch[1], seed)
     plan = planned(case, rows, max_gathered=most)

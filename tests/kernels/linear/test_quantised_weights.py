@@ -167,7 +167,7 @@ def test_f37_a_row_that_is_not_finite_has_no_finite_products(
 @NATIVE_KERNELS
 @pytest.mark.parametrize("block_type", ["Q4_1", "Q6_K"])
 def test_many_rows_of_a_deep_product_have_the_same_sums(kernels: NativeAt, block_type: str) -> None:
-    """Their depth is taken in slices; that of 39 rows is not."""
+    """The kernel divides the depth into slices for 156 rows, but not for 39."""
     weight = kernels.linear.pack_blocks([random_matrix(block_type, 40, seed=4, num_in=9728)], None)
     x = torch.randn(156, 9728, generator=torch.Generator().manual_seed(4)).bfloat16()
     together = kernels.linear.multiply_exactly(x, weight)

@@ -1,5 +1,5 @@
 """Runs the native kernels where threads or memory are refused, in a separate process for
-test_native_failures.py. Prints what came of each case. Ends while the kernels compute.
+test_native_failures.py. Prints the result of each case. Ends while the kernels compute.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Sizes:
     routing: Routing | None = None
     num_experts: int = 0
     has_shared: bool = False
-    # Of latent attention: q_rank, kv_rank, plain_dim, value_dim. ``head_dim`` is that of the pool.
+    # For latent attention: q_rank, kv_rank, plain_dim, value_dim. ``head_dim`` is the pool's.
     latent: tuple[int, int, int, int] | None = None
 
 
@@ -732,9 +732,9 @@ def test_threads_of_python_take_turns() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_has_a_team_of_its_own() -> None:
-    """The child has none of its parent's threads. (Those of OpenMP it would wait for, forever: nothing here
+    """The child has none of its parent's threads. (It would wait for OpenMP's threads forever: nothing here
     is large enough for torch to use them.)"""
-    from support.processes import run_in_fork  # failing_kernels.py finds no other folder than this one
+    from support.processes import run_in_fork  # failing_kernels.py has only this folder on its path
 
     weight = NATIVE.linear.pack(torch.randn(640, 32), None)
     x = torch.randn(4, 32)

@@ -231,7 +231,7 @@ def test_f42a_a_prefix_that_requests_share_is_read_once() -> None:
 def test_programs_with_wide_tiles_fit_the_processors_beside_narrow_ones(
     levels: gpu_attention.Levels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second one on a multiprocessor would take the room of those with narrow tiles, and end later."""
+    """A second wide program on a multiprocessor would take the room of narrow ones, and end later."""
     monkeypatch.undo()  # the lengths of real segments
     num, processors = 64, 132 / 8
     table = gpu_attention.slot_table(levels, num, 400_000)

@@ -1,4 +1,4 @@
-"""Regular expressions of clients: bounded in size, and in what is kept of them."""
+"""Regular expressions of clients: bounded in size, and in the memory that they keep."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sequences(inner: st.SearchStrategy[Written]) -> st.SearchStrategy[Written]:
         return Written(f"(?:{part.source}){form.format(times)}", times * part.size)
 
     def either(parts: list[Written]) -> Written:
-        # ``re`` joins alternatives that begin alike, and those of one character.
+        # ``re`` joins alternatives that begin alike, and alternatives of one character.
         sources = [f"{number}-{part.source}" for number, part in enumerate(parts)]
         return Written(f"({'|'.join(sources)})", sum([2 + part.size for part in parts]))
 

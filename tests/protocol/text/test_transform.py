@@ -131,7 +131,7 @@ async def test_the_client_and_the_server_give_the_same_results(text, chain):
 
 
 async def outcome(waiting: af.Variable | af.Transformed) -> str:
-    """Its value, or what it failed with."""
+    """Its value, or its error."""
     try:
         return await waiting
     except af.errors.RunFailed as failure:

@@ -167,7 +167,7 @@ class Session:
 async def test_f27d_a_failure_climbs_a_chain_of_task_groups_once(
     monkeypatch: pytest.MonkeyPatch, num_stopped: int
 ) -> None:
-    """Each level cancels what is below it, which has been cancelled then."""
+    """Each level cancels the levels below it, which have been cancelled already."""
     monkeypatch.setattr(state_tree, "MAX_STOPPED", num_stopped)
     num_stops = 0
     stop = StateTree.stop
@@ -209,7 +209,7 @@ async def test_f27e_events_of_many_records_come_in_several_reads(monkeypatch: py
     values = [event for event in session.events if isinstance(event, Value)]
     assert [value.var for value in values] == list(range(1, 60))
     assert max(sizes) <= 7
-    assert sizes.count(7) < len(sizes)  # long texts come in fewer at once
+    assert sizes.count(7) < len(sizes)  # long texts come in smaller batches
 
 
 async def test_f27f_a_fork_has_a_bounded_number_of_branches() -> None:

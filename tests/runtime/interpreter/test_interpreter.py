@@ -199,7 +199,7 @@ def transformed(variable: af.Variable, ref: ops.Ref) -> af.Variable | af.Transfo
     return reference
 
 
-# Without turns: the frontend puts a gen after a turn into one of its own.
+# Without turns: the frontend puts a gen after a turn into a new turn.
 @given(program=op_programs(kinds=[kind for kind in CERTAIN if kind != "turn"], max_size=25))
 async def test_the_frontend_gives_the_same_values(program):
     """The same programs, written with states, variables, f-strings and forks."""
@@ -321,7 +321,7 @@ async def test_an_invalid_op_fails_its_state_in_order(op, state, code):
         at.submit(gen(2, 10), ops.Close(4), ops.Open(5), ops.Text(5, ("c",)))
         at.submit(op, ops.Text(state, ("more",)), ops.Text(5, (ops.Ref(3), ops.Ref(10))), gen(5, 6))
         await at.listen_until_all_ended([3, 6, 10])
-        assert at.listener.texts == {3: "<a>", 10: "<ab>", 6: "<c<a><ab>>"}  # what came before has run
+        assert at.listener.texts == {3: "<a>", 10: "<ab>", 6: "<c<a><ab>>"}  # earlier ops have run
         await settle()
         at.listen()
         assert at.listener.failed[state].error.code == code

@@ -1,4 +1,4 @@
-"""The accounted memory of a session, against what Python allocates for it."""
+"""The accounted memory of a session, against Python's allocations for it."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ async def until_reached(interpreter: Interpreter[Any]) -> None:
 
 
 async def run(program: Callable[[], Ops], client: EngineClient) -> tuple[int, int]:
-    """The bytes that Python has allocated, if they are traced, and those that are accounted for."""
+    """The bytes that Python has allocated, if they are traced, and the accounted bytes."""
     memory = MemoryBudget(10**12)  # of an unlimited one, nothing is measured
     async with anyio.create_task_group() as group:
         interpreter = Interpreter(EngineGenerator(client, TEMPLATE), group, memory)
@@ -238,7 +238,7 @@ async def run(program: Callable[[], Ops], client: EngineClient) -> tuple[int, in
 @pytest.mark.trio_in_full
 async def test_the_accounted_memory_is_near_the_allocated_memory(program):
     async with plain_model_engine(max_context=8192, num_slots=20_000) as client:
-        await run(program, client)  # what is allocated once, for all sessions, does not count
+        await run(program, client)  # allocations made once, for all sessions, do not count
         gc.collect()
         tracemalloc.start()
         try:

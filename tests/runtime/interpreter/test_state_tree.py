@@ -49,7 +49,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Contexts:
-    """A tree whose contexts are texts. ``freed``, ``dropped``, ``kicked``, ``later``: what it asked for."""
+    """A tree whose contexts are texts. ``freed``, ``dropped``, ``kicked``, ``later``: recorded calls."""
 
     def __init__(self) -> None:
         self.cursor = EventCursor()

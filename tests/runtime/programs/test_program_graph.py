@@ -25,7 +25,7 @@ Key = tuple[int, int] | None
 
 @dataclass
 class PlainNode:
-    """A node of the reference: what it depends on, and what became of it."""
+    """A node of the reference: its dependencies and its outcome."""
 
     number: int
     state: int
@@ -419,7 +419,7 @@ def test_awaited_branch_counts_by_latency() -> None:
 
 
 def test_task_group_with_an_explicit_objective_has_it_to_its_consumer() -> None:
-    """Members of one stage below an awaited request: those that ask for throughput do not rank by it."""
+    """Members of one stage below an awaited request: its throughput members do not rank by it."""
     graph = graph_after(*forked())
     graph.want(22, objective="throughput")
     graph.end(gen(1, 11))

@@ -1,4 +1,4 @@
-"""Answers of Anthropic's API: what the client makes of a stream is the whole answer, whatever comes in it."""
+"""Answers of Anthropic's API: the client assembles any stream into the whole answer."""
 
 from __future__ import annotations
 

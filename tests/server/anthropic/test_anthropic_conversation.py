@@ -145,7 +145,7 @@ def test_no_two_turns_of_one_role_follow_each_other_and_no_text_is_lost(said):
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_a_turn_of_many_messages_is_put_together_once(role):
-    """Each costs what it has to say, and not what all before it had."""
+    """The cost of each message depends on its own content, not on all messages before it."""
     message = InputMessage(role=role, content="x" * 50)
     [turn] = read_conversation(CountRequest(model="fake", messages=[message] * 50_000), MODEL)[0]
     assert len(turn.content) == 50_000 * 50 + (49_999 * 2 if role == "user" else 0)

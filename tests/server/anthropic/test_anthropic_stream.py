@@ -1,4 +1,4 @@
-"""Streams of Anthropic's API: their events as they are sent, and as the client puts them together."""
+"""Streams of Anthropic's API: their events on the wire, and in the client's answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ peer = module_fixture(anthropic_peer, constraints=False)
 
 
 def events_of(peer: AnthropicPeer, **params) -> list[tuple[str, dict]]:
-    """The events as they are sent: their names and what they say."""
+    """The events on the wire: their names and data."""
     body = asking(stream=True, **params)
     body |= body.pop("extra_body")
     connection = http.client.HTTPConnection("127.0.0.1", int(peer.server.url.rpartition(":")[2]))

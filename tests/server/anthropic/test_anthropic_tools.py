@@ -1,6 +1,6 @@
 """Tools over Anthropic's API with its own client: calls, results, and the client's loop that runs functions.
 
-The model of these tests draws its tokens; what is called is kept valid by the tools' schemas."""
+The model of these tests draws its tokens; the tools' schemas keep the calls valid."""
 
 from __future__ import annotations
 

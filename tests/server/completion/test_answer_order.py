@@ -47,7 +47,7 @@ USAGE = Usage(20, 0, 7)
 
 @dataclass
 class Part:
-    """A text, reasoning, or a call. ``pieces``: its text, as it is generated. ``tokens``: the numbers of
+    """A text, reasoning, or a call. ``pieces``: the pieces of its text. ``tokens``: the numbers of
     tokens without text before each piece, which log-probabilities have."""
 
     kind: str

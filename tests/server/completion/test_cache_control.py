@@ -72,7 +72,7 @@ def conversation(system: Any = "Be brief.", contents: Sequence[Any] = ("One", "T
         (conversation([marked("Be "), marked("brief.", SHORT)]), [(SYSTEM, 300)]),
         (conversation(contents=[[marked("One", LONG)], "Two", "Three"]), [(ASKED, 3600)]),
         (conversation(contents=["One", [marked("Two", SHORT)], "Three"]), [(ANSWERED, 300)]),
-        # Of beginnings with the same lifetime the longest, and no shorter ones that end sooner.
+        # The longest of the beginnings with one lifetime, and no shorter beginnings that end sooner.
         (
             conversation(
                 [marked("Be brief.", LONG)], [[marked("One", SHORT)], "Two", [marked("Three", SHORT)]]

@@ -111,7 +111,7 @@ async def test_an_answer_that_comes_back_as_text_is_the_tokens_that_were_generat
     # All that was computed of the first turn and its answer is cached: but its last token, never computed.
     assert next_answer.usage.cached_tokens == len(start) + 24 - 1
     encoded = TOKENIZER.encode(answer.text, continues=True)
-    assert encoded != prompts[1][len(start) : len(start) + 24]  # what a fresh encoding would have given
+    assert encoded != prompts[1][len(start) : len(start) + 24]  # a fresh encoding differs
     for prompt in prompts[2:]:
         assert any(prompt[at : at + len(encoded)] == encoded for at in range(len(prompt)))
     assert len(prompts) == 4

@@ -319,7 +319,7 @@ async def test_f32b_a_stop_in_the_white_space_before_an_answer_with_tools_stops_
     async with generator_of(model) as generator:
         for fields in ({"tools": (LOOK,)}, {"constraint": Constraint("regex", r"Hello\. I stop\.")}):
             if model is SPELLED_MODEL and "constraint" in fields:
-                continue  # a constraint begins at once
+                continue  # a constraint begins immediately
             for stop in ("\n", " "):
                 answer = await ask(generator, asking(SCRIPT, params={"stop": (stop,)}, **fields))
                 assert (answer.reasoning, answer.text) == (REASONING, ANSWER.partition(stop)[0])
@@ -387,7 +387,7 @@ async def test_f37_an_end_within_reasoning_keeps_the_limit_of_tokens(
             fields = {"reasoning_budget": budget, **tools}
             whole = await ask(generator, asking("Hi", params=dict(params), **fields))
             assert whole.finish_reason == ("stop" if mode == "auto" else "tool_calls")
-            if model is not SPELLED_MODEL or mode == "auto":  # otherwise the constraint begins at once
+            if model is not SPELLED_MODEL or mode == "auto":  # otherwise the constraint begins immediately
                 assert whole.reasoning.startswith("I a")
             limits = range(1, whole.usage.output_tokens + 2)
             answers = await ask_each(

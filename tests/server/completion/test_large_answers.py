@@ -38,7 +38,7 @@ server = module_fixture(scripted_server, lambda _: WORDS)
 
 @pytest.fixture(autouse=True)
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers are then as small as those of other tests."""
+    """Small answers count as large ones."""
     monkeypatch.setattr(large_answers, "MAX_INLINE_LOGPROBS", MAX_INLINE_LOGPROBS)
 
 

@@ -1,4 +1,4 @@
-"""The configuration: what comes before what, what is refused and how, and that it can be printed and read."""
+"""The configuration: precedence, refused values and their errors, and that it can be printed and read."""
 
 import tomllib
 from pathlib import Path

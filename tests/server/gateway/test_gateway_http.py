@@ -727,7 +727,7 @@ async def test_a_client_that_does_not_read_stops_its_server_and_is_disconnected(
         async with await anyio.connect_tcp(host, int(port)) as client:
             await client.send(b"GET /v1/x HTTP/1.1\r\nhost: localhost\r\n\r\n")
             await route.fakes[0].wait_until_gone()
-        assert 0 < counting.num_bytes < 20_000_000  # what the kernel's buffers hold
+        assert 0 < counting.num_bytes < 20_000_000  # the bytes in the kernel's buffers
         await route.gateway.until_idle()
 
 

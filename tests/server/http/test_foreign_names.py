@@ -1,6 +1,6 @@
-"""The names of other systems' hints, as they are in the sources of these systems.
+"""The names of other systems' hints, equal to the names in the sources of these systems.
 
-The table was read from the packages that it names. Those of the clients that are installed here are also
+The table was read from the packages that it names. For the installed clients, it is also
 compared with the packages themselves.
 """
 

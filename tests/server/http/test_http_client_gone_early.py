@@ -101,7 +101,7 @@ def test_a_client_that_goes_while_its_prompt_is_tokenized(
         return [""] * len(token_ids)
 
     monkeypatch.setattr(openai_models, "_texts", texts)
-    # So many tokens that their texts, too, are looked up in a thread.
+    # Enough tokens that their texts, too, are looked up in a thread.
     body: dict[str, Any] = {"prompt": LONG * 8, "return_token_strs": True}
     connection = post(server, path, body)
     encoding.check_gone(server, connection)

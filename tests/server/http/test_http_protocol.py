@@ -406,4 +406,4 @@ async def test_a_connection_serves_one_request_after_the_other() -> None:
         for _ in range(2):
             await _ask(stream, LIVE + b"\r\n")
         await _ask(stream, LIVE + b"Content-Length: 2\r\n\r\n")
-        await _ask(stream, b"12" + LIVE + b"\r\n")  # what was left of the body is no request
+        await _ask(stream, b"12" + LIVE + b"\r\n")  # the rest of the body is no request

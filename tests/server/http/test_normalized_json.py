@@ -106,7 +106,7 @@ def test_f37_a_large_body_may_have_whole_numbers_written_as_floats(num_chars: in
 
 
 def shown(value: Any) -> Any:
-    """All fields, with the text of those that are read later, which stays unchanged."""
+    """All fields; fields that are read later have their text, which stays unchanged."""
     match value:
         case msgspec.Raw():
             return bytes(value)
@@ -141,7 +141,7 @@ UNKNOWN = st.dictionaries(st.sampled_from(["new", "$", "a.b", "`", "ü"]), st.ju
 
 @given(BODIES, st.data())
 def test_f37_unknown_members_that_are_null_are_left_out(body, data):
-    """Serializers write null for each option that is not set, also those of other servers."""
+    """Serializers write null for each unset option, including other servers' options."""
     turns = [turn | data.draw(UNKNOWN) for turn in body.get("turns", [])]
     last = [turn | data.draw(UNKNOWN) for turn in body.get("last", [])]
     with_nulls = body | data.draw(UNKNOWN) | ({"turns": turns} if turns else {}) | {"last": last}

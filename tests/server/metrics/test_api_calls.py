@@ -1,4 +1,4 @@
-"""The metrics of a model behind an API: those of its calls, and none of an engine."""
+"""The metrics of a model behind an API: the metrics of its calls, and none of an engine."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ async def test_a_server_has_no_batches() -> None:
 
 
 async def test_the_fields_of_a_turn_take_one_call_at_the_vendor() -> None:
-    """The server's interpreter tells the generator what follows in the turn (speculation)."""
+    """The server's interpreter tells the generator the rest of the turn (speculation)."""
     answers = [text_stream("Name: Ada\nJob: engineer\nEnd")]
     async with served_apis(answers) as served, af.session(served.ws_url) as flow:
         s = flow.state()

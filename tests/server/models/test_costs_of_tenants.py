@@ -57,7 +57,7 @@ class Tenant:
         return context, LINE, lambda text: None
 
     async def paid(self) -> float:
-        """The costs in the statistics when no request runs; they are those of the metrics."""
+        """The costs in the statistics when no request runs; they equal the metrics."""
         with anyio.fail_after(20):
             while (await self.inner.stats()).running:
                 await checkpoint()

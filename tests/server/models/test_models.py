@@ -1,4 +1,4 @@
-"""Models are found by name, among those that the tenant may use."""
+"""Models are found by name, among the models that the tenant may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's models as they are opened: small random ones, each in a real engine process."""
+"""Opening a server's models: small random ones, each in a real engine process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of a server's requests, below those of its clients."""
+"""Spans of a server's requests, below their clients' spans."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
             ]
         },
     ),
-    # The first bytes of a file decide its type, not what a client calls it.
+    # The first bytes of a file decide its type, not the client's media type.
     "chat with a wrong type": (
         "/v1/chat/completions",
         {

@@ -67,7 +67,7 @@ def test_a_steady_queue_is_foreseen(place_s):
 @pytest.mark.parametrize("order", [0, -1, None], ids=["first come", "last come", "random"])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_whatever_the_order_the_queue_is_as_long_as_the_wait_allows(order, batch):
-    """``batch`` start at once, after as many times 0.1 s. Three times as many come as can start."""
+    """``batch`` requests start together, after ``batch`` * 0.1 s. Three times as many come as can start."""
     clock, rng = ClockS(), random.Random(1)
     admission = WaitLimit(5.0, clock)
     queue: list[int] = []
@@ -85,7 +85,7 @@ def test_whatever_the_order_the_queue_is_as_long_as_the_wait_allows(order, batch
             places = [rng.randrange(len(queue)) if order is None else order for _ in range(batch)]
             admission.received([Started([queue.pop(min(place, len(queue) - 1)) for place in places])])
     settled = lengths[len(lengths) // 3 :]
-    # 5 s are 50 places; those of one batch come together.
+    # 5 s are 50 places, give or take the requests of a batch.
     assert 50 - 2 * batch <= min(settled)
     assert max(settled) <= 50 + batch
 
@@ -186,7 +186,7 @@ def test_idle_tenants_are_forgotten():
     )
 )
 def test_waiting_requests_are_counted_in_any_order_of_events(events):
-    """Against a plain set, with starts and ends of unknown requests and of those that started before."""
+    """Against a plain set, with starts and ends of unknown requests and of requests that started before."""
     clock = ClockS()
     admission = WaitLimit(1.0, clock)
     waiting: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) over HTTP: models of their own on every API, loaded and unloaded by those who may."""
+"""Adapters (LoRA) over HTTP: separate models on every API; only allowed keys load and unload them."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_turns_are_appended_and_continue_it(server: ApiServer, client: openai.Op
     questions = ["What do plants do?", "And animals?", "Why?"]
     pairs = [text for pair in zip(questions, answers, strict=True) for text in (pair[0], pair[1].output_text)]
     assert texts(client.conversations.items.list(made.id, order="asc")) == ["Hello.", *pairs]
-    # Token by token: each turn begins with all that was there, and computes only what is new.
+    # Token by token: each turn begins with the whole earlier prompt, and computes only the new tokens.
     earlier, later = sent.submits[-2:]
     assert later.token_ids[: len(earlier.token_ids)] == earlier.token_ids
     before = answers[-2].usage

@@ -148,7 +148,7 @@ def test_usage_counts_cached_tokens(server: ApiServer, kind: ClientKind) -> None
 
 
 def test_headers_ids_and_the_log(server: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    server.call(server.service.calls.until_none)  # those of other tests are logged by now
+    server.call(server.service.calls.until_none)  # calls of other tests are logged by now
     with sync_client(server) as client, caplog.at_level("INFO", logger="agentflow.requests"):
         raw = client.chat.completions.with_raw_response.create(
             model=MODEL, messages=MESSAGES, max_tokens=3, extra_headers={"x-request-id": "mine-1"}

@@ -20,7 +20,7 @@ TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 
 
 def read(**fields: Any) -> ChatRequest:
-    """As it is received."""
+    """Decodes a request with these fields, like the server."""
     fields = {"messages": [{"role": "user", "content": "x"}]} | fields
     return msgspec.json.decode(msgspec.json.encode({"model": "m", **fields}), type=ChatRequest)
 

@@ -85,7 +85,7 @@ def test_a_schema_holds_strict_or_not(server: ApiServer, strict: bool | None) ->
 
 
 def test_any_object() -> None:
-    # A model that closes what it has opened as soon as it may.
+    # A model that closes each opened object as soon as it may.
     closing = TOKENIZER.encode("}")[0]
     runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, max_context=256, next_token=lambda seen: closing)
     with api_server(FakeEngine(runner=runner)) as server, sync_client(server) as client:

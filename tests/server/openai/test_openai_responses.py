@@ -178,7 +178,7 @@ def test_a_loop_with_references_to_items(calling: ApiServer, streams: bool) -> N
         second = respond(input=[question, *references, result])
         assert second.output_text == "It is sunny."
         assert second.status == "completed"
-        # The call is found as it was generated: all but its last token, which was not computed before.
+        # The generated tokens of the call are cached: all but the last one, which was not computed before.
         known = first.usage.input_tokens + first.usage.output_tokens - 1
         assert second.usage.input_tokens_details.cached_tokens >= known - 1
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts over HTTP are those of transformers, on a small model in float32: in batches,
+"""Log-probabilities of prompts over HTTP equal transformers', on a small model in float32: in batches,
 in chunks, on cached prefixes. The forms of the answers are OpenAI's (``echo``) and vLLM's."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Items of responses that are kept: read once, measured, and harmless, whatever a client sends."""
+"""Items of responses that are kept: read once, measured, and harmless for any input."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_f28a_unknown_fields_are_not_kept() -> None:
 
 @given(st.lists(ITEMS, min_size=1, max_size=6))
 def test_f26c_an_item_that_is_shown_is_read_again_alike(items: list[dict[str, Any]]) -> None:
-    """Clients send items back as they were listed."""
+    """Clients send items back in the form of the listing."""
     try:
         first = read(*items)
     except ApiError:
@@ -199,7 +199,7 @@ STEPS = st.lists(
 
 @given(STEPS, STEPS)
 def test_f26c_turns_are_those_of_a_reader_that_copies(before: list[Any], steps: list[Any]) -> None:
-    """Against each item added to the message before it at once."""
+    """Against adding each item immediately to the message before it."""
     given_before = [step for step in before if isinstance(step, Message) and step.role != "tool"]
     turns, messages = Turns(given_before), [*given_before]
     called = {call.id: call.name for message in given_before for call in message.tool_calls}

@@ -1,4 +1,4 @@
-"""Random programs: every value is the one that its request has alone, and every failure has its cause."""
+"""Random programs: every request has the same value as alone, and every failure has its cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The headers with what is left of a tenant's limits, as OpenAI's and Anthropic's clients receive them."""
+"""The headers with the rest of a tenant's limits, as OpenAI's and Anthropic's clients receive them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_openais_client_sees_what_is_left(server: ApiServer) -> None:
         assert int(whole.headers["openai-processing-ms"]) >= 0
         assert whole.headers["x-request-id"]
         with client.chat.completions.with_streaming_response.create(**CHAT, stream=True) as streamed:
-            # As it is when the stream starts: its request is counted.
+            # The state at the start of the stream: its request is counted.
             assert streamed.headers["x-ratelimit-remaining-requests"] == f"{REQUESTS - 2}"
             assert int(streamed.headers["x-ratelimit-remaining-tokens"]) < left
             streamed.read()

@@ -22,7 +22,7 @@ from agentflow.server.tenants.rate_limit import MINUTE_NS, BucketState, TenantGa
 
 @dataclass
 class PlainLimits:
-    """The twin: of one tenant, what came and ended when."""
+    """The reference for one tenant: the times of its requests and of their ends."""
 
     tenant: Tenant
     events: list[tuple[int, int, int]] = field(default_factory=list)  # (when, requests, tokens)
@@ -35,7 +35,7 @@ class PlainLimits:
         return all(limit is None or self._left(limit, column, now_ns) >= 1 for limit, column in limits)
 
     def shows(self, state: BucketState | None, limit: int | None, column: int, now_ns: int) -> None:
-        """Compares the state of one limit, and what it says of the time until all of it is there again."""
+        """Compares the state of one limit, and its estimate of the time until the limit is full again."""
         if limit is None:
             assert state is None
             return

@@ -259,7 +259,7 @@ async def test_only_limited_tenants_need_the_store(tmp_path: Path) -> None:
 
 
 class OneClockStore:
-    """A store whose time is the test's. ``loses``: what happens to the next exchange. Its answer is lost, or
+    """A store with the test's clock. ``loses``: the fate of the next exchange. Its answer is lost, or
     it is on its way for some time and takes effect only after the front has read again."""
 
     front = "here"
@@ -313,7 +313,7 @@ class SlowStore(OneClockStore):
 
 @pytest.mark.parametrize("end", ["request", "front"])
 async def test_a_cancelled_exchange_loses_no_part_of_a_limit(end: str) -> None:
-    """Redis has changed the bucket, and the one that asked for it leaves before the answer: a client that
+    """Redis has changed the bucket, and the asking request leaves before the answer: a client that
     hangs up, or a front that ends."""
     clock = ClockNs()
     store: Any = SlowStore(clock)
@@ -405,7 +405,7 @@ def test_fronts_that_are_settled_admit_exactly_what_one_does(
                     assert errors in ([], [errors[0], errors[0]] if errors else [])
                     if admitted:
                         began.append((stack, admitted))
-                for gate in fronts:  # debts first, so that what is given back is not lost to a full bucket
+                for gate in fronts:  # debts first, so that no returned tokens are lost to a full bucket
                     account, is_settled = gate._find_account(tenant), False
                     while not is_settled:
                         with suppress(Overloaded):

@@ -1,6 +1,6 @@
 """The playground writes a program as a graph and as Python. Both send the same prompts, with the same seeds.
 
-``programs/`` has what the page writes for its examples; the page's own tests check that it still does.
+``programs/`` has the page's output for its examples; the page's own tests check that it still does.
 """
 
 import json

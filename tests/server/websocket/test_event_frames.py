@@ -23,7 +23,7 @@ events = st.one_of(
 
 
 def _pieces(received: list[Event]) -> list[tuple[int, int, str]]:
-    """Texts by variable and position, with what follows on directly put together."""
+    """Texts by variable and position, with adjacent texts joined."""
     found = [(event.var, event.at, event.text) for event in received if isinstance(event, Delta | Value)]
     return _merged([piece for piece in found if piece[2]])
 

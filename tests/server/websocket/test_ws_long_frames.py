@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_ops_that_take_long_let_others_run_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn is over at once: a frame of few ops is taken in as many turns."""
+    """Each turn ends immediately: a frame of few ops takes one turn per op."""
     monkeypatch.setattr(loop_turns, "TURN_S", -1.0)
     num_ops = 128
     async with bench() as server, connected(server, binary=[True, True]) as [slow, good]:
@@ -48,7 +48,7 @@ async def test_limits_do_not_add_up_without_end(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(state_tree, "MAX_LIMITS", sum(range(length + 1)))
     async with bench() as server, connected(server, binary=[True, True], greets=True) as [bad, good]:
         first = 1
-        for start in (1, 101):  # what is closed counts no more
+        for start in (1, 101):  # closed states do not count
             last = start + length - 1
             closes = [ops.Close(number) for number in range(start, last + 1)]
             sent = [*limited_chain(start, length), *closes[:-1], ops.Await(last, 1), closes[-1]]

@@ -55,7 +55,7 @@ async def test_too_many_connections_are_refused() -> None:
 async def test_silent_connections_of_one_tenant_leave_others_their_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # For those that find no place and say nothing, and to answer them even if this process has to wait.
+    # A short wait for refused connections that stay silent, in which a busy process can still answer.
     monkeypatch.setattr(ws_session, "LAST_WORDS_S", 0.3)
     async with bench(ServerLimits(max_connections=4)) as server:
         async with connected(server, binary=[True] * 2, tenant="ann") as peers:
@@ -105,7 +105,7 @@ async def test_a_bad_frame_ends_its_session_alone(case: str) -> None:
         assert (refused.error.code, code) == ("protocol_error", 1002)
         await check_still_served(good, ids, first_op=4)
         good.bye()
-        await server.is_idle()  # the bad one has ended at once, with no grace
+        await server.is_idle()  # the bad connection has ended immediately, with no grace
 
 
 # Ops that make no sense, in a frame that is one. State 1 is open, variable 2 is its own.
@@ -151,7 +151,7 @@ async def test_a_bad_op_fails_its_state_and_the_session_goes_on(case: str, binar
             assert isinstance(frame, Events)
             listener.deliver(frame.events)
         assert {state: failed.error.code for state, failed in listener.failed.items()} == {1: code}
-        assert listener.texts[2] == count_words("say #2")  # what came before has run
+        assert listener.texts[2] == count_words("say #2")  # earlier ops have run
         if "var" in bad and bad["var"] != 2:
             end = listener.ends[9]
             assert isinstance(end, VarFailed)

@@ -1,4 +1,4 @@
-"""Watching an engine over a real websocket: what comes, who sees what, and what cannot be overdone."""
+"""Watching an engine over a real websocket: the reports, who sees them, and their limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WATCH = {"op": "watch", "ticket": 1, "interval_s": 0.1}
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots come as often as they are asked for, however long one took. The engine may do all its work
+    """Snapshots come at the requested rate, for any duration of a snapshot. The engine may do all its work
     in a pause."""
     monkeypatch.setattr(shared_watches, "ENGINE_PART", 1e9)
     monkeypatch.setattr(shared_watches, "LOOP_PART", 1e9)

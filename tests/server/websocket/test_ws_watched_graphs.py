@@ -40,7 +40,7 @@ def server() -> Iterator[ApiServer]:
 
 
 def wired(opened: Session, state: int, label: str) -> None:
-    """Two requests that need a value of the client, the second one that of the first, too."""
+    """Two requests that need a value of the client; the second one also needs the first one's value."""
     opened.ops(
         {"op": "open", "state": state, "label": label},
         {"op": "expect", "state": state, "var": state + 100, "name": "answer"},

@@ -1,7 +1,7 @@
 """Fakes of the vendors' APIs with batches, built with the types of their clients.
 
 The answer to a request depends on its messages alone, whether it is streamed or in a batch. A test decides
-when batches end, and what becomes of a request.
+when batches end, and with which results.
 """
 
 from __future__ import annotations

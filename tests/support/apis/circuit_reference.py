@@ -1,4 +1,4 @@
-"""The circuit breaker by its definition, for comparison with the one that requests use."""
+"""The circuit breaker by its definition, for comparison with the backends' one."""
 
 from __future__ import annotations
 

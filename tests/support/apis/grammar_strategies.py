@@ -1,5 +1,5 @@
-"""Random patterns and grammars over few characters, all short texts of those, and the engine's reading of a
-grammar as the reference."""
+"""Random patterns and grammars over few characters, all short texts of the characters, and the engine's
+reading of a grammar as the reference."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def call_chunks(*calls: tuple[str, str, Sequence[str]]) -> list[ChatCompletionCh
 
 
 def logprob_chunk(text: str, logprob: float, *alternatives: tuple[str, float]) -> ChatCompletionChunk:
-    """One token of the text with its log-probability and those of the likeliest tokens."""
+    """One token of the text with its log-probability and the log-probabilities of the likeliest tokens."""
     top = [
         TopLogprob(token=token, logprob=value, bytes=list(token.encode())) for token, value in alternatives
     ]

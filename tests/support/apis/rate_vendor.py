@@ -22,7 +22,7 @@ Counting = Literal["ahead", "ahead, corrected", "at the end"]
 
 @dataclass(frozen=True)
 class Job:
-    """One request. The times are those until it arrives, until its headers arrive, and until it ends."""
+    """One request. The times are counted until it arrives, until its headers arrive, and until it ends."""
 
     prompt: int = 0
     output: int = 0
@@ -133,7 +133,7 @@ class Outcome:
 
     took_s: float = 0.0
     num_refused: int = 0
-    lowest_margin: float = math.inf  # of what the vendor had over what the client counted on
+    lowest_margin: float = math.inf  # the vendor's remaining limit minus the client's estimate
 
 
 def simulate(vendor: Vendor, jobs: Sequence[Job], *, is_checked: bool = False) -> Outcome:

@@ -1,5 +1,5 @@
 """Answers of OpenAI's responses API, built with the types of OpenAI's client. Errors of whole requests are
-those of ``openai_answers``."""
+come from ``openai_answers``."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _done(item: Item, index: int) -> BaseModel:
 
 
 def logprob(text: str, value: float, *alternatives: tuple[str, float]) -> Logprob:
-    """The log-probability of a token, and those of the likeliest tokens."""
+    """The log-probability of a token, and the log-probabilities of the likeliest tokens."""
     top = [LogprobTopLogprob(token=token, logprob=number) for token, number in alternatives]
     return Logprob(token=text, logprob=value, top_logprobs=top)
 

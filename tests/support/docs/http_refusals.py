@@ -231,7 +231,7 @@ def a_large_body(_: ApiServer, api: Api) -> Response:
 
 
 def large_bodies(_: ApiServer, api: Api) -> Response:
-    """Two that come at once, each small enough."""
+    """Two bodies at the same time, each small enough."""
     body = request_bytes(
         api, request_fields(messages=[{"role": "user", "content": "x" * (SMALL_BODY_BYTES + 1000)}])
     )

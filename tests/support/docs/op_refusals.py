@@ -31,7 +31,7 @@ Fails = Callable[[ApiServer], str]
 
 
 def ops(*sent: dict[str, Any], state: int | None = None, on: Opened | None = None) -> Fails:
-    """What the first variable (or this state) fails with. ``on``: opens another server."""
+    """The error of the first variable (or of this state). ``on``: opens another server."""
 
     def fail(server: ApiServer) -> str:
         with (

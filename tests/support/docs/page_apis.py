@@ -1,5 +1,5 @@
-"""The APIs that the blocks of the documentation call: OpenAI's, Anthropic's, and those of servers at the
-addresses that pages show. Their model is the one of ``page_model``."""
+"""The APIs that the blocks of the documentation call: OpenAI's, Anthropic's, and the APIs of servers at the
+addresses that pages show. Their model is ``page_model``'s."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs the Python blocks of a documentation page, which may await, in order and in one namespace.
 
-A block marked ``python`` runs. In it, lines that begin with ``# →`` show what it prints, ``...`` standing for
+A block marked ``python`` runs. In it, lines that begin with ``# →`` show its output, ``...`` standing for
 anything. A block marked ``py`` needs another package, a model or a server: it runs on a server of the test,
 or in a separate test, and is only compiled if one of its packages is missing.
 """
@@ -43,7 +43,7 @@ def pages() -> list[Path]:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The page's Python blocks, in order. Those of tabs are indented."""
+    """The page's Python blocks, in order. Blocks in tabs are indented."""
     found: list[Block] = []
     heading, start, runs = "", None, True
     lines = page.read_text(encoding="utf-8").splitlines()
@@ -61,7 +61,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def compiled(page: Path, block: Block) -> CodeType:
-    """The block as code; what it raises names the page's lines."""
+    """The block as code, with the page's line numbers."""
     source = "\n" * (block.line - 1) + block.source
     code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     assert isinstance(code, CodeType)
@@ -69,7 +69,7 @@ def compiled(page: Path, block: Block) -> CodeType:
 
 
 def with_packages(blocks: Sequence[Block]) -> list[Block]:
-    """Of a page's blocks marked ``py``, those before the first that imports what is not installed."""
+    """The page's blocks marked ``py`` before the first one that imports a missing package."""
     return list(takewhile(_has_packages, [block for block in blocks if not block.runs]))
 
 
@@ -93,7 +93,7 @@ def _is_installed(name: str) -> bool:
 
 
 async def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None:
-    """Runs it, and compares what it prints with what it shows."""
+    """Runs the block, and compares its output with the shown output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = compiled(page, block)

@@ -88,7 +88,7 @@ HANDSHAKES: dict[str, Ends] = {
 }
 
 
-# In the session: the close code, and what the session is refused with
+# In the session: the close code, and the error that ends the session
 
 
 def sending(*frames: Any, greets: bool = True, on: Opened | None = None) -> Ends:

@@ -35,7 +35,7 @@ def module_of(page: Path) -> str:
 
 
 def main(folder: Path) -> None:
-    """Writes the modules into the folder, instead of those that are there."""
+    """Replaces the modules in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.py"):
         old.unlink()

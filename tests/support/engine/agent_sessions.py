@@ -69,7 +69,7 @@ CLIENTS = {
 
 @dataclass
 class Found:
-    """The tokens of earlier turns that prompts have, and those that were computed before."""
+    """How many tokens of prompts are from earlier turns, and how many of them were computed before."""
 
     earlier: int = 0
     same_text: int = 0  # of them, before the first difference between the texts
@@ -195,7 +195,7 @@ class AgentSession:
         return " ".join(self.random.choices(WORDS, k=words))
 
     def odd_ids(self, text: str) -> list[int]:
-        """The tokens of ``text`` as a model samples them: mostly not the ones of the tokenizer."""
+        """The tokens of ``text`` as a model samples them: mostly not the tokenizer's."""
         ids: list[int] = []
         at = 0
         for low, high in [*self.tokenizer.spelled(text), (len(text), len(text))]:

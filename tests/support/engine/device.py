@@ -32,8 +32,8 @@ class _Place:
 
 class QueuedStream(DeviceStream):
     """A queue on the CPU that does its work as late as a GPU may: when a mark is waited for, or at random
-    places before (``seed``). What is uploaded is poison on the device until then, and what is downloaded is
-    not there."""
+    places before (``seed``). Until then, uploaded data is poison on the device, and downloaded data is
+    missing."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(torch.device("cpu"))

@@ -135,7 +135,7 @@ def _template(single: str, ids: dict[str, int]) -> dict[str, Any]:
 
 
 def expected_embeddings(folder: Path, ids: list[list[int]], pooling: str, **steps: Any) -> np.ndarray:
-    """What sentence-transformers' modules make of transformers' own hidden states. ``steps``: ``dense`` and
+    """The result of sentence-transformers' modules on transformers' hidden states. ``steps``: ``dense`` and
     ``normalises`` of ``write_embedding_model``."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
     rows = []

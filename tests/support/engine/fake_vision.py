@@ -1,4 +1,4 @@
-"""A model with vision on the deterministic runner: how its images are prepared, and what it answers alone."""
+"""A model with vision on the deterministic runner: its preparation of images, and its answers alone."""
 
 from __future__ import annotations
 

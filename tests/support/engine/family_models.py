@@ -245,7 +245,7 @@ COMPOSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere2": ("cohere2", {"sliding_window": 16, "num_hidden_layers": 4, "logit_scale": 0.5}),
 }
-# Those that run through transformers.
+# Families that run through transformers.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", {}),
     "granitemoe": (
@@ -298,7 +298,7 @@ def _written(name: str, folder: Path, changed: dict[str, Any]) -> tuple[_Made, b
     folder.mkdir(parents=True, exist_ok=True)
     for file, content in made.files.items():
         (folder / file).write_bytes(content)
-    torch.set_rng_state(made.rng_state)  # what a test draws does not depend on the tests before it
+    torch.set_rng_state(made.rng_state)  # a test's random numbers do not depend on earlier tests
     return made, not is_large
 
 

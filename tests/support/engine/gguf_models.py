@@ -1,7 +1,7 @@
-"""Writes a model folder of transformers as a GGUF file, as llama.cpp's own conversion does it.
+"""Writes a model folder of transformers as a GGUF file, like llama.cpp's own conversion.
 
-The names come from the ``gguf`` package; what each architecture changes (the order of rows, shifted norms,
-stacked experts) is written here once more, from the model's side.
+The names come from the ``gguf`` package; the changes for each architecture (order of rows, shifted norms,
+stacked experts) are written here once more, from the model's side.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def write_vocabulary(folder: Path, writer: GGUFWriter) -> None:
 
 
 def round_weights(folder: Path, kind: str) -> None:
-    """Rounds the weights of ``folder`` to what a GGUF file of that type holds."""
+    """Rounds the weights of ``folder`` to values of a GGUF file of that type."""
     weights = load_file(folder / "model.safetensors")
     kind_of_model = json.loads((folder / "config.json").read_text())["model_type"]
     for name, values in weights.items():

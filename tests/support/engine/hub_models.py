@@ -1,4 +1,4 @@
-"""What the tests of pulls from the hub share: the model there, and what a failed pull must leave."""
+"""Shared parts of the tests of pulls from the hub: its model, and the files that a failed pull must leave."""
 
 from __future__ import annotations
 

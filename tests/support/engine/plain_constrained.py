@@ -12,7 +12,7 @@ from agentflow.engine.text.tokenizer import Tokenizer
 
 @dataclass
 class PlainConstrained:
-    """A text that grows under a DFA. ``ids``: its tokens; ``held``: what the next token must begin with;
+    """A text that grows under a DFA. ``ids``: its tokens; ``held``: the start of the next token's text;
     ``shown``: the longest text so far. ``sampled``: for each byte, whether a sampled token brought it.
     ``num_redrawn``: how often a jump replaced tokens."""
 
@@ -75,7 +75,7 @@ class PlainConstrained:
         self.shown = max(self.shown, self.data, key=len)
 
     def jump(self, max_tokens: int) -> bool:
-        """Appends what is forced. Returns whether an id changed."""
+        """Appends the forced text. Returns whether an id changed."""
         forced = self.forced() if self.jumps else b""
         text = (self.data + forced).decode(errors="ignore")  # without half a character at the end
         if not forced or not (self.data + forced).startswith(text.encode()):

@@ -60,7 +60,7 @@ TINY = ModelSource(
 
 
 class Narrator:
-    """A listener that prints each event, and then does what the test asked for at that event."""
+    """A listener that prints each event, and then runs the test's action for that event."""
 
     def __init__(self, at_event: Callable[[int], None] = lambda number: None) -> None:
         self.events: list[str] = []
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--pause", action="store_true")
     parser.add_argument("--pip", default="")
     arguments = parser.parse_args()
-    # What the test runner ignores is inherited; the tests are about the default reactions.
+    # Children inherit signals that the test runner ignores; the tests are about the default reactions.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

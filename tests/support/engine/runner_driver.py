@@ -59,7 +59,7 @@ class Driver:
 
     def step(self, work: Sequence[tuple[Walker, int]], **sampling: Any) -> BatchOutput:
         """Computes the next tokens of each sequence; sequences at their end get one more token.
-        ``sampling``: fields of SampledRows instead of greedy ones at those ends; with ``rows`` among
+        ``sampling``: fields of SampledRows instead of greedy ones at their ends; with ``rows`` among
         them no token is appended."""
         work = sorted(work, key=lambda pair: pair[1] > 1)
         self.allot_slots(work)

@@ -1,4 +1,4 @@
-"""A scheduler that is stepped by hand on the deterministic runner, and what each request gives alone.
+"""A scheduler that is stepped by hand on the deterministic runner, and each request's answer alone.
 
 The fake runner's next token hashes everything the page table shows, so any mistake in slots,
 sharing, chunking, eviction or preemption changes an output or raises.

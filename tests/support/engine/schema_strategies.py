@@ -100,7 +100,7 @@ schemas = st.recursive(_leaves, _grown, max_leaves=6)
 
 
 def valid_value(schema: Schema, dice: random.Random) -> Any:
-    """Some value of those that are to be allowed: members in their order, no others."""
+    """A value that the schema must allow: members in their order, no others."""
     if "anyOf" in schema:
         return valid_value(dice.choice(schema["anyOf"]), dice)
     if "enum" in schema:

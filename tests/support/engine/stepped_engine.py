@@ -37,7 +37,7 @@ class SteppedEngine:
 
 
 def assert_resumable(make_runner: Callable[[], FakeRunner], submit: Submit, at: int) -> None:
-    """Resubmitted with what its first ``at`` steps generated, a request gives the same rest and end."""
+    """Resubmitted with the output of its first ``at`` steps, a request gives the same rest and end."""
     whole = [*chain(*SteppedEngine(make_runner(), None).run(submit))]
     steps = [message for message in whole if isinstance(message, Progress)]
     before, after = steps[:at], steps[at:]

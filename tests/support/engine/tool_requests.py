@@ -61,7 +61,7 @@ TREE = ToolSpec(
         },
     },
 )
-# The first shows the ids that calls were given, the second writes JSON in a way of its own.
+# The first shows the ids of calls, the second writes JSON with different spaces.
 UNSTABLE = (TEMPLATES["mistral_with_ids"], TEMPLATES["spaced_hermes"])
 REGULAR, ANY = (WEATHER, NOW), (WEATHER, NOW, TREE)
 REQUIRED, AUTO = ToolChoice("required"), ToolChoice("auto")

@@ -109,7 +109,7 @@ MISTRAL = """{{- bos_token }}
 {%- endfor %}
 """
 
-# The same, with the ids among what is shown of a call.
+# The same, with the id in each shown call.
 MISTRAL_WITH_IDS = MISTRAL.replace(
     "{{- call.function | tojson }}",
     """{{- (call.function | tojson)[:-1] + ', "id": "' + call.id[-9:] + '"}' }}""",

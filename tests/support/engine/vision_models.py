@@ -68,7 +68,7 @@ def medium_of(arrays: Mapping[str, NDArray[Any]], pieces: Sequence[str | MediaPi
 def bytes_and_numbers(
     processor: Any, images: Sequence[Image.Image], **options: Any
 ) -> tuple[NDArray[np.uint8], dict[str, torch.Tensor]]:
-    """The pixels before scaling, and what transformers' processor gives."""
+    """The pixels before scaling, and the output of transformers' processor."""
     plain = processor(images=images, do_rescale=False, do_normalize=False, **options)["pixel_values"]
     made = dict(processor(images=images, return_tensors="pt", **options))
     pixels = np.asarray(plain)
@@ -116,7 +116,7 @@ def read_gemma3(settings: Mapping[str, Any], images: Sequence[Image.Image]) -> l
 
 
 def read_any_resolution(settings: Mapping[str, Any], images: Sequence[Image.Image]) -> list[Reading]:
-    """The number of tokens is that of transformers' features."""
+    """The number of tokens comes from transformers' features."""
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
         LlavaOnevisionImageProcessorPil,
@@ -260,7 +260,7 @@ def prompt_of(readings: Sequence[Reading], seed: int = 0) -> Prompt:
 
 def expected_logits(model: Any, prompt: Prompt, **more: torch.Tensor) -> torch.Tensor:
     """The logits of all tokens, [T, vocabulary], by transformers with more arguments. Tiles of images are
-    independent, so those of all images are one batch."""
+    independent, so the tiles of all images are one batch."""
     arguments: dict[str, torch.Tensor] = dict(more)
     for name in {name: None for reading in prompt.readings for name in reading.arguments}:
         parts = [reading.arguments[name] for reading in prompt.readings if name in reading.arguments]

@@ -76,7 +76,7 @@ def names() -> dict[str, Any]:
 
 @asynccontextmanager
 async def open_names(backend: Backend) -> AsyncIterator[dict[str, Any]]:
-    """Those names, and an open session ``flow`` with a state ``s`` and its ``branches``."""
+    """``names()``, and an open session ``flow`` with a state ``s`` and its ``branches``."""
     async with af.session(backend=backend, seed=7) as flow, flow.state() as s:
         s += af.user("What do plants do?") + af.assistant(af.gen("answer"))
         branches = s.fork(2)

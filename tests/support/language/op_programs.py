@@ -25,7 +25,7 @@ ANSWERS = ("yes", "no", "perhaps, who knows", "it depends on what is asked", " s
 
 
 def answer(prompt: str) -> str | Exception:
-    """The script: what follows from the prompt's text alone. Some prompts fail."""
+    """The script: answers that depend on the prompt's text alone. Some prompts fail."""
     number = zlib.crc32(prompt.encode())
     return EngineFailed(f"failure {number}") if number % 11 == 0 else ANSWERS[number % len(ANSWERS)]
 
@@ -66,14 +66,14 @@ class Failure:
 
 
 class OpProgram:
-    """A program under construction: what a client submits, in order, and what the reference model needs."""
+    """A program under construction: the ops of a client, in order, and the data of the reference model."""
 
     def __init__(self) -> None:
         self.script: list[ops.Op | Pause] = []
         self.states: list[PlannedState] = []
         self.variables: dict[int, tuple[PlannedState, int]] = {}  # id → state, and ops before the gen
         self.groups: list[tuple[PlannedState, list[PlannedState]]] = []
-        self.provided: dict[int, str | Failure] = {}  # what the client gives, or will give at the end
+        self.provided: dict[int, str | Failure] = {}  # values that the client gives, now or at the end
         self._to_provide: list[int] = []
         self._num_provided: dict[int, int] = {}  # characters that were given in parts
         self._known: dict[tuple[int, int], str | Failure] = {}
@@ -85,7 +85,7 @@ class OpProgram:
         return self._next_id - 1
 
     def add(self, kind: str, a: int, b: int) -> None:
-        """One step; ``a`` and ``b`` choose among what there is."""
+        """One step; ``a`` and ``b`` choose among the existing states and variables."""
         if kind == "open" or not self.states:
             self.states.append(PlannedState(self.new_id()))
             self.script.append(ops.Open(self.states[-1].id))
@@ -285,7 +285,7 @@ class OpProgram:
     def uncertain_states(self) -> set[int]:
         """States that a cancellation, or the failure of a task group, may end at any point."""
         found = {state.id for state in self.states if state.is_cancelled}
-        # What a state that fails still expects has a value if the client was faster.
+        # A value that a failed state still expects is there if the client was faster.
         found |= {self.variables[var][0].id for var in self.provided if self._fails(var)}
         while True:
             more = set(found)

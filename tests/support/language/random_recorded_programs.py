@@ -1,7 +1,7 @@
 """Random programs for the frontend: branches that run side by side, and a backend that takes its time.
 
-``play`` runs one and gives what every branch has seen, by the branch's path, except for those that are
-cancelled: how far these get is a matter of timing.
+``play`` runs one and gives the values that every branch has read, by the branch's path, except for branches
+that are cancelled: how far these get is a matter of timing.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class _Player:
 
 
 async def play(flow: af.Session, branch: Branch, pause: Clumsy) -> list[object]:
-    """Runs the program; what its branches saw, and whether the run failed (by which of several failures
+    """Runs the program; the values that its branches read, and whether it failed (by which of many failures
     depends on which branch was forked first)."""
     player = _Player(flow, pause)
 

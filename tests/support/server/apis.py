@@ -24,7 +24,7 @@ class Called:
 
 @dataclass
 class Answered:
-    """An answer of any API. ``reason``: "stop", "length" or "calls". ``turns``: what a client adds to its
+    """An answer of any API. ``reason``: "stop", "length" or "calls". ``turns``: the client's additions to its
     history, of a whole answer only. ``cached_tokens``: None where the API does not report them."""
 
     text: str = ""
@@ -45,7 +45,7 @@ class Answered:
 class Api:
     """OpenAI's chat completions, from which the others differ.
 
-    ``names``: of the parameters of sampling, where the API has its own. ``nested``: the field of those.
+    ``names``: the API's own names of sampling parameters. ``nested``: the field that contains them.
     ``id_header``: the header with a request's id."""
 
     name = "chat"
@@ -359,7 +359,7 @@ def post(server: ApiServer, api: Api, body: Any, *, key: str = "any", path: str 
 def ask(
     server: ApiServer, api: Api, prompt: Any, *, stream: bool = False, key: str = "any", **fields: Any
 ) -> Answered:
-    """The answer to a request, whose ``fields`` are those of ``Api.body``."""
+    """The answer to a request with the fields of ``Api.body``."""
     response = post(server, api, {**api.body(prompt, **fields), "stream": stream}, key=key)
     assert response.status_code == 200, response.text
     return api.streamed(response.text) if stream else api.whole(response.json())

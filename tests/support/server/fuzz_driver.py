@@ -1,5 +1,5 @@
-"""Fuzzed connections to the inside of a server, many at once, next to a neighbour that must not notice; and
-what has to hold when they are over."""
+"""Many concurrent fuzzed connections to the inside of a server, next to a neighbour that must not notice; and
+the conditions that must hold when they are over."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def engine_target() -> AsyncIterator[tuple[Any, CheckIdle, EmptyCaches]]:
         numbers = count()
 
         async def check_idle() -> None:
-            # It is compiled after what was abandoned.
+            # This constraint is compiled after all abandoned ones.
             await compiler.compile(Constraint("regex", f"number {next(numbers)}"), tenant="last")
             await engine.assert_idle()
 
@@ -81,7 +81,7 @@ class Fuzzer:
         self._answer: str | None = None
 
     async def run_batch(self, seed: str) -> None:
-        """Some conversations at once, on a separate server. When they are over nothing is left."""
+        """Some concurrent conversations, on a separate server. When they are over nothing is left."""
         random = Random(seed)
         limits = ServerLimits(
             frame_bytes=FRAME_BYTES,
@@ -153,7 +153,7 @@ async def _served(bench: Bench, *, binary: bool = True) -> AsyncIterator[AsgiPee
 
 
 class _Client:
-    """One conversation. ``chance``, from 0 to 1, decides what is left open in how it ends."""
+    """One conversation. ``chance``, from 0 to 1, decides the details of its end."""
 
     def __init__(self, bench: Bench, talk: Conversation, chance: float) -> None:
         self._bench = bench
@@ -201,8 +201,8 @@ class _Client:
                 pass
 
     async def _listen(self, peer: AsgiPeer) -> None:
-        """The server sends frames in the session's encoding, within the limit; what a correct client
-        receives has no gap and no repetition."""
+        """The server sends frames in the session's encoding, within the limit; the events of a correct client
+        have no gap and no repetition."""
         decoder = server_frames()
         listener = Listener()
         try:

@@ -1,7 +1,7 @@
-"""What a client may send that means no good, or does not know better: sessions of random ops, and frames of
+"""Input of malicious or faulty clients: sessions of random ops, and frames of
 these that were bent, cut, mixed up and blown up.
 
-A ``Conversation`` is what one connection sends. Everything follows from the random generator, so that a seed
+A ``Conversation`` is one connection's input. Everything follows from the random generator, so that a seed
 is all that is needed to see a failure again.
 """
 

@@ -88,7 +88,7 @@ VALUES: dict[type[Any], dict[str, tuple[Sequence[Any], Sequence[Any]]]] = {
     ops.Peek: {"node": ([1, 2, 3], [0, -1, 2**62])},
 }
 
-# Ops by how often they are written. Those of the first two tuples may stand in graphs.
+# Ops by how often they are written. Ops of the first two tuples may stand in graphs.
 PLAIN: tuple[type[Any], ...] = (ops.Text, ops.Begin, ops.End, ops.Hint)
 DECLARING = (ops.Gen, ops.Gen, ops.Select, ops.Set, ops.Done, ops.Read, ops.Embed, ops.Expect)
 TREE = (ops.Open, ops.Converse, ops.Tools, ops.Fork, ops.Fork, ops.Seal, ops.Cancel, ops.Close, ops.Provide)
@@ -311,7 +311,7 @@ class OpsWriter:
         return ops.Fork(state, children)
 
     def _submit(self) -> Op:
-        """A graph, written by another writer, for it has numbers of its own."""
+        """A graph, written by another writer, because its numbers are separate."""
         inner = OpsWriter(self._random, has_logprobs=self._has_logprobs)
         inner.wrongness = self.wrongness
         written: list[Op] = [inner._open(), *inner._to_write]

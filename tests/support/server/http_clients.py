@@ -1,4 +1,4 @@
-"""What tests with OpenAI's and with Anthropic's own client share: clients sync and async, and the twin that
+"""Shared parts of tests with OpenAI's and Anthropic's own client: sync and async clients, and a twin that
 asks the engine without HTTP."""
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def called(
     hear: Callable[[Any], None] | None = None,
     **asked: Any,
 ) -> Any:
-    """What a method of the client gives, such as ``chat.completions.create``: of a stream the list of its
-    chunks (``hear`` is reported each as it comes), of the ``stream`` helper the answer at its end."""
+    """The result of a method of the client, such as ``chat.completions.create``: for a stream the list of its
+    chunks (``hear`` is called with each as it comes), for the ``stream`` helper the answer at its end."""
     chunks: list[Any] = []
     take = chunks.append if hear is None else hear
     is_helper = method.endswith(".stream")

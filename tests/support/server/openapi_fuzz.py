@@ -1,4 +1,4 @@
-"""Sends what the OpenAPI document allows, and what it does not, to a server on the deterministic engine, and
+"""Sends allowed and forbidden requests of the OpenAPI document to a server on the deterministic engine, and
 holds each answer against the document: no fault of the server, nothing taken that the document forbids, no
 status, type, header or body that is not in it.
 
@@ -32,7 +32,7 @@ from support.logit_runner import logit_runner
 from agentflow.server.tenants.keys import Tenants
 
 # Left out: that all is taken that the document allows (a conversation may be too long, fields exclude each
-# other). But what is refused of it has to name the field: see ``names_the_field``.
+# other). But refusals have to name the field: see ``names_the_field``.
 _LEFT_OUT = ["positive_data_acceptance"]
 _KEY = "af-key"
 _WITH_KEY = {"Authorization": f"Bearer {_KEY}"}
@@ -44,8 +44,8 @@ _ENCODINGS = sampled_from(["identity"] * 9 + ["gzip"])
 
 @schemathesis.check
 def names_the_field(ctx: Any, response: Any, case: Any) -> None:
-    """What the document allows is refused, if at all, with the field that does not suit the others: whatever
-    else is refused has a bound that the document could say."""
+    """A request that the document allows is refused, if at all, with the field that does not suit the others:
+    any other refusal has a bound that the document could say."""
     if response.status_code == 400 and case.meta is not None and case.meta.generation.mode.is_positive:
         body = response.json()
         error = body if isinstance(body["error"], str) else body["error"]
@@ -60,7 +60,7 @@ def read_lines(ctx: Any, response: Any) -> Any:
 
 @dataclass
 class Outcome:
-    """``answers``: how many of each operation and status. ``faults``: what was not as documented."""
+    """``answers``: the number for each operation and status. ``faults``: undocumented answers."""
 
     answers: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -145,13 +145,13 @@ def _try_at_random(operation: APIOperation, num_cases: int, outcome: Outcome, *,
 
         try:
             send()
-        except (Exception, FailureGroup) as error:  # whatever it is: the answer, or that there was none
+        except (Exception, FailureGroup) as error:  # a wrong answer, or none
             outcome.faults.append(f"{operation.label}: {error}")
 
 
 def _of_this_server(document: dict[str, Any]) -> dict[str, Any]:
-    """Nearly all names of models are unknown to the server; here half of them are the one that it has. Of an
-    empty prompt nothing else would be looked at, nor of a text with token ids, which exclude each other. A
+    """Nearly all names of models are unknown to the server; here half of them are its model's. The server
+    would check nothing else of an empty prompt, nor of a text with token ids, which exclude each other. A
     server that has keys asks for them."""
     document = copy.deepcopy(document)
     document["security"].remove({})

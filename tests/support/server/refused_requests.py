@@ -94,7 +94,7 @@ ANY_OBJECT = {"output_config": output_format({})}
 ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
 CALLING = {"tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}
 
-# Fields of vLLM and SGLang are refused in chat completions as those of OpenAI are.
+# Chat completions refuse fields of vLLM and SGLang like OpenAI's.
 CHAT: list[Row] = [
     ({"audio": {"voice": "x", "format": "wav"}}, "audio", UNSUPPORTED),
     ({"functions": [{"name": "f"}]}, "functions", UNSUPPORTED),

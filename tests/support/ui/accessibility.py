@@ -24,7 +24,7 @@ def axe_violations(screen: Screen) -> list[str]:
 
 
 def scrolls_sideways(screen: Screen) -> list[str]:
-    """Empty if the page is no wider than the window; else what is too wide."""
+    """The elements that are wider than the window; empty if the page fits."""
     root = "document.scrollingElement"
     if screen.page.evaluate(f"{root}.scrollWidth <= {root}.clientWidth"):
         return []

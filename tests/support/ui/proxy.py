@@ -71,15 +71,15 @@ class BreakingProxy:
         self._portal.call(lambda: [scope.cancel() for scope in list(self._carrier.scopes)])
 
     def refuse(self, refuses: bool = True) -> None:
-        """Closes new connections at once, or carries them again."""
+        """Closes new connections immediately, or carries them again."""
         self._portal.call(setattr, self._carrier, "refuses", refuses)
 
     def pause(self) -> None:
-        """Keeps back what the server sends, until ``go_on``."""
+        """Keeps back the server's data, until ``go_on``."""
         self._portal.call(lambda: setattr(self._carrier, "is_flowing", anyio.Event()))
 
     def go_on(self) -> None:
-        """Carries what was kept back, and all that follows."""
+        """Carries the delayed data, and all later data."""
         self._portal.call(lambda: self._carrier.is_flowing.set())
 
 

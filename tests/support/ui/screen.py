@@ -27,7 +27,7 @@ _STORED = """() => JSON.stringify([
 
 @dataclass
 class Screen:
-    """A page with a separate browser context. ``problems``: what the browser complained about, and requests
+    """A page with a separate browser context. ``problems``: the browser's complaints, and requests
     to other hosts. ``secrets``: texts that may stand in no address and no storage."""
 
     page: Page

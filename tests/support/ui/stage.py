@@ -51,8 +51,8 @@ class _Line:
 
 
 class StagedGenerator(ScriptedGenerator):
-    """A generation whose prompt contains a key of ``texts`` answers with that text at once, one with several
-    keys with that of the last. All others stream what ``say`` gives them until ``end``. A select takes its
+    """A generation whose prompt contains a key of ``texts`` immediately answers with its text, and with the
+    last key's text if there are several. Others stream the texts of ``say`` until ``end``. A select takes its
     first choice. Without ``roles``, it has no turns, like a model without a chat template, and without
     ``images`` it reads only text. ``seen``: the images of its prompts."""
 
@@ -115,7 +115,7 @@ class StagedGenerator(ScriptedGenerator):
         return Generated(notation, finish, _usage(context, text, reasoning), reasoning=reasoning or None)
 
     async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
-        """The first choice, at once."""
+        """The first choice, immediately."""
         await anyio.lowlevel.checkpoint()
         context.text += choices[0]
         scores = tuple(-1.0 - index for index in range(len(choices)))
@@ -178,7 +178,7 @@ class Stage:
         return int(self.url.rpartition(":")[2])
 
     def answer(self, to: str, text: str) -> None:
-        """Generations whose prompt contains ``to`` get this text at once, from now on."""
+        """From now on, generations whose prompt contains ``to`` immediately get this text."""
         self._call(self._generator.texts.__setitem__, to, text)
 
     def say(self, text: str, to: str = "") -> None:
@@ -186,7 +186,7 @@ class Stage:
         self._send(text, to)
 
     def think(self, text: str, to: str = "") -> None:
-        """As ``say``, of what the model thinks before it answers."""
+        """Streams a piece of the model's reasoning, like ``say``."""
         self._send(_Reasoning(text), to)
 
     def end(self, to: str = "", finish: str = "stop") -> None:

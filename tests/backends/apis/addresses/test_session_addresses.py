@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 def server_of(owner: str, *models: str) -> Any:
-    """A server that lists its models and answers with the name of the one that it is asked for."""
+    """A server that lists its models and answers with the name of the requested model."""
 
     def answer(request: Received) -> AnyAnswer:
         if request.path.endswith("/models"):

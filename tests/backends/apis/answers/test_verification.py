@@ -1,4 +1,4 @@
-"""Checks of answers: equal to those of reference implementations, and bounded in their work."""
+"""Checks of answers: they equal reference implementations, and their work is bounded."""
 
 from __future__ import annotations
 

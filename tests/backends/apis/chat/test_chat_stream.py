@@ -1,4 +1,4 @@
-"""The readers of OpenAI's streams give an answer or an error of agentflow, whatever a server sends."""
+"""The readers of OpenAI's streams return an answer or raise an agentflow error on any input."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Answers under constraints that servers claim to enforce: valid ones are never refused, and others never
-accepted, whatever the way of the call."""
+accepted, in any kind of call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def streamed(text: str) -> Answer:
 
 @dataclass
 class Case:
-    """A gen and the texts of a server for it, with those that are valid."""
+    """A gen, the texts that a server generates for it, and the valid ones among them."""
 
     flavour: str
     options: dict[str, Any]
@@ -358,7 +358,7 @@ def nested(levels: int) -> str:
 async def test_a_schema_that_nests_too_deeply_or_is_no_json_is_refused(
     flavour: Any, role: Any, source: str, is_valid: bool
 ) -> None:
-    """A session's constraints come as they were sent: no frontend has read the schema."""
+    """A session sends constraints unchanged: no frontend has read the schema."""
     constraint = Constraint("schema", source).check()
     async with fake_server(lambda request: streamed("[]") if role else plain_stream("[]")) as server:
         url = f"{server.url}/v1"

@@ -22,7 +22,7 @@ PERSON = "Name: Ada\nJob: engineer\nAge: 36\nEnd"
 
 
 def written(request: Received, turn: str) -> AnyAnswer:
-    """What a model says that wants to write ``turn``: each character is a token. After another beginning it
+    """The text of a model that writes ``turn``, one character per token. After any other beginning it
     writes ``?``."""
     body = request.json
     last = body["messages"][-1]

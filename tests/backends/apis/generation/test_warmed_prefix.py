@@ -131,7 +131,7 @@ async def test_a_limit_of_output_tokens_does_not_count_it(api: Api) -> None:
 
 
 async def silent(flow: af.Session, server: FakeServer, api: Api) -> None:
-    """Nothing was sent ahead: the next request is that of a gen."""
+    """Nothing was sent ahead: the next request is the one for a gen."""
     before = len(server.received)
     async with flow.state() as s:
         s += af.user("Hi") + af.assistant(af.gen("x", max_tokens=50))

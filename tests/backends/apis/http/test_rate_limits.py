@@ -31,7 +31,7 @@ def test_requests_are_never_refused_in_whatever_order_they_and_their_answers_arr
     limit, per_s = rng.randint(1, 30), rng.choice([60.0, 3600.0])
     found = simulate(Vendor(Limit(limit, per_s), style=STYLES[seed % 3]), jobs, is_checked=True)
     assert found.num_refused == 0
-    assert found.lowest_margin > -1e-6  # what the client counts on, the vendor has
+    assert found.lowest_margin > -1e-6  # the client never counts on more than the vendor has
     best_s = max(0.0, len(jobs) - limit) * per_s / limit
     assert found.took_s <= 1.1 * best_s + 2 * per_s / limit + 20
 
@@ -82,7 +82,7 @@ def test_a_crowd_uses_the_rate_of_tokens_nearly_without_refusals(
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_window_is_found_out(style: Literal["go", "rfc"]) -> None:
-    """Its reports look like those of a bucket until two of them are compared."""
+    """Its reports look like a token bucket's until two of them are compared."""
     jobs = [Job(up_s=0.05, down_s=0.1, lasts_s=1.0)] * 600
     found = simulate(Vendor(Limit(100, is_window=True), style=style), jobs)
     assert found.num_refused <= 6

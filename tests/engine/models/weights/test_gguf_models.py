@@ -146,7 +146,7 @@ def test_f42j_relatives_of_deepseek_v2_are_refused(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class In8Bits:
-    """A model's folder, its file in 8 bits, what the file computes, and the same with dense weights in
+    """A model's folder, its file in 8 bits, the file's output, and the output with dense weights in
     bfloat16."""
 
     folder: Path
@@ -181,7 +181,7 @@ def in_8_bits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize("source", ["gguf", "safetensors"])
 def test_quantised_weights_are_multiplied_as_they_are(in_8_bits: In8Bits, source: str) -> None:
-    """Errors are compared with those of bfloat16: their size differs between random models."""
+    """Errors are relative to the errors of bfloat16: their size differs between random models."""
     if source == "gguf":
         found, kept = logprobs(in_8_bits.file, "auto")
     else:

@@ -45,7 +45,7 @@ MOST_OF_WEIGHTS = {"Q8_0": 0.6, "F16": 1.3}
 
 
 def test_f42m_a_large_embedding_takes_little_more_than_its_panels(folder: Path, tmp_path: Path) -> None:
-    """Pages of the file are released as they are packed, or converted: a dense matrix is converted as a whole
+    """Pages of the file are released during packing, or conversion: a dense matrix is converted as a whole
     before it is packed."""
     try:
         team.library()

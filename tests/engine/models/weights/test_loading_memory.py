@@ -1,4 +1,4 @@
-"""How much memory it takes to load a model: its weights and little more, whatever type they are stored in."""
+"""How much memory it takes to load a model: little more than its weights, for any stored type."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agentflow.kernels.platforms import kernels_for
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are Linux's to say")
 
 VOCAB, HIDDEN, INNER, HEADS, HEAD_DIM, LAYERS = 16_000, 512, 1536, 8, 64, 8
-# Beside the weights and one tensor: freed memory that the allocator keeps, and code that is used first here.
+# Besides the weights and one tensor: freed memory that the allocator keeps, and code on its first use.
 SLACK_BYTES = 8 << 20
 
 

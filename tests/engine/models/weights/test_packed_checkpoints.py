@@ -96,7 +96,7 @@ def test_a_packed_folder_computes_what_its_values_do(kind: str, tmp_path: Path) 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("kind", ["gptq", "gptq_act_order", "gptq_8_bits_zeros"])
 def test_gpt2_in_gptq(kind: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its plain matrices are [in, out], one of them square, and those of GPTQ are [out, in]."""
+    """GPT-2's plain matrices are [in, out], one of them square; GPTQ's matrices are [out, in]."""
     monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
     save_model("gpt2", tmp_path / "values")
     endings = ("c_attn", "c_proj", "c_fc")

@@ -175,8 +175,8 @@ def test_special_tokens_that_take_white_space_are_not_cut(strips: str):
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(data=st.data())
 def test_random_conversations(name: str, data: st.DataObject):
-    """Whatever was said before, a prompt has the special tokens and the text that it would have alone, and it
-    begins with the tokens of its own earlier request if it begins with its text."""
+    """For any earlier conversation, a prompt has the same special tokens and text as alone, and it
+    begins with the tokens of its earlier request if it begins with its text."""
     served = Served(name, SMALL, RenderedPrefixes(SMALL))
     alone = Served(name)
     for turns in data.draw(st.lists(alternating(), min_size=1, max_size=4)):

@@ -1,4 +1,4 @@
-"""Images and videos in a state's tokens: where the template puts them, what a text cannot forge, and which
+"""Images and videos in a state's tokens: where the template puts them, that texts forge none, and which
 ids stay."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IN_ORDER = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As that of SmolVLM: contents are always parts.
+# Like SmolVLM's template: contents are always parts.
 ONLY_PARTS = (
     "<|im_start|>{% for m in messages %}{{ m['role'] | capitalize }}"
     "{% if m['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
@@ -42,14 +42,14 @@ ONLY_PARTS = (
     "{% elif line['type'] == 'image' %}<image>{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-# As that of LLaVA-1.5: images before the texts.
+# Like LLaVA-1.5's template: images before the texts.
 IMAGES_FIRST = (
     "{% for m in messages %}{{ m['role'].upper() + ': ' }}"
     "{% for part in m['content'] | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"
     "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}"
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-# As that of Gemma: texts are trimmed one by one.
+# Like Gemma's template: texts are trimmed one by one.
 TRIMS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content | trim }}{% else %}{% for part in m.content %}"
@@ -57,7 +57,7 @@ TRIMS = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As those of LLaVA-NeXT-Video and LLaVA-OneVision: images, then videos, then texts.
+# Like the templates of LLaVA-NeXT-Video and LLaVA-OneVision: images, then videos, then texts.
 VIDEOS_SECOND = (
     "{% for m in messages %}{{ m['role'].upper() + ': ' }}"
     "{% for part in m['content'] | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"
@@ -65,7 +65,7 @@ VIDEOS_SECOND = (
     "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}"
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-# As that of Qwen2-VL, in the order of the content.
+# Like Qwen2-VL's template, in the order of the content.
 VIDEOS_IN_ORDER = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"

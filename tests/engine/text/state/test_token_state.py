@@ -38,7 +38,7 @@ def test_ids_are_those_of_the_pieces(script: Script) -> None:
     state = state_of("chatml")
     replay(state, script)
     pieces = shapes.chatml(script.contents(), script.opens)
-    # An empty generation cuts a run of text too, so only what it stands for is compared by hand.
+    # An empty generation cuts a run of text too: the ids of such scripts are not compared.
     if all(text for _, runs in script.turns for chunks, made in runs if made for text in ["".join(chunks)]):
         assert state.ids() == by_hand(script, pieces)
     assert state.text_view() == "".join(text for text, _ in pieces)
@@ -116,7 +116,7 @@ def test_markers_of_the_default_model_in_a_content(
     where=st.sets(st.integers(0, 8)),
 )
 def test_a_prefix_stable_template_only_appends(script: Script, where: set[int]) -> None:
-    """Whatever was settled stays, wherever the state was forked on the way."""
+    """Settled ids stay, for forks at any point."""
     state = state_of("chatml")
     settled: list[int] = []
     steps = 0
@@ -235,7 +235,7 @@ def test_a_choice_is_encoded_as_if_it_were_appended(prepend: str) -> None:
     script=scripts(with_ids=True), text=st.text(st.sampled_from("the an\n"), max_size=8), choose=st.booleans()
 )
 def test_a_look_at_choices_changes_nothing(script: Script, text: str, choose: bool) -> None:
-    """Whatever comes before the text, and whether or not the select goes through."""
+    """For any text before it, and whether or not the select succeeds."""
     state, other = state_of("chatml"), state_of("chatml")
     for one in (state, other):
         replay(one, script)

@@ -51,7 +51,7 @@ SEEDS = st.integers(0, 1000)
 def test_f42r_sorted_rows_are_each_in_one_block_of_their_matrix(
     num_matrices: int, size: int, num: int, seed: int, is_alike: bool
 ) -> None:
-    """In the order of the rows; those without a matrix are in none. There is room for all blocks."""
+    """Blocks follow the order of the rows; rows without a matrix are in no block. All blocks have room."""
     rng = np.random.default_rng(seed)
     matrices = (
         np.full(num, rng.integers(0, num_matrices)) if is_alike else rng.integers(-1, num_matrices, num)
@@ -268,7 +268,7 @@ def test_f42r_a_row_that_is_not_a_number_spoils_no_other() -> None:
 def test_f42r_experts_that_cannot_be_grouped_are_left_to_the_caller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Those of several formats, and with another activation. A warning says so once for all layers."""
+    """Experts of several formats, and with another activation. A warning says so once for all layers."""
     mixture._warn.cache_clear()
     gate_up, down = (TRITON.pack(torch.randn(*shape, device=DEVICE), None) for shape in ((96, 64), (64, 48)))
     matrix = random_matrix(np.random.default_rng(0), "Q8_0", 96, 64)
@@ -415,7 +415,7 @@ def test_f42r_adapters_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.only_gpu
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 def test_f42r_a_graph_has_the_experts_and_adapters_of_each_step(num_rows: int) -> None:
-    """Rows, scores and adapters are read where the graph expects them; others than those of the capture."""
+    """Rows, scores and adapters are read from the graph's buffers; their values differ from the capture's."""
     bfloat16, routing = torch.bfloat16, Routing(2)
     cases = [mixture_case(bfloat16, num_rows, routing, 8, (512, 256), seed) for seed in (0, 2, 4)]
     weights = [TRITON.pack(weight.nan_to_num(nan=0.1).to(DEVICE), None) for weight, _ in cases[0].matrices]
