@@ -1,6 +1,6 @@
 """Directions of import: between wings, between the rooms of a wing, and the limits of light imports.
 
-Imports run down the table ``MAY_IMPORT``, also those inside of functions and for the type checker alone. The
+Imports run down the table ``MAY_IMPORT``, also imports inside of functions and for the type checker. The
 frontend (``language`` and the modules next to it) and the server are two branches on the same ``runtime`` and
 ``protocol``; the one bridge between them is ``backends/local.py``, which loads the engine when it runs it.
 """
