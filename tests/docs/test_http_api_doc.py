@@ -38,7 +38,7 @@ def in_tables(section: str) -> set[str]:
 
 
 def in_list(section: str) -> list[str]:
-    """Its points."""
+    """The points of a section's list."""
     return re.findall(r"^- (.*(?:\n  .*)*)", section, re.MULTILINE)
 
 

@@ -124,7 +124,7 @@ async def test_requests_in_any_batch_have_the_results_of_the_plain_engine(
 @pytest.mark.trio_in_full
 @given(jobs=st.lists(jobs, min_size=1, max_size=10), ahead=st.booleans())
 async def test_cached_tokens_are_the_longest_prefix_that_was_computed(jobs, ahead):
-    """As in the plain engine, which compares each prompt with all earlier sequences."""
+    """The plain engine compares each prompt with all earlier sequences."""
     plain = PlainEngine(PLAIN_MODEL, TOKENIZER)
     async with plain_model_engine(launches_ahead=ahead) as client:
         for job in jobs:

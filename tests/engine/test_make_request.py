@@ -16,7 +16,7 @@ from agentflow.protocol.sampling import SamplingParams
 
 
 def submitted(origin: Origin) -> Submit:
-    """As the engine receives it from the pipe."""
+    """A request in the form in which the engine receives it from the pipe."""
     message = Submit(1, [5, 6, 7], SamplingParams(max_tokens=4), origin=origin)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Submit)
 

@@ -305,7 +305,7 @@ async def test_an_encoding_that_cannot_begin() -> None:
 
 
 def test_f37_a_failed_encoding_looks_at_the_requests_with_its_image() -> None:
-    """However many others there are."""
+    """The number of other requests does not matter."""
     num_lines = {}
     for num_others in (100, 400):
         engine = SteppedEngine(vision_runner(), None).engine

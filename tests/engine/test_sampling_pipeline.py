@@ -84,7 +84,7 @@ rows = st.builds(
 
 
 def sampled(batch: list[Row], req_rows: list[int]) -> SampledRows:
-    """As the scheduler makes it: attached to page rows, then gathered for a step."""
+    """Sampled rows made like the scheduler's: attached to page rows, then gathered for a step."""
     table = SamplingTable(32)
     for number, (row, req_row) in enumerate(zip(batch, req_rows, strict=True)):
         request = row.request(number)

@@ -313,7 +313,7 @@ def test_f21j_the_idle_loops_that_were_used_least_recently_end_and_start_again()
 
 
 def test_f21k_a_loop_closed_in_its_own_thread_ends(thread):
-    """As the garbage collector may close it."""
+    """The garbage collector may close a loop in this way."""
 
     async def close() -> None:
         thread.close()

@@ -25,5 +25,5 @@ def random_blocks(
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """By Euclid's norm."""
+    """The relative error in Euclid's norm."""
     return float((result.double() - expected.double()).norm() / expected.double().norm())

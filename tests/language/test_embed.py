@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
 
 def expected(text: str, size: int = EMBEDDING_SIZE) -> list[float]:
-    """In float32, as a backend has it."""
+    """The embedding in float32, as a backend has it."""
     words = [word.encode() for word in re.findall(r"\w+", text.lower())]
     return array("f", word_embedding(words, size)).tolist()
 

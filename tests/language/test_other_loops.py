@@ -151,7 +151,7 @@ async def test_f21e_values_that_are_there_are_read_in_any_loop():
 
 
 def test_f21f_a_loop_between_two_runs_is_the_same():
-    """As IPython's terminal runs one, cell by cell."""
+    """IPython's terminal runs one loop like this, cell by cell."""
     with asyncio.Runner() as cells:
         flow = cells.run(af.open_session(backend=af.Scripted(echo)))
         s = flow.state()

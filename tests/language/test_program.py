@@ -179,7 +179,7 @@ async def test_a_cancelled_branch_does_not_fail_the_run():
 
 
 class OwnError(Exception):
-    """Of a program."""
+    """A program's error."""
 
 
 @pytest.mark.on_trio

@@ -226,7 +226,7 @@ async def test_a_generation_right_after_a_turn_is_a_turn_of_its_own(role, expres
 
 
 async def test_the_own_turn_of_a_generation_reaches_the_chat_template():
-    """On an engine, as if the program had written the turn."""
+    """An engine gets the same tokens as if the program had written the turn."""
     texts = []
     for turn in (lambda expression: expression, af.assistant):
         async with af.session(backend=FakeEngine()) as flow, flow.state() as s:

@@ -37,7 +37,7 @@ class Unshowable(Exception):
 
 
 class UnshowableValue(ValueError):
-    """As above, of the kind that validators raise."""
+    """Like ``Unshowable``, of the kind that validators raise."""
 
     __str__ = __repr__ = Unshowable.__str__
 
@@ -281,7 +281,7 @@ async def test_f12b_a_cancellation_of_the_own_task_passes():
 
 
 async def test_f37_a_cancelled_program_that_exits_is_cancelled():
-    """As in a nursery of trio, of which one task exits when it is cancelled."""
+    """A nursery of trio ends like this if one of its tasks exits when it is cancelled."""
 
     async def exits(s: af.State) -> None:
         try:

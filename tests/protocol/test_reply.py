@@ -39,7 +39,7 @@ def replies(draw: st.DrawFn) -> list[ReplyPiece]:
 
 
 def written(pieces: list[ReplyPiece]) -> str:
-    """In one push for each piece."""
+    """The text of the pieces, one push for each piece."""
     writer = ReplyWriter()
     return "".join([writer.push([piece]) for piece in pieces]) + writer.finish()
 

@@ -11,7 +11,7 @@ from support.redis_server import RedisServer, redis_server
 
 @pytest.fixture(scope="session")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """For tests with prefixes that differ."""
+    """A server for tests with different prefixes."""
     folder: Path = tmp_path_factory.mktemp("redis")
     with redis_server(folder) as running:
         yield running

@@ -75,7 +75,7 @@ class Served:
         return seen
 
     def pause(self) -> None:
-        """Its engine makes no more steps."""
+        """The engine makes no more steps."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ClockNs:
-    """In nanoseconds."""
+    """A clock of the test in nanoseconds."""
 
     now_ns: int = 10**15
 
@@ -15,7 +15,7 @@ class ClockNs:
 
 @dataclass
 class ClockS:
-    """In seconds."""
+    """A clock of the test in seconds."""
 
     now_s: float = 100.0
 

@@ -163,7 +163,7 @@ def embedding_engine(size: int, max_context: int) -> FakeEngine:
 
 
 class ConstrainedEngine(FakeEngine):
-    """With the compiler of constraints."""
+    """A fake engine with the compiler of constraints."""
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:

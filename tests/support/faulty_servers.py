@@ -28,7 +28,7 @@ BEARER = {"Authorization": f"Bearer {KEY}"}
 
 
 def tenants(*settings: str) -> Tenants:
-    """One, ``ann``, with these settings."""
+    """One tenant, ``ann``, with these settings."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "keys.toml"
         file.write_text("\n".join(["[tenants.ann]", f'keys = ["{hashed_key(KEY)}"]', *settings]))
@@ -119,7 +119,7 @@ def changed(server: ApiServer, of: Any, name: str, value: Any) -> Iterator[None]
 
 
 def failing_engine(error: BaseException, after_steps: int = 0) -> FakeEngine:
-    """Its forward pass fails after ``after_steps`` steps."""
+    """An engine whose forward pass fails after ``after_steps`` steps."""
     steps: list[Batch] = []
 
     def step(batch: Batch) -> None:

@@ -66,7 +66,7 @@ def logit_engine(
 
 
 class LogitModel:
-    """Its model, for the plain engine."""
+    """The runner's model, for the plain engine."""
 
     vocab_size = TOKENIZER.vocab_size
     end_id = END_ID

@@ -326,7 +326,7 @@ def _become(
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    # As Python ends a process, but without the destruction of all modules: with torch it takes five times as
+    # Like a usual end, but without the destruction of all modules: with torch it takes five times as
     # much processor time as everything else that most of these processes do.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -91,7 +91,7 @@ CONTENT = {
 
 
 def without_marks(value: Any) -> Any:
-    """Without the marks of Anthropic's cache."""
+    """The value without the marks of Anthropic's cache."""
     return json.loads(json.dumps(value).replace(', "cache_control": {"type": "ephemeral"}', ""))
 
 

@@ -167,7 +167,7 @@ anyio.run(main)
 
 
 async def test_engines_and_room_are_released_when_the_server_dies(ray_nodes):
-    """By its handler of SIGTERM. Ray has one that sets an alarm to abort the process after 3 s."""
+    """The server's handler of SIGTERM does it. Ray's handler sets an alarm to abort the process after 3 s."""
     import ray
     from ray.util import placement_group_table
 
@@ -225,7 +225,7 @@ async def test_another_version_of_ray_is_refused(ray_nodes, monkeypatch):
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "127.0.0.1", "127.0.0.1:99999", "127.0.0.1:1"])
 async def test_an_address_without_a_cluster_is_refused(address, monkeypatch):
-    """Also in RAY_ADDRESS: Ray itself would retry for minutes."""
+    """RAY_ADDRESS is refused, too: Ray itself would retry for minutes."""
     pytest.importorskip("ray")
     error = BadArgument if address in ("ray://127.0.0.1:10001", "127.0.0.1") else ServerUnreachable
     monkeypatch.setenv("RAY_ADDRESS", address)

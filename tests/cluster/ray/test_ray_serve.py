@@ -157,7 +157,7 @@ def test_a_rolling_update_loses_no_request(handle, tmp_path):
 @pytest.mark.full  # it loads torch twice
 @pytest.mark.timeout(300)
 def test_the_server_scales_with_its_load(handle, tmp_path):
-    """As a file of Serve deploys it. Requests that wait for nothing else start another replica."""
+    """Ray Serve deploys it from a file. Requests that wait for nothing else start another replica."""
     folder = write_random_model(tmp_path / "model")
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1}
     soon = {"look_back_period_s": 11, "upscale_delay_s": 0, "downscale_delay_s": 0}

@@ -43,7 +43,7 @@ LONG = "Once upon a time there was a router. " * 200
 
 
 class Replica:
-    """As Ray's ``RunningReplica``, whose actor is not asked for anything here."""
+    """Like Ray's ``RunningReplica``, whose actor is not asked for anything here."""
 
     node_id, availability_zone = "node", None
 
@@ -126,8 +126,8 @@ async def test_requests_follow_their_prefix_until_waiting_costs_more():
 
 
 def test_the_router_fits_the_installed_ray() -> None:
-    """Its methods take the arguments of Ray's class, and of Ray's own router for ``ray.serve.llm``.
-    That one needs more packages to be imported, so its source is read."""
+    """The router's methods take the arguments of Ray's class, and of Ray's own router for ``ray.serve.llm``.
+    The latter needs more packages to be imported, so its source is read."""
     source = Path(ray.__file__).parent / "llm/_internal/serve/routing_policies/prefix_aware"
     [theirs] = [
         one

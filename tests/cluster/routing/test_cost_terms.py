@@ -61,14 +61,14 @@ class Reference:
         return COST.base_s + (COST.row_s + COST.logits_s) * len(self.running) + COST.read_s * read
 
     def prompt_part(self, bound_s: float) -> float:
-        """Of a step."""
+        """The part of a step that prompts may take."""
         longest_s = max(
             min(max(MAX_STRETCH * self.step_s, MIN_STEP_S), bound_s), load.MIN_STRETCH * self.step_s
         )
         return 1 - self.step_s / longest_s
 
     def weight(self) -> float:
-        """Of the requests that decode."""
+        """The weight of the requests that decode."""
         if not self.calls:
             return 0.0
         part = self.num_readers / len(self.calls)

@@ -28,7 +28,7 @@ def request(number: int, length: int, **rest: object) -> RoutedRequest:
 
 
 def routers(shared: SharedDevices | None) -> list[Router]:
-    """Of two models, each with a replica on three devices."""
+    """The routers of two models, each with a replica on three devices."""
     found = []
     for cost, devices in zip(COSTS, DEVICES, strict=True):
         router = Router(EngineShape(cost, max_running=4, kv_tokens=20_000), "m")

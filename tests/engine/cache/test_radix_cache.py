@@ -34,7 +34,7 @@ def as_run(sequence: list[int] | tuple[int, ...]) -> bytes:
 
 
 def insert(cache: RadixCache, extra, sequence: list[int], slots: list[int], **kwargs):
-    """From the root on."""
+    """Inserts a sequence from the root on."""
     return cache.extend(cache.match(extra, b""), extra, as_run(sequence), as_array(slots), **kwargs)
 
 

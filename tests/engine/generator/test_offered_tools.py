@@ -99,7 +99,7 @@ def test_a_state_with_offered_tools_is_the_conversation(name: str, system: Messa
 
 
 def without_space(text: str) -> str:
-    """One template writes a space before each content, and none before calls."""
+    """The text without spaces: one template writes a space before each content, and none before calls."""
     return text.replace("] [TOOL_CALLS]", "][TOOL_CALLS]")
 
 

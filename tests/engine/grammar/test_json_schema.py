@@ -84,7 +84,7 @@ def test_optional_members_are_left_out_with_their_commas(num_members):
 
 
 def all_texts(dfa: Dfa) -> list[str]:
-    """Of a DFA without loops."""
+    """All texts of a DFA without loops."""
     found, growing = [], [(1, b"")]
     while growing:
         state, text = growing.pop()

@@ -70,7 +70,7 @@ def payload_of(constraint: Constraint) -> str:
 
 
 def pattern_payload(pattern: str) -> str:
-    """Of a pattern that would otherwise be a DFA."""
+    """The payload of a pattern that would otherwise be a DFA."""
     return f"start: /{write_pattern(parse_regex(pattern))}/\n{ALL_TOKENS_ALLOWED}"
 
 

@@ -41,7 +41,7 @@ CHARS_OF_LENGTH = [EVERY_CHAR[:0x80], EVERY_CHAR[0x80:0x800], EVERY_CHAR[0x800:0
 
 
 def dfa_of(pattern: str) -> Dfa:
-    """Of a random pattern that some text matches and whose DFA is not too large."""
+    """The DFA of a random pattern that some text matches and whose DFA is not too large."""
     try:
         return build_dfa(parse_regex(pattern))
     except TooLargeForDfa:
@@ -290,7 +290,7 @@ def test_a_string_of_a_thousand_characters_is_a_small_dfa():
     ],
 )
 def test_repeated_words_with_gaps_match_what_re_matches(pattern):
-    """They are rewritten, so that a text has one parse."""
+    """Repeated words with gaps are rewritten, so that a text has one parse."""
     dfa, oracle = build_dfa(parse_regex(pattern)), re.compile(pattern)
     for length in range(7):
         for chars in itertools.product("abc", repeat=length):

@@ -60,7 +60,7 @@ def test_f37_masks_of_all_grammars_fit_a_limit(
 
 
 def test_f37_the_grammar_with_most_masks_drops_them():
-    """Other grammars keep theirs."""
+    """Other grammars keep their masks."""
     letters = [bytes([byte]) for byte in b"abcdefgh"]
     vocabulary, texts = Vocabulary(letters), [b"abcdefgh", b"hgf"]
     memory = MaskMemory(6 * 4)

@@ -45,7 +45,7 @@ def greedy(runner: TorchRunner, max_chunk: int = 4096) -> list[list[int]]:
 
 
 def logprobs(runner: TorchRunner) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Of a prompt's tokens."""
+    """The log-probabilities of a prompt's tokens."""
     driver, tokens = Driver(runner), [5, 6, 7, 8, 9, 10, 11, 12, 13]
     output = driver.step(
         [(driver.add(tokens), len(tokens))],

@@ -64,7 +64,7 @@ def test_ranks_whose_thread_cannot_start_are_ended(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_rank_of_another_version_is_refused() -> None:
-    """As on another node of Ray."""
+    """A rank on another node of Ray may have another version."""
     group = RankGroup(2)
     try:
         group.load([LoadPart({}, 1, 2, "gloo", "", 1.0, False, logging.WARNING, version="0.0.1")])

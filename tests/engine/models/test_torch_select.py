@@ -66,7 +66,7 @@ def scores(request: Request) -> list[float]:
 def run(
     runner: TorchRunner, requests: list[Request], *, token_budget: int = 64, num_slots: int = 600
 ) -> Scheduler:
-    """All of them in one step, on an empty cache."""
+    """A scheduler with all requests in one step, on an empty cache."""
     config = SchedulerConfig(token_budget=token_budget, max_running=16)
     scheduler = Scheduler(num_slots=num_slots, max_context=256, config=config)
     for request in requests:

@@ -101,7 +101,7 @@ async def test_a_load_that_exceeds_its_deadline_is_killed(tmp_path, caplog):
 
 
 async def test_time_in_which_the_server_was_stopped_does_not_count():
-    """However long a slice was on the clock."""
+    """Each slice counts its planned time, for any time on the clock."""
     slept: list[float] = []
 
     async def sleep(delay_s: float) -> None:
@@ -276,7 +276,7 @@ async def test_ids_are_not_resumed_on_another_model(tmp_path, caplog, what):
 
 
 async def test_a_process_of_another_version_is_refused() -> None:
-    """As after an upgrade while the server runs, or on a node of Ray that has another version."""
+    """Versions differ after an upgrade while the server runs, or on a node of Ray with another version."""
     starting = replace(start(), version="0.0.1")
     with pytest.raises(EngineFailed, match=r"and the server 0\.0\.1"):
         async with supervised_engine(starting, lambda: TOKENIZER):

@@ -334,7 +334,7 @@ def test_a_long_stretch_of_decoding_does_not_erase_the_cost_of_prompts():
 
 
 def random_features(rng: np.random.Generator) -> np.ndarray:
-    """Of a step that decodes, sometimes with a chunk of a prompt."""
+    """The features of a step that decodes, sometimes with a chunk of a prompt."""
     num_rows, chunk = int(rng.integers(1, 32)), int(rng.integers(0, 2) and rng.integers(16, 256))
     num_read = num_rows * int(rng.integers(50, 500)) + chunk
     return np.array([1.0, num_rows + chunk, num_rows, num_read, chunk * chunk / 2])
@@ -355,7 +355,7 @@ def test_f37_a_stall_that_delays_the_end_of_two_steps_changes_their_cost_little(
 
 
 def test_steps_that_become_much_faster_are_learned():
-    """As if another process has ended."""
+    """Steps become faster if another process has ended."""
     cost, rng = StepCost(), np.random.default_rng(2)
     true = np.array([0.1, 0.005, 0.002, 3e-6, 1e-6])
     for number in range(400):

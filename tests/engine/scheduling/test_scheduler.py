@@ -109,7 +109,7 @@ def test_each_token_goes_to_the_request_that_it_was_sampled_for(with_scoring):
 
 @pytest.mark.parametrize("ends", ["complete", "fail", "preempt"])
 def test_a_row_may_have_several_sampled_tokens(monkeypatch, ends):
-    """As a row that verifies drafts would. A batch that fails, or that the request leaves, takes none."""
+    """Rows that verify drafts would have several. If a batch fails or the request leaves, it has none."""
     harness = Harness()
     prompt = [3, 1, 4, 1, 5]
     sampled = ((2, -1), (3, -1), (4, -1))

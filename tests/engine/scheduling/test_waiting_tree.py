@@ -182,7 +182,7 @@ TestJoins = JoiningMachine.TestCase
 
 
 def num_nodes(tree: WaitingTree) -> int:
-    """Without roots."""
+    """The number of nodes, without roots."""
     pending = [root for by_rank in tree.roots.values() for root in by_rank.values()]
     num = -len(pending)
     while pending:

@@ -120,7 +120,7 @@ def test_calls_that_are_none_are_text() -> None:
         [kind, *rest] = joined(streamed(text, []))
         assert kind[0] is TextPiece
         assert not rest
-    # One that a limit truncated was meant as one.
+    # A call that a limit truncated counts as a call.
     cut = call_head("look") + '{"a": '
     assert joined(streamed(cut, [], is_truncated=True)) == [(CallBegun, "look"), (Arguments, '{"a": ')]
     assert joined(streamed(call_head("look")[:-3], [], is_truncated=True)) == []

@@ -247,7 +247,7 @@ def test_f42i_the_first_character_of_a_truncated_mark_is_no_content(before, cons
 
 @pytest.mark.parametrize("end", range(1, len(HERMES.mark)))
 def test_f37_a_truncated_mark_before_which_no_text_may_be_is_no_content(end):
-    """Of an answer that has another form if it consists of no calls."""
+    """The rule for answers that have another form if they consist of no calls."""
     cut_off, begins = HERMES.mark[:end], (HERMES.mark,)
     assert read(HERMES, [cut_off], constrained=True, begins=begins, truncated=True) == []
     whole = read(HERMES, [cut_off], constrained=True, begins=begins)

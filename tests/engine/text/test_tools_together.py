@@ -102,7 +102,7 @@ def test_f37_names_that_no_pointer_can_have(name: str) -> None:
 
 
 def recursive(member: str) -> dict[str, Any]:
-    """As TypeBox writes a recursive type; it numbers the ids in each process."""
+    """A recursive type in TypeBox's form, which numbers the ids in each process."""
     nodes = {"type": "array", "items": {"$ref": "T0"}}
     properties = {member: {"type": "string"}, "nodes": nodes}
     return {"$id": "T0", "type": "object", "properties": properties, "required": [member, "nodes"]}

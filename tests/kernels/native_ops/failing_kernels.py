@@ -134,7 +134,7 @@ def without_threads() -> None:
 
 
 def use_threads(num: int) -> None:
-    """Of the native kernels alone: torch would start its own."""
+    """Sets the number of threads of the native kernels alone: torch would start its own."""
     torch.get_num_threads = lambda: num
 
 

@@ -46,7 +46,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a random model, with the features of one or more families."""
+    """The sizes of a random model, with the features of one or more families."""
 
     hidden: int
     inner: int
@@ -339,7 +339,7 @@ def _step_of(
 
 @dataclass(frozen=True)
 class Drawn:
-    """Of a random step: the model's sizes, how much of each request is cached and how many rows it has, which
+    """A random step: the model's sizes, how much of each request is cached and how many rows it has, which
     of the rows are wanted (over and over), and a seed for all numbers."""
 
     sizes: Sizes
@@ -422,7 +422,7 @@ def test_many_rows_use_experts(kernels: Kernels, sizes: Sizes) -> None:
 def test_f37_a_row_with_a_score_of_an_expert_that_is_not_a_number(
     kernels: Kernels, dtype: torch.dtype, sizes: Sizes
 ) -> None:
-    """Whichever expert it is: the row is not a number, as if the expert had been chosen."""
+    """For each expert, the row is not a number, as if the expert had been chosen."""
     step = step_of(sizes, [Shape(-1, 0, 20, 1), Shape(-1, 0, 0, 3)], [True], dtype, 3)
     model = model_of(sizes, kernels, dtype)
     first, *others = model.weights.layers

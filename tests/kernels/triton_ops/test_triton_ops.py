@@ -100,7 +100,7 @@ def test_f42a_attention_equals_float64(
     heads: tuple[int, int, int],
     has_table: bool,
 ) -> None:
-    """Of any tree of requests, in a pool whose other slots are NaN."""
+    """Compares a random tree of requests, in a pool whose other slots are NaN."""
     sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
     case, rows = with_trees(make_case(batch[0], seed=seed, dtype=dtype, **sizes), batch[1], seed)
     assert_exact(attended(case, rows, has_table=has_table), case, rows)
@@ -295,7 +295,7 @@ def assert_rounds_alike(result: torch.Tensor, expected: torch.Tensor) -> None:
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 48), (7, 64), (5, 3, 20)], ids=str)
 def test_f42c_norms(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Of rows, and of heads in a strided view."""
+    """Norms of rows, and of heads in a strided view."""
     torch.manual_seed(0)
     x, residual, weight = (
         random(*shape, dtype=dtype),

@@ -69,7 +69,7 @@ def anthropic_format(deep: str) -> tuple[str, str]:
 
 
 def nested(levels: int) -> str:
-    """As text: Python's JSON encoder recurses."""
+    """A nested value as text: Python's JSON encoder recurses."""
     return '{"a":' * levels + "{}" + "}" * levels
 
 

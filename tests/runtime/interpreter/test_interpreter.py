@@ -87,7 +87,7 @@ class Bench:
                 self.listen()
 
     async def until_idle(self) -> None:
-        """Until no op runs any more: some search for a pattern in a thread."""
+        """Waits until no op runs any more: some search for a pattern in a thread."""
         with anyio.fail_after(10):
             while any(state.is_running for state in self.interpreter._states):
                 await anyio.lowlevel.checkpoint()

@@ -211,7 +211,7 @@ HOSTILE = [
 
 
 async def until_reached(interpreter: Interpreter[Any]) -> None:
-    """Until the state that all programs end with has been. Their events are not read."""
+    """Waits until a program has reached its last state. Its events are not read."""
     with anyio.fail_after(30):
         while not any(state.reached for state in interpreter._states):
             await anyio.wait_all_tasks_blocked()

@@ -178,7 +178,7 @@ check_channels_resumed = module_fixture(resuming, CHANNEL_MODEL)
 def test_a_request_that_is_resumed_goes_on_where_it_was(
     check_channels_resumed: CheckResumed, num_tokens: int, budget: int | None, kind: str
 ) -> None:
-    """As after the death of an engine process, which had sent some of the output."""
+    """An engine process dies after it has sent some of the output."""
     head = "" if budget == 0 else THINK
     script = {"text": SCRIPT, "form": head + '«channel»final«message»{"a": "b"}', "call": head + CALL}[kind]
     fields = {"text": {}, "form": {"constraint": JSON}, "call": TOOLS}[kind]

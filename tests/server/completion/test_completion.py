@@ -200,7 +200,7 @@ async def test_log_probabilities_come_with_the_text_that_they_are_of():
 
 
 async def test_a_token_that_is_reported_again_has_its_text(monkeypatch):
-    """Of each token the text is decoded once, however often and in however many answers it appears."""
+    """The text of each token is decoded once, for any number of reports and answers."""
     decoded: Counter[int] = Counter()
     decode = TOKENIZER.decode
 

@@ -84,7 +84,7 @@ async def ask(generator: EngineGenerator, request: CompletionRequest) -> Answer:
 
 
 async def ask_each(generator: EngineGenerator, requests: list[CompletionRequest]) -> tuple[Answer, ...]:
-    """All at the same time, so that they share the engine's steps."""
+    """Asks all requests at the same time, so that they share the engine's steps."""
     return await anyio.gather(*[ask(generator, request) for request in requests])
 
 
@@ -233,7 +233,7 @@ check_qwen_resumed = module_fixture(resuming, QWEN_MODEL)
 def test_a_request_that_is_resumed_goes_on_where_it_was(
     check_qwen_resumed: CheckResumed, num_tokens: int, budget: int | None, is_constrained: bool
 ) -> None:
-    """As after the death of an engine process, which had sent some of the output."""
+    """An engine process dies after it has sent some of the output."""
     constraint = JSON if is_constrained else None
     script = JSON_SCRIPT if is_constrained else SCRIPT
     check_qwen_resumed(asking(script, constraint=constraint, reasoning_budget=budget), num_tokens)

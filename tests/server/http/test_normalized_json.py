@@ -100,7 +100,7 @@ def test_f34a_a_whole_number_is_an_integer_in_every_spelling(body, data):
 
 @pytest.mark.parametrize("num_chars", [32_000, 1_200_000])
 def test_f37_a_large_body_may_have_whole_numbers_written_as_floats(num_chars: int) -> None:
-    """Such as the options of a chat with a photo."""
+    """The options of a chat with a photo are such a body."""
     read = decoded(b'{"limit": 8192.0, "prompt": ["%b", 3.0]}' % (b"x" * num_chars), Asked)
     assert (read.limit, read.prompt) == (8192, ["x" * num_chars, 3])
 

@@ -77,7 +77,7 @@ def test_headers_of_several_answers_are_sent_immediately(
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    """Its engine is paused until three keep-alives were sent."""
+    """A server whose engine is paused until three keep-alives were sent."""
     num_sent = 0
     write = ApiCall._write
 

@@ -90,7 +90,7 @@ async def test_the_counters_of_an_engine_are_counted_once():
 
 
 async def test_tenants_that_are_others_than_before():
-    """As after a reload of the keys file: one has another share, one is gone."""
+    """A reload of the keys file changes them: one tenant has another share, one is gone."""
     async with FakeEngine().open_client() as client:
         model = EngineModel("served", client, TEMPLATE)
         models = Models([model, named("other")])

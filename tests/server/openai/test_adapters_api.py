@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server() -> Iterator[ApiServer]:
-    """Its one tenant manages adapters."""
+    """A server whose only tenant manages adapters."""
     with api_server(tenants=tenants("manages_adapters = true"), constraints=False) as running:
         yield running
         running.assert_idle()

@@ -81,7 +81,7 @@ prefixed = module_server(lambda: FakeEngine(tokenizer=Tokenizer(sentencepiece())
 def test_f40a_a_prompt_with_its_first_token_gets_no_second(
     prefixed: ApiServer, path: str, field: str, more: dict[str, Any]
 ) -> None:
-    """As chat templates that are rendered by the client write it."""
+    """Clients that render chat templates write such text."""
     sent = prefixed.observe_requests()
     texts = [TEXT, f"<s>{TEXT}", f"<s><s>{TEXT}"]
     answers = [post(prefixed, path, **{field: text}, **more) for text in texts]

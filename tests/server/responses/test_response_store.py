@@ -34,7 +34,7 @@ def response(number: int, size: int) -> StoredResponse:
 
 
 def conversation(number: int, size: int) -> StoredConversation:
-    """Of two that each tenant has, the next version, with the items of the response before it."""
+    """The next version of one of a tenant's two conversations, with the items of the response before it."""
     items = (item(f"msg_{number - 1}"), item(f"own_{number}", size))
     return StoredConversation(f"conv_{number % 2}", 0, {}, items, (), sum(one.num_bytes for one in items))
 

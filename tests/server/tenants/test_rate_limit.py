@@ -222,7 +222,7 @@ def test_limits_may_change_while_a_tenant_uses_the_server() -> None:
 
 
 def test_a_tenant_with_old_and_new_limits_gains_nothing() -> None:
-    """Of a session that began before the file was read again."""
+    """A session began before the keys file was read again."""
     gate = TenantGate(ClockNs())
     old, new = Tenant("ann"), Tenant("ann", requests_per_minute=1, tokens_per_minute=10)
     with gate.request(old, 5) as unlimited:

@@ -32,7 +32,7 @@ class KeyedServer:
     file: Path
 
     def allow(self, **keys: Sequence[str]) -> None:
-        """From now on these tenants have these keys."""
+        """Gives these tenants these keys."""
         self.file.write_text(keys_text(**keys))
         self.server.call(self.server.service.reload_tenants)
 

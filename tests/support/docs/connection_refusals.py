@@ -69,7 +69,7 @@ def a_long_url(server: ApiServer, api: Api) -> Response:
 
 
 def not_read(_: ApiServer, api: Api) -> Response:
-    """Of many answers nothing is read, and their way is short of room."""
+    """The client reads none of many answers, on a connection with small buffers."""
 
     def listen_with_little_room(host: str, port: int) -> socket.socket:
         listener = listen(host, port)

@@ -256,7 +256,7 @@ def a_prompt_over_the_limit(server: ApiServer, api: Api) -> Response:
 
 
 def used_up(setting: str) -> Refused:
-    """By a first request."""
+    """A first request uses up the limit."""
 
     def refused(_: ApiServer, api: Api) -> Response:
         with limited(setting) as server:
@@ -367,7 +367,7 @@ def a_dead_engine(_: ApiServer, api: Api) -> Response:
 
 
 def failing(after_steps: int = 0, **fields: Any) -> Refused:
-    """On an engine whose step fails."""
+    """A refusal by an engine whose step fails."""
     body = request_fields(**fields)
     return sending(lambda _: body, on=lambda: another(engine=failing_engine(NO_MEMORY, after_steps))())
 

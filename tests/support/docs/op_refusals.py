@@ -92,7 +92,7 @@ def many_renderings(server: ApiServer) -> str:
 
 @contextmanager
 def session_of_ann(*settings: str) -> Iterator[tuple[ApiServer, Session]]:
-    """Of a tenant with these settings."""
+    """A session of a tenant with these settings."""
     known = tenants(*settings)
     gate = TenantGate(current=known.current)
     with (

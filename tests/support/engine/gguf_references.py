@@ -58,7 +58,7 @@ class _Reader(gguf.GGUFReader):
 
 
 def _dequantize(data: NDArray[Any], kind: gguf.GGMLQuantizationType) -> NDArray[Any]:
-    """As ``gguf.dequantize``, which takes 16 rows at a time, with longer rows; and not of a ``memmap``, whose
+    """Like ``gguf.dequantize``, which takes 16 rows at a time, but with longer rows; no ``memmap``, whose
     slices are slow."""
     *rows, width = data.shape
     joined = math.gcd(math.prod(rows), 8)

@@ -277,7 +277,7 @@ def quantise_folder(
 
 
 def pack_stacks(folder: Path, to: Path) -> None:
-    """As ``quantise_folder``, the stacked experts of GPT-OSS in MXFP4."""
+    """Like ``quantise_folder``: the stacked experts of GPT-OSS in MXFP4."""
     tensors = load_file(folder / "model.safetensors")
     stored, exact = dict(tensors), dict(tensors)
     for name in tensors:

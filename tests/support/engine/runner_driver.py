@@ -107,7 +107,7 @@ class Driver:
             self.step(work)
 
     def batch(self, work: Sequence[tuple[Walker, int]], done: Sequence[bool], **sampling: Any) -> Batch:
-        """As the scheduler makes it, slots included; ``done``: who gets a token."""
+        """A batch in the scheduler's form, slots included; ``done``: the sequences that get a token."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

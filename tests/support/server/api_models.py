@@ -31,7 +31,7 @@ PRICE = Price(input=1.0, output=10.0, cached=0.1)
 
 
 class Options(TypedDict):
-    """Of all backends."""
+    """The options of all backends."""
 
     api_key: str
     max_retries: int
@@ -47,12 +47,12 @@ class Served:
 
     @property
     def url(self) -> str:
-        """For HTTP requests."""
+        """The address for HTTP requests."""
         return self.server.http_url
 
     @property
     def ws_url(self) -> str:
-        """For sessions."""
+        """The address for sessions."""
         return self.server.url
 
 

@@ -163,7 +163,7 @@ class _Client:
         self._welcomed = anyio.Event()
 
     async def run(self) -> None:
-        """Until the server has nothing to do with it any more."""
+        """Runs until the server has nothing to do with the conversation any more."""
         talk = self._talk
         async with _served(self._bench, binary=talk.binary) as peer, open_task_group() as group:
             group.start_soon(self._listen, peer)

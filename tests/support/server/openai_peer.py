@@ -49,7 +49,7 @@ def any_text_server() -> Iterator[ApiServer]:
 
 
 def sync_client(server: ApiServer, **options: Any) -> openai.OpenAI:
-    """As users make it, but it never tries again."""
+    """A client with users' options, except that it never tries again."""
     return openai.OpenAI(base_url=f"{server.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
 
 

@@ -69,18 +69,18 @@ class StagedGenerator(ScriptedGenerator):
     def begin_role(
         self, context: ScriptedContext, role: str, tool_call_id: str | None = None, name: str | None = None
     ) -> None:
-        """As an engine does it."""
+        """Opens the turn, like an engine."""
         if not self.capabilities.roles:
             raise NotSupported("this model has no chat template: use plain text instead of roles")
         super().begin_role(context, role, tool_call_id, name)
 
     def image(self, context: ScriptedContext, image: Image) -> None:
-        """As a model that sees it."""
+        """Reads the image, like a model with vision."""
         super().image(context, image)
         self.seen.append(image)
 
     async def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
-        """As a model that sees its images."""
+        """Reads the images, like a model with vision."""
         await super().converse(context, conversation)
         self.seen += [medium for medium in conversation.media if isinstance(medium, Image)]
 
@@ -174,7 +174,7 @@ class Stage:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it listens."""
         return int(self.url.rpartition(":")[2])
 
     def answer(self, to: str, text: str) -> None:

@@ -13,7 +13,7 @@ SEES_METRICS = ("ops", "boss")
 
 
 def tenants() -> Tenants:
-    """All of them."""
+    """All tenants."""
     tables = [
         f'[tenants.{name}]\nkeys = ["{hashed_key(key)}"]\n'
         f"sees_metrics = {str(name in SEES_METRICS).lower()}\n"

@@ -468,7 +468,7 @@ async def test_a_pattern_without_an_equal_grammar_is_refused() -> None:
 
 
 async def test_llamacpp_has_log_probabilities_of_plain_text_in_the_shape_of_chats() -> None:
-    """As its server b11434 sends them. ``logprobs: 0`` turns them off there."""
+    """The response has the format of llama.cpp's server b11434. ``logprobs: 0`` turns them off there."""
     token = {"id": 260, "token": " the", "bytes": [32, 116, 104, 101], "logprob": -1.5}
     choice = {"text": " the", "index": 0, "logprobs": {"content": [token | {"top_logprobs": [token]}]}}
     end = {"choices": [{"text": "", "index": 0, "logprobs": None, "finish_reason": "length"}]}

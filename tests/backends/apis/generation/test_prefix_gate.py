@@ -43,7 +43,7 @@ class Requests:
 
 
 async def settled() -> None:
-    """All tasks have run as far as they can."""
+    """Waits until all tasks have run as far as they can."""
     for _ in range(10):
         await checkpoint()
 
@@ -111,7 +111,7 @@ async def test_a_prefix_that_is_no_longer_cached_is_waited_for_again(monkeypatch
 
 @given(st.lists(st.booleans(), min_size=1, max_size=6))
 def test_every_request_is_sent(begins: list[bool]) -> None:
-    """Whichever of them fail."""
+    """The prefix gate sends every request, even after failures."""
 
     async def main() -> None:
         requests = Requests()
@@ -148,7 +148,7 @@ def whole_answer(api: Any) -> Answer:
 @pytest.mark.parametrize("api", ["chat", "responses"])
 @pytest.mark.parametrize("prefix", ["Hi", LONG])
 async def test_branches_wait_for_the_first_answer_of_openai(api: Any, prefix: str) -> None:
-    """If the prefix is long enough for the cache."""
+    """Branches wait if the prefix is long enough for the cache."""
     reached, begun = Hold(), Hold()
     script = [held_answer(api, reached, begun), *[whole_answer(api)] * 3]
     async with openai_session(script, api=api) as (flow, server), flow.state() as s:

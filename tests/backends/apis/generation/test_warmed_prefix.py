@@ -242,7 +242,7 @@ async def test_tools_are_part_of_the_prefix(api: Api) -> None:
 
 @pytest.mark.parametrize("api", APIS)
 async def test_a_cap_on_the_costs_includes_it(api: Api) -> None:
-    """Its highest cost exceeds the cap, so it is not sent."""
+    """The highest cost of the extra request exceeds the cap, so it is not sent."""
     async with opened([], api, max_cost=1.0) as (flow, server), flow.state() as s:
         s += af.user(LONG)
         s.hint(forks=2)

@@ -217,7 +217,7 @@ def weather(city: str) -> str:
 
 
 async def test_tools_are_called_and_their_results_sent() -> None:
-    """Also by a model that reasons, whose reasoning goes back with the call."""
+    """A model that reasons calls tools, too; its reasoning goes back with the call."""
     called = answers.stream(
         answers.reasoning([], encrypted="gAAA"),
         answers.message("I ", "look.", index=1),

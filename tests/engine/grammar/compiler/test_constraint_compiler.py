@@ -184,7 +184,7 @@ async def test_a_long_compile_is_ended_for_another_tenant_only(tmp_path):
 
 
 async def test_a_constraint_without_processor_time_is_not_ended_for_another_tenant(tmp_path, monkeypatch):
-    """As with busy processors: the wall time is long, the processor time is not."""
+    """Busy processors cause this: the wall time is long, the processor time is not."""
     hold, turns = Hold(tmp_path / "hold"), anyio.Event()
     count = iter(range(20))
     had_s = CompileWorkerHandle.cpu_s

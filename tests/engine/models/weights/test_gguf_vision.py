@@ -33,7 +33,7 @@ def save(name: str, tmp_path: Path, **options: Any) -> tuple[Path, Path]:
 
 
 def logprobs(path: Path, name: str) -> NDArray[np.float32]:
-    """Of random tokens after each token of a prompt with two images."""
+    """The log-probabilities of random tokens after each token of a prompt with two images."""
     runner = TorchRunner(path, num_slots=2000, device="cpu", dtype="float32")
     made = VISION_MODELS[name]
     images = [random_image(*size, seed=i) for i, size in enumerate(SIZES)]

@@ -23,7 +23,7 @@ def choices(draw):
 
 
 def walk(ids, known):
-    """From the root always to the likeliest next token that some choice has; the choices at the end."""
+    """Walks from the root, always to the likeliest next token of some choice; the choices at the end."""
     at: tuple[int, ...] = ()
     while True:
         nexts = {

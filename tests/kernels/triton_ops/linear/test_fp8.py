@@ -90,7 +90,7 @@ def test_numbers_become_the_nearest_code(numbers: list[float]) -> None:
 
 
 def weight_of(num_out: int, num_in: int, seed: int, bias: torch.Tensor | None = None) -> LinearWeight:
-    """Of three matrices of different sizes of numbers."""
+    """A weight of three matrices of different sizes of numbers."""
     rng = torch.Generator().manual_seed(seed)
     sizes = [num_out - 2 * (num_out // 3), num_out // 3, num_out // 3]
     parts = [
@@ -299,7 +299,7 @@ def test_f42q_attention_over_8_bit_floats_equals_float64(
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("head_dim", [64, 272], ids=["kernel", "torch's operations"])
 def test_f42q_rules_of_attention_apply_to_8_bit_floats(window: int, head_dim: int) -> None:
-    """As to the same keys and values in bfloat16."""
+    """The results are close to attention over the same keys and values in bfloat16."""
     shapes = [Shape(-1, 0, 150, 1), Shape(0, 100, 130, 3), Shape(-1, 0, 5, 20)]
     case = make_case(shapes, dtype=torch.bfloat16, num_heads=4, num_kv_heads=2, head_dim=head_dim)
     pool, rule = fp8_pool(case.kv_layer), AttentionRule(SCALE, window, 5.0)
@@ -359,7 +359,7 @@ def test_the_check_of_a_device_passes_here() -> None:
 
 
 def test_weights_of_several_formats_are_one_product() -> None:
-    """As of a file that has only some of its matrices quantised."""
+    """Such weights come from a file in which only some matrices are quantised."""
     rng = torch.Generator().manual_seed(0)
     dense = [torch.randn(size, 64, generator=rng) for size in (20, 30)]
     blocks = [quantised(dense[0], "F8_E4M3"), quantised(dense[1], "Q8_0")]
