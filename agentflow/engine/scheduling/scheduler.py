@@ -580,9 +580,13 @@ class Scheduler:
         # wait, unless they are few and the batch has room.
         is_well_filled = 2 * len(self.running) > self.config.max_running
         most = available - num_left + (0 if is_well_filled else MAX_DISPLACED)
-        if self._most_expected > most:  # fewer since others were admitted, which lock them
-            self._most_expected = self.memory.num_expected
-        return self._most_expected <= most
+        if self._most_expected <= most:
+            return True
+        num_expected = self.memory.num_expected  # without those that the request's match locks
+        if num_expected > most:
+            return False
+        self._most_expected = num_expected  # the request is admitted, and the lock stays
+        return True
 
     def complete(self, output: BatchOutput, took_s: float = 0.0) -> list[Row]:
         """The oldest batch in flight has run. Appends new tokens to their requests, and returns the results

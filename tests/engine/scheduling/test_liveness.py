@@ -450,3 +450,22 @@ def test_f37_the_tokens_that_states_need_next_are_counted_once_for_a_step_with_r
         return lines.num
 
     assert work(200) < 3 * work(100)
+
+
+def test_f37_tokens_that_states_need_next_count_also_after_a_request_of_one_was_held_back() -> None:
+    """Its own state's tokens do not count for it, but for the next request."""
+    config = SchedulerConfig(max_running=3, token_budget=1000)
+    scheduler = Scheduler(num_slots=200, max_context=190, config=config)
+    runner = FakeRunner(num_slots=200, max_context=190)
+    scheduler.add(request_of(1, [1] * 4, 8))
+    scheduler.add(request_of(2, [2] * 4, 8))
+    for number, num_tokens in (3, 41), (4, 29):
+        scheduler.add(request_of(number, [number] * num_tokens, 1, state=number))
+        for row in scheduler.complete(run_batch(runner, scheduler.schedule())):
+            if row.request.num_generated == row.request.max_new_tokens:
+                scheduler.finish(row.request)
+    scheduler.add(request_of(5, [3] * 41 + [5] * 126, 2, state=3))  # would evict tokens of state 4
+    scheduler.add(request_of(6, [6] * 140, 2))  # would evict tokens of one of the states
+    scheduler.schedule()
+    assert [*scheduler.running] == [1, 2]
+    assert scheduler.memory.num_evicted == 0
