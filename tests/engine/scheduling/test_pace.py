@@ -284,6 +284,24 @@ def test_f37_a_step_asks_about_no_request_that_is_held_back_with_others_of_the_r
     assert num_lines[1000] < 1.2 * num_lines[100]
 
 
+@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_f37_a_hint_decides_whether_a_request_is_held_back_with_others(policy, objective):
+    """Another hint than when it arrived. Many wait, so that they have trees."""
+    steps = Paced(ROWS, max_running=32, tpot_target_ms=20, policy=policy)
+    steps.add(4, 60, priority=1)
+    steps.step()
+    for _ in range(20):
+        steps.add(4, 60, objective="throughput")
+    for _ in range(12):
+        steps.step()
+    other = "throughput" if objective == "latency" else "latency"
+    request = steps.add(4, 60, state=7, objective=other)
+    steps.scheduler.update_hint(7, 0, 0, objective)
+    steps.step()
+    assert request.status is (Status.RUNNING if objective == "latency" else Status.WAITING)
+
+
 waiting_work = st.tuples(
     st.lists(st.sampled_from([98, 99]), min_size=1, max_size=4),
     st.sampled_from([0, 1, AWAITED_GROUPS + 1]),

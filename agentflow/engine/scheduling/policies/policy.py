@@ -271,6 +271,15 @@ class LongestPrefix(SimplePolicy):
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
         return self._by_match.first(is_blocked)
 
+    def update_origin(self, request: Request, origin: Origin, patience_end: float = math.inf) -> None:
+        if request.id not in self._waiting or origin.objective == request.origin.objective:
+            request.origin = origin
+            return
+        match = self._by_match.count_match(request)
+        self._by_match.remove(request)
+        request.origin = origin
+        self._by_match.add(request, request.reusable_run(), match, _ONE_RANK)
+
     def start_step(self) -> None:
         self._by_match.start_step()
 
