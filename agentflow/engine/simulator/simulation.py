@@ -243,7 +243,8 @@ class _Run:
         served = self.served_of[request.id]
         output = served.arrival.output
         if has_token:
-            request.tokens[request.num_tokens - 1] = output[request.num_generated - 1]
+            if request.num_generated <= len(output):  # an output may be empty
+                request.tokens[request.num_tokens - 1] = output[request.num_generated - 1]
             if request.num_generated == 1:
                 served.first_s = self.now_s
         if request.num_generated < min(len(output), request.max_new_tokens):

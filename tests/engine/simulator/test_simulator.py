@@ -159,6 +159,7 @@ ABSURD_LINES = st.fixed_dictionaries(
     lines=st.lists(ABSURD_LINES, min_size=1, max_size=3), kv_tokens=st.sampled_from([1, 9, 100, 2**60, 2**63])
 )
 @example(lines=[{"limit": 10**15}], kv_tokens=100)
+@example(lines=[{"output": [], "limit": 1}], kv_tokens=9)
 def test_f37_a_recording_with_absurd_numbers_is_replayed_or_refused(tmp_path_factory, lines, kv_tokens):
     """Each request is served or refused, or the command ends with one error."""
     path = tmp_path_factory.mktemp("workload") / "w.jsonl"
