@@ -582,7 +582,7 @@ class Scheduler:
         most = available - num_left + (0 if is_well_filled else MAX_DISPLACED)
         if self._most_expected <= most:
             return True
-        num_expected = self.memory.num_expected  # without those that the request's match locks
+        num_expected = self.memory.num_expected  # without the tokens that the match locks
         if num_expected > most:
             return False
         self._most_expected = num_expected  # the request is admitted, and the lock stays
