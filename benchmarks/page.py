@@ -95,8 +95,8 @@ REMARKS = {
         "engines by one cost, without knowing the lengths of outputs: chats share the engines on which "
         "they delay documents least; without programs each request goes to the engine with the fewest "
         "tokens, including outputs. Both sides keep the target of 10 ms; the notes contain the figures "
-        "without it. Half of the rate that is served of chats alone and half of that of documents are "
-        "together more than engines of 64 requests can serve: at 0.9, every scheduler makes some "
+        "without it. Half of the served rate of chats alone and half of the served rate of documents "
+        "are together more than engines of 64 requests can serve: at 0.9, every scheduler makes some "
         "requests wait. With the target, chats keep their time per token and documents wait; without it, "
         "an engine serves these documents sooner, but misses the target."
     ),
@@ -164,8 +164,8 @@ REMARKS = {
         "divided by their time. Workloads run on the whole engine in one process, with token ids as "
         "prompts: `without` is the time without one part divided by the time with all parts. "
         "`over_flashinfer` and `over_cascade`: the time of FlashInfer's attention divided by "
-        "agentflow's. [Kernels](internals/kernels.md#measurements-on-gpus) describes what "
-        "was tried."
+        "agentflow's. [Kernels](internals/kernels.md#measurements-on-gpus) describes "
+        "the designs that were tried."
     ),
     "ablation": (
         "The pool holds half of the working set. Hints increase the hit rate if branches come and go "

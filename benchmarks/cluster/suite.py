@@ -193,7 +193,7 @@ def _measure(case: Case, report: Report, console: Console, running: _Running) ->
     scaling = served[0] / served[1] / many
     text = (
         f"requests that {many} replicas end in a second under overload ({served[0]:,.0f}), by {many} times "
-        f"those of one ({served[1]:.1f})"
+        f"the requests of one ({served[1]:.1f})"
     )
     add(_ratio(f"scaling_{case.name}", scaling, text))
     console.print(f"{case.name}: simulated", style="dim")

@@ -83,7 +83,7 @@ def _compare(name: str, collective: str, alone: ModelRunner, runner: ModelRunner
     best = [min(each) for each in zip(*times, strict=True)]
     num_sums = 2 * LAYERS[report.scale] + 1
     note = (
-        f"speed by that of one process; {SHAPES[name]}: "
+        f"speed divided by the speed of one process; {SHAPES[name]}: "
         f"{best[0]:.1f} ms in one process, {best[1]:.1f} on two, of which {min(waits):.2f} "
         f"for {num_sums} sums with their waits; the logits of a row are {4 * VOCABULARY / 2e3:.0f} kB of "
         "another process"

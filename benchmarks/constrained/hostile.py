@@ -145,7 +145,7 @@ async def measure_hostile(report: Report) -> None:
         counts = compiler.counts
     attacked_s, beside_s, alone_s = sorted(times)[len(times) // 2]
     note = (
-        f"{attacked_s * 1e3:.1f} ms per token, {beside_s * 1e3:.1f} beside a tenant that generates as much "
+        f"{attacked_s * 1e3:.1f} ms per token, {beside_s * 1e3:.1f} next to a tenant that generates as much "
         f"without constraints, {alone_s * 1e3:.1f} alone; {counts.compiled} compiled, "
         f"{counts.refused} rejected, {counts.killed} killed"
     )

@@ -86,7 +86,7 @@ def measure(shortage: Shortage, report: Report) -> None:
             round(mean_s[OURS] / mean_s[best], 3),
             "ratio",
             [],
-            note=f"the mean time of a session, by that of {best}",
+            note=f"the mean time of a session, divided by the mean time with {best}",
             goal="<= 1.03",
         ),
         Result(

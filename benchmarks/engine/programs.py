@@ -265,7 +265,7 @@ def settings(scale: str, only: str) -> dict[str, Callable[[], Setting]]:
             starting(document_chain(number), 2 + each_s * number, f"chain {number}") for number in range(size)
         ]
         arrivals = combined(background(int(rate * each_s * size), rate), *documents)
-        note = f"figure 12a: a chain beside requests at {load} of the served rate ({rate:.0f} a second)"
+        note = f"figure 12a: a chain next to requests at {load} of the served rate ({rate:.0f} a second)"
         return Setting(name, note, arrivals, one, goal)
 
     def many_chains() -> Setting:
@@ -285,7 +285,7 @@ def settings(scale: str, only: str) -> dict[str, Callable[[], Setting]]:
             for number in range(int(seconds / 3) - 1)
         ]
         arrivals = combined(background(int(rate * seconds), rate), *documents)
-        note = f"figure 14 beside requests at {LOAD} of the served rate ({rate:.0f} a second)"
+        note = f"figure 14 next to requests at {LOAD} of the served rate ({rate:.0f} a second)"
         return Setting("map_reduce", note, arrivals, one, ">= 1.5")
 
     def copilots() -> Setting:
@@ -380,7 +380,7 @@ def measure(setting: Setting, report: Report) -> None:
     add(_ratio(f"latency_gain_{name}", times[1] / times[0], f"{note}; simulated", setting.goal))
     add(_ratio(f"latency_gain_{name}_fcfs", times[2] / times[0]))
     if setting.has_round_trips:
-        text = "against single requests without round trips: what the scheduler alone gains"
+        text = "against single requests without round trips: the gain of the scheduler alone"
         add(_ratio(f"scheduler_gain_{name}", times[3] / times[0], text))
     throughput = "the time of the whole workload as single requests, by the time with programs"
     add(_ratio(f"throughput_{name}", unaware.elapsed_s / aware.elapsed_s, throughput, ">= 0.97"))

@@ -138,7 +138,7 @@ class _Bench:
     async def measure_second_question(self, report: Report) -> None:
         """Measures the share of a second prompt that is computed, and its time."""
         shares, times = [], []
-        await self._answer(self._asked(self._new_image(), "Which color?"))  # starts what the first one needs
+        await self._answer(self._asked(self._new_image(), "Which color?"))  # a warm-up
         for _ in range(self._num_runs):
             image = self._new_image()
             began = time.perf_counter()
@@ -216,7 +216,7 @@ class _Bench:
                 "vision.first_answer_beside_streams",
                 ratios,
                 "ratio",
-                note=f"beside {NUM_STREAMS} streams of text, against alone",
+                note=f"next to {NUM_STREAMS} streams of text, against alone",
                 goal="<= 3",
             )
         )

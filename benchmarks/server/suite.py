@@ -147,7 +147,7 @@ async def measure_ttft(report: Report, clients: LoadProcess) -> None:
             if number >= 0:
                 alone.append(watch.ttft_ms)
                 added.append(outcome.ttft_s * 1000 - watch.ttft_ms)
-    note = f"median of {rounds}, beside {statistics.median(alone):.1f} ms in the engine"
+    note = f"median of {rounds}, on top of {statistics.median(alone):.1f} ms in the engine"
     report.results.append(median_of("server.http_ttft_ms", added, "ms", goal="<= 5", note=note))
 
 

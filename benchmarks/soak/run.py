@@ -162,7 +162,7 @@ def _show(console: Console, soak: Soak, checks: Sequence[Check]) -> None:
         style = "red" if outcome == WRONG else ""
         outcomes.add_row(name.replace("_", " "), outcome, f"{count}", style=style)
     console.print(outcomes)
-    table = Table("what has to hold", "found", "wanted", title="Afterwards", title_justify="left")
+    table = Table("condition", "found", "wanted", title="Afterwards", title_justify="left")
     for check in checks:
         table.add_row(check.name, check.found, check.wanted, style="green" if check.holds else "red")
     console.print(table)

@@ -35,7 +35,7 @@ def alternated_ms(calls: Sequence[Call], device: torch.device, runs: int) -> lis
 class Repeated:
     """A call, repeated: on a GPU in one graph, so that only kernels count."""
 
-    call: Call  # its tensors are those that the graph reads
+    call: Call  # the graph reads its tensors
     repeats: int
     graph: torch.cuda.CUDAGraph | None
 

@@ -132,8 +132,8 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int, kind: str) 
         f"{num} {kind or 'plain'} streams at {context} tokens, top_p 0.9: "
         f"{1e3 * took / NUM_STEPS:.1f} ms per step, "
         f"{1e3 * in_kernels / NUM_STEPS:.1f} in kernels; around them, ms: {around} (to another process, and "
-        f"while a step runs); beside kernels {1e3 * sum(beside_s) / NUM_STEPS:.2f} ms, of which detokenising "
-        f"{text_ms:.2f} (last run)"
+        f"while a step runs); next to kernels {1e3 * sum(beside_s) / NUM_STEPS:.2f} ms, of which "
+        f"detokenising {text_ms:.2f} (last run)"
     )
     return 1 - in_kernels / took, note
 

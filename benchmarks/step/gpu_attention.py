@@ -165,7 +165,7 @@ def _measure_unshared(report: Report, device: torch.device, config: DecoderConfi
 
 
 def _measure_8_bit_keys(report: Report, device: torch.device, config: DecoderConfig) -> None:
-    """Compares keys and values in 8-bit floats with those in bfloat16."""
+    """Compares keys and values in 8-bit floats with bfloat16."""
     if not triton_kernels().linear.has_fp8(device):
         return
     wide = Case.of(UNSHARED, config, device)

@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step.gpu_check")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="small sizes instead of those of Llama 3.1 8B")
+    parser.add_argument("--tiny", action="store_true", help="small sizes instead of Llama 3.1 8B's")
     parser.add_argument(
         "--only",
         action="append",
@@ -147,7 +147,7 @@ def differing_tokens(
 ) -> list[str]:
     """Returns the differences between greedy token ids on ``device`` and on the CPU, for a random model in
     float32: prompts of several lengths in one batch, one of them after a prefix that another computed.
-    ``config``: of the model; None: ``TINY``. ``cpu_kernels``: the CPU's, instead of those that it chooses."""
+    ``config``: of the model; None: ``TINY``. ``cpu_kernels``: the CPU's, instead of its default kernels."""
     import torch
 
     from benchmarks.step.random_llama import TINY, RandomRunner

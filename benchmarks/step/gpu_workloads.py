@@ -296,7 +296,7 @@ def measure(
         is_small: measure the small workloads.
         seconds: the time for all rounds. Each workload has at least one round.
     """
-    collect_garbage_rarely()  # first: what it has seen is never collected
+    collect_garbage_rarely()  # first: objects that exist now are never collected
     runner = RandomRunner(config, num_slots, torch.bfloat16, device)
     runner.prepare()
     tokenizer = number_tokenizer(config.vocab_size)

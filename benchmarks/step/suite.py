@@ -197,8 +197,8 @@ def measure_against_torch(runner: TorchRunner, report: Report, runs: int) -> Non
             slower.append(step_ms(runner, SINGLE, 9)[0] / quiet)
             theirs = step_ms(other, SINGLE, 9)[0]
     note = (
-        f"{SINGLE}: a step beside a busy process, against one without; 1.5 is a fair "
-        f"share of the cores. Last run: {slower[-1] * quiet:.1f} ms beside it, torch's kernels {theirs:.1f}"
+        f"{SINGLE}: a step next to a busy process, against one without; 1.5 is a fair "
+        f"share of the cores. Last run: {slower[-1] * quiet:.1f} ms next to it, torch's kernels {theirs:.1f}"
     )
     report.results.append(median_of("step.busy_neighbour_slowdown", slower, "ratio", note=note))
     other.close()
