@@ -288,7 +288,8 @@ class DeadlineExceeded(LimitExceeded):
 
 
 class BudgetExceeded(LimitExceeded):
-    """The session or the state used up its output tokens.
+    """The session or the state used up its output tokens, or the session its ``max_cost``. ``param``: the
+    name of the limit, ``output_tokens`` or ``max_cost``.
 
     >>> await s
     >>> s.limit(output_tokens=2)

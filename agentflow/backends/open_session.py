@@ -150,10 +150,14 @@ def session(url: str | None = None, **options: Unpack[SessionOptions]) -> Sessio
     elif backend is None:
         backend = choose()
     elif any(value is not None for value in (url, *_chosen(options, *_OF_MODEL, *_OF_ENGINE).values())):
-        raise BadArgument("session: a backend cannot be combined with a url, a model or options of an engine")
+        raise BadArgument(
+            "session: a backend cannot be combined with a url, a model or options of an engine",
+            param="backend",
+        )
     elif isinstance(backend, type) or not callable(getattr(backend, "connect", None)):
         raise BadArgument(
-            f"session: {backend!r:.200} is not a backend, such as af.Scripted(…) or af.Replay(…)"
+            f"session: {backend!r:.200} is not a backend, such as af.Scripted(…) or af.Replay(…)",
+            param="backend",
         )
     else:
         backend = _with_fallback(backend, None, options)

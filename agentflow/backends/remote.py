@@ -99,9 +99,11 @@ class Remote:
         reconnect: bool = True,
     ) -> None:
         if encoding not in ("msgpack", "json"):
-            raise BadArgument(f"Remote: encoding must be 'msgpack' or 'json', not {encoding!r}")
+            raise BadArgument(
+                f"Remote: encoding must be 'msgpack' or 'json', not {encoding!r}", param="encoding"
+            )
         if api_key is not None and not (isinstance(api_key, str) and API_KEY.fullmatch(api_key)):
-            raise BadArgument("Remote: api_key must be printable ASCII, and not empty")
+            raise BadArgument("Remote: api_key must be printable ASCII, and not empty", param="api_key")
         self.uri = _parsed(url)
         self.url = shown_url(self.uri)
         self.model = model
@@ -202,7 +204,7 @@ class Remote:
 
 def _parsed(url: str) -> WebSocketURI:
     if not isinstance(url, str):
-        raise BadArgument(f"Remote: the url must be a string, not {url!r:.200}")
+        raise BadArgument(f"Remote: the url must be a string, not {url!r:.200}", param="url")
     try:
         parts = urlsplit(url)
         scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
@@ -212,7 +214,8 @@ def _parsed(url: str) -> WebSocketURI:
         remedy = f"; model={url!r:.200} runs in this process, and 'openai:MODEL' behind an API"
         raise BadArgument(
             f"{url!r:.200} is not the url of a server ({error}): it looks like ws://127.0.0.1:8410"
-            + ("" if "://" in url else remedy)
+            + ("" if "://" in url else remedy),
+            param="url",
         ) from None
 
 

@@ -145,7 +145,7 @@ def _file(source: Any, kind: MediumKind, wanted: str) -> Image:
         return image_file(bytes(source), kind)
     if isinstance(source, str | os.PathLike):
         return image_file(_read(source, kind), kind)
-    raise BadArgument(f"{kind}: give {wanted}, not {short_repr(source)}")
+    raise BadArgument(f"{kind}: give {wanted}, not {short_repr(source)}", param=kind)
 
 
 def _read(path: str | os.PathLike[str], kind: MediumKind) -> bytes:
@@ -155,7 +155,7 @@ def _read(path: str | os.PathLike[str], kind: MediumKind) -> bytes:
             return file.read(max_file_bytes(kind) + 1)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise BadArgument(f"{kind}: {os.fspath(path)!r:.200} cannot be read: {why}") from None
+        raise BadArgument(f"{kind}: {os.fspath(path)!r:.200} cannot be read: {why}", param=kind) from None
 
 
 _NOT_IN_PNG = dict.fromkeys(("CMYK", "YCbCr", "LAB", "HSV"), "RGB") | {"PA": "RGBA"}
@@ -170,7 +170,9 @@ def _encoded(picture: Any) -> bytes:
             picture = picture.convert(_NOT_IN_PNG[picture.mode])
         picture.save(written, "JPEG" if is_jpeg else "PNG")
     except (OSError, ValueError) as error:
-        raise BadArgument(f"image: {picture!r:.80} cannot be written as a file: {error}") from None
+        raise BadArgument(
+            f"image: {picture!r:.80} cannot be written as a file: {error}", param="image"
+        ) from None
     return written.getvalue()
 
 
@@ -178,15 +180,18 @@ def _from_array(array: Any) -> Any:
     try:
         from PIL import Image as pillow
     except ModuleNotFoundError:
-        raise BadArgument("image: an array needs Pillow: pip install pillow") from None
+        raise BadArgument("image: an array needs Pillow: pip install pillow", param="image") from None
     if getattr(array, "dtype", None) != "uint8":
         raise BadArgument(
-            f"image: an array of bytes (uint8) is needed, not of {getattr(array, 'dtype', '?')}"
+            f"image: an array of bytes (uint8) is needed, not of {getattr(array, 'dtype', '?')}",
+            param="image",
         )
     try:
         return pillow.fromarray(array)
     except (TypeError, ValueError) as error:
-        raise BadArgument(f"image: an array of shape {array.shape} is no picture: {error}") from None
+        raise BadArgument(
+            f"image: an array of shape {array.shape} is no picture: {error}", param="image"
+        ) from None
 
 
 MAX_DECODED_FRAMES = 20_000

@@ -43,7 +43,8 @@ def check_program(program: object, where: str) -> None:
     if not callable(program):
         raise BadArgument(
             f"{where}: {short_repr(program)} cannot be called: give the program itself, and its arguments "
-            "after it"
+            "after it",
+            param="program",
         )
 
 
@@ -96,7 +97,8 @@ class Program(Generic[P, ResultT]):
         if not isinstance(state, State):
             raise BadArgument(
                 f"a program's first argument is a state, not {type(state).__name__}: "
-                "run it with flow.run(program, ...), or hand it the state of the program that calls it"
+                "run it with flow.run(program, ...), or hand it the state of the program that calls it",
+                param="state",
             )
         return await called(self._function, state, *args, **kwargs)
 
@@ -139,14 +141,16 @@ def program(function: ProgramFunction[P, ResultT]) -> Program[P, ResultT]:
     """
     if not callable(function):
         raise BadArgument(
-            f"program: {short_repr(function)} is not a function: decorate an async function of a state"
+            f"program: {short_repr(function)} is not a function: decorate an async function of a state",
+            param="function",
         )
     if isinstance(function, FunctionType):
         first, inside = function.__code__.co_varnames[:1], function.__qualname__.rpartition(".")[0]
         if first == ("self",) and inside and not inside.endswith("<locals>"):
             raise BadArgument(
                 f"program: {function.__qualname__} is a method, whose first argument is no state: leave out "
-                "@af.program, and run the method itself, as in flow.run(agent.ask, …)"
+                "@af.program, and run the method itself, as in flow.run(agent.ask, …)",
+                param="function",
             )
     return Program(function)
 

@@ -41,12 +41,13 @@ async def race(*contenders: Any) -> Any:
     """
     try:
         if not contenders:
-            raise BadArgument("race: give at least one awaitable")
+            raise BadArgument("race: give at least one awaitable", param="contenders")
         for contender in contenders:
             if not inspect.isawaitable(contender):
                 raise BadArgument(
                     f"race: {short_repr(contender)} cannot be awaited: give calls of programs, as in "
-                    "race(judge(s.copy(), essay), …), variables, or states"
+                    "race(judge(s.copy(), essay), …), variables, or states",
+                    param="contenders",
                 )
         if (trace := TRACE.get()) is not None:
             trace.needs_values("which contender of a race is first")

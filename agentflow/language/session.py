@@ -266,7 +266,9 @@ class Session(AsyncOnly):
         >>> grade = await flow.submit(graph, {"essay": essay})
         """
         if not isinstance(graph, Graph):
-            raise BadArgument(f"submit: give a graph, which program.trace(...) makes, not {graph!r}")
+            raise BadArgument(
+                f"submit: give a graph, which program.trace(...) makes, not {graph!r}", param="graph"
+            )
         return await GraphRun(self._link, graph, args, kwargs).result()
 
     def state(

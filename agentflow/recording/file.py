@@ -114,7 +114,7 @@ class Recorded:
 
     def __init__(self, backend: Backend, path: str | PathLike[str], seed: int) -> None:
         self._backend = backend
-        self._path = _check_path(path, "record")
+        self._path = _check_path(path, "record", "record")
         self._seed = seed
         self._writer: _Writer | None = None  # while a session is open
         self._model = ""  # the default
@@ -242,7 +242,7 @@ class _Writer:
             raise self._in_use_error() from None
         except (OSError, ValueError) as error:  # ValueError: a path that no file can have
             raise BadArgument(
-                f"cannot record to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
+                f"cannot record to {str(path)!r}: {getattr(error, 'strerror', None) or error}", param="record"
             ) from error
         if self._part is not None and is_locked(self._target):
             self.close()
@@ -251,7 +251,8 @@ class _Writer:
     def _in_use_error(self) -> BadArgument:
         return BadArgument(
             f"cannot record to {str(self._path)!r}: another session is recording to it: give each session "
-            "its own file"
+            "its own file",
+            param="record",
         )
 
     def now_s(self) -> float:
@@ -355,10 +356,10 @@ def _without_data(op: Op) -> Op:
     return msgspec.structs.replace(op, data=b"") if isinstance(op, Upload) else op
 
 
-def _check_path(path: str | PathLike[str], where: str) -> Path:
+def _check_path(path: str | PathLike[str], where: str, param: str) -> Path:
     """``path`` as a ``Path``. ``BadArgument`` if it is not a path."""
     if not isinstance(path, str | PathLike):
-        raise BadArgument(f"{where}: the path must be a string or a Path, not {path!r:.200}")
+        raise BadArgument(f"{where}: the path must be a string or a Path, not {path!r:.200}", param=param)
     return Path(path)
 
 
@@ -374,7 +375,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
 
     ``BadRecording`` for a file that is missing, not a recording, damaged, or of another version.
     """
-    path = _check_path(path, "Replay")
+    path = _check_path(path, "Replay", "path")
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have

@@ -210,7 +210,7 @@ def exceeded_with(error: BaseException, text: str, budgets: Sequence[Budget]) ->
     if isinstance(error, DeadlineExceeded) and earliest_deadline(budgets) <= anyio.current_time():
         return DeadlineExceeded(text)
     if isinstance(error, BudgetExceeded) and any(budget.tokens_left < 1 for budget in budgets):
-        return BudgetExceeded(text)
+        return BudgetExceeded(text, param="output_tokens")
     return None
 
 
@@ -229,7 +229,7 @@ def clipped(params: GenParams, budgets: Sequence[Budget], default_max_tokens: in
 
 def budget_exceeded(usage: Usage | None = None) -> BudgetExceeded:
     # Without a number: a budget may be the rest of a limit that other models or a batch share.
-    error = BudgetExceeded("the limit of output tokens is used up")
+    error = BudgetExceeded("the limit of output tokens is used up", param="output_tokens")
     error.usage = usage
     return error
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, PlainValidator, SecretStr, ValidationError
+from support.faults import has_param
 from support.observed_backends import Unbatched
 
 import agentflow as af
@@ -610,14 +611,14 @@ async def test_a_schema_makes_the_result_a_value():
         assert (await s["answer"]).text == '{"city": "Oslo", "days": 1}'
     async with scripted({"city": "Oslo", "days": 99}) as flow, flow.state() as s:
         s += af.user("?")
-        with pytest.raises(af.InvalidValue, match="days"):
+        with pytest.raises(af.InvalidValue, check=lambda error: error.errors[0]["loc"] == ("days",)):
             await af.act(s, tools=[weather], schema=Place)
 
 
 async def test_f37_an_invalid_result_has_its_text_and_faults():
     async with scripted({"city": "Oslo", "days": 99}) as flow, flow.state() as s:
         s += af.user("?")
-        with pytest.raises(af.InvalidValue, match="a valid Place") as failure:
+        with pytest.raises(af.InvalidValue) as failure:
             await af.act(s, tools=[weather], schema=Place)
         assert failure.value.text == '{"city": "Oslo", "days": 99}'
         assert [one["loc"] for one in failure.value.errors] == [("days",)]
@@ -634,7 +635,7 @@ async def test_f37_an_unknown_option_is_reported_for_the_function_that_got_it():
         for name, ask in (("act", functools.partial(af.act, s)), ("reply", functools.partial(af.reply, "x"))):
             with pytest.raises(TypeError, match=rf"^{name}\(\) got .* 'max_turns'"):
                 ask(tools=[weather], max_turns=3)
-            with pytest.raises(af.errors.BadArgument, match=f"^{name}: on_invalid is for gen"):
+            with pytest.raises(af.errors.BadArgument, match=f"^{name}:", check=has_param("on_invalid")):
                 ask(tools=[weather], schema=Place, on_invalid="retry")
 
 

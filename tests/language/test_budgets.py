@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.faults import has_param
 from support.observed_backends import Observed, Stepped, assert_idle
 from support.programs import by_end, words
 
@@ -19,7 +20,7 @@ async def test_a_gen_that_exceeds_the_budget_is_truncated_and_has_no_value():
     async with af.session(backend=observed) as flow, flow.state() as s:
         s.limit(output_tokens=4)
         s += af.gen("x", max_tokens=100)
-        with pytest.raises(af.BudgetExceeded, match="output tokens"):
+        with pytest.raises(af.BudgetExceeded, check=has_param("output_tokens")):
             await s["x"]
         assert s["x"].text == words(4)
     assert_idle(backend)
@@ -84,7 +85,7 @@ async def test_the_tightest_of_several_limits_holds():
         branch += af.gen("x")
         assert await branch["x"] == words(3)
         branch += af.gen("y")
-        with pytest.raises(af.BudgetExceeded, match="output tokens"):
+        with pytest.raises(af.BudgetExceeded, check=has_param("output_tokens")):
             await branch["y"]
         s += af.gen("x")
         assert await s["x"] == words(3)
@@ -97,7 +98,7 @@ async def test_a_limit_applies_to_running_gens():
         await backend.allow(1)
         s.limit(output_tokens=2)
         await backend.allow(2)
-        with pytest.raises(af.BudgetExceeded, match="output tokens"):
+        with pytest.raises(af.BudgetExceeded, check=has_param("output_tokens")):
             await s["x"]
     assert_idle(backend)
 

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.faults import has_param
 
 import agentflow as af
 from agentflow.language.expressions import RoleExpression
@@ -171,25 +172,16 @@ def test_checking_a_pattern_does_not_match_it():
 @pytest.mark.parametrize("name", ["", None, 3, b"x", ["x"]])
 @pytest.mark.parametrize("make", [af.gen, lambda name: af.select(name, ["a", "b"])])
 def test_a_variable_needs_a_name(make, name):
-    with pytest.raises(af.errors.BadArgument, match="needs a name for its variable"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("name")):
         make(name)
 
 
 @pytest.mark.parametrize(
-    ("choices", "why"),
-    [
-        ("yes", "must be a list of strings"),
-        (5, "must be a list of strings"),
-        (None, "must be a list of strings"),
-        (["a", 5], "must be a list of strings"),
-        ([], "at least one choice"),
-        (["a", ""], "none may be empty"),
-        (["a", "b", "a"], "each of them once"),
-        ([str(n) for n in range(MAX_CHOICES + 1)], "at most 1000 choices"),
-    ],
+    "choices",
+    ["yes", 5, None, ["a", 5], [], ["a", ""], ["a", "b", "a"], [str(n) for n in range(MAX_CHOICES + 1)]],
 )
-def test_invalid_choices_are_rejected(choices, why):
-    with pytest.raises(af.errors.BadArgument, match=rf"select\('pick'\).*{why}"):
+def test_invalid_choices_are_rejected(choices):
+    with pytest.raises(af.errors.BadArgument, check=has_param("choices")):
         af.select("pick", choices)
 
 
@@ -237,5 +229,5 @@ def test_f37_a_set_is_sorted():
 
     offered = af.reply("x", tools={second, first}).offer
     assert [tool.name for tool in offered.tools] == ["first", "second"]
-    with pytest.raises(af.errors.BadArgument, match=r"choices must be a list of strings, not \{"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("choices")):
         af.select("x", {"a", 3})

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import anyio
 import pytest
+from support.faults import has_param
 from support.observed_backends import Observed, Stepped, assert_idle, settle
 from support.programs import echo
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 async def test_a_fork_needs_a_number_of_branches(count):
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.errors.BadArgument, match=r"fork\(.*1 or more"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("count")):
             s.fork(count)
         assert observed.ops == [ops.Open(s.id)]
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import TOKENIZER, FakeEngine
+from support.faults import has_param
 from support.observed_backends import Observed, Stepped, settle
 from support.programs import agen, ask, echo
 
@@ -281,19 +282,19 @@ async def test_a_map_is_refused_outside_its_session():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"concurrency": 0}, "concurrency=0: give a whole number, 1 or more"),
-        ({"concurrency": True}, "concurrency=True"),
-        ({"concurrency": 2.0}, "concurrency=2.0"),
-        ({"on_error": "x"}, "on_error='x': give 'raise' .* or 'return'"),
-        ({"program": "ask"}, "'ask' cannot be called: give the program itself"),
-        ({"inputs": "abc"}, "the inputs are a str, which is one input: give a list"),
-        ({"inputs": b"abc"}, "the inputs are a bytes"),
-        ({"inputs": {"question": "a"}}, "the inputs are a dict"),
-        ({"inputs": 5}, "inputs 5 cannot be iterated: give a list, a generator"),
+        {"concurrency": 0},
+        {"concurrency": True},
+        {"concurrency": 2.0},
+        {"on_error": "x"},
+        {"program": "ask"},
+        {"inputs": "abc"},
+        {"inputs": b"abc"},
+        {"inputs": {"question": "a"}},
+        {"inputs": 5},
     ],
 )
-async def test_invalid_arguments_are_rejected(flow, options, message):
-    with pytest.raises(af.errors.BadArgument, match=message):
+async def test_invalid_arguments_are_rejected(flow, options):
+    with pytest.raises(af.errors.BadArgument, check=has_param(next(iter(options)))):
         flow.map(**{"program": ask, "inputs": ["a"]} | options)

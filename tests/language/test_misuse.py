@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.fake_engine import FakeEngine
+from support.faults import has_param
 from support.observed_backends import Observed
 
 import agentflow as af
@@ -192,21 +193,18 @@ async def test_a_damaged_marker_is_rejected():
 
 
 HINTS = [
-    ({"objective": "speed"}, "objective must be latency or throughput, not 'speed'"),
-    ({"objective": ["latency"]}, "objective must be"),
-    *[
-        ({"output_tokens": bad}, "output_tokens must be a whole number above 0")
-        for bad in (0, 1.5, "1", True)
-    ],
-    *[({"forks": bad}, "forks must be a whole number above 0") for bad in (0, -1, [2], True)],
+    {"objective": "speed"},
+    {"objective": ["latency"]},
+    *[{"output_tokens": bad} for bad in (0, 1.5, "1", True)],
+    *[{"forks": bad} for bad in (0, -1, [2], True)],
 ]
 
 
-@pytest.mark.parametrize(("hint", "message"), HINTS)
-async def test_an_invalid_hint_is_rejected(hint, message):
+@pytest.mark.parametrize("hint", HINTS)
+async def test_an_invalid_hint_is_rejected(hint):
     observed = Observed(af.Scripted([]))
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.errors.BadArgument, match=message):
+        with pytest.raises(af.errors.BadArgument, check=has_param(next(iter(hint)))):
             s.hint(**hint)
         assert observed.ops == [ops.Open(s.id)]
 
@@ -292,10 +290,10 @@ NO_PROGRAM = [None, 3, "judge", ["a"], {}]
 
 @pytest.mark.parametrize("wrong", NO_PROGRAM)
 def test_an_invalid_program_is_rejected_before_a_session_opens(wrong):
-    with pytest.raises(af.errors.BadArgument, match="is not a function"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("function")):
         af.program(wrong)
     for use in (lambda: af.run(wrong, "essay"), lambda: af.map(wrong, ["essay"])):
-        with pytest.raises(af.errors.BadArgument, match="cannot be called"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("program")):
             use()
 
 
@@ -303,27 +301,27 @@ def test_an_invalid_program_is_rejected_before_a_session_opens(wrong):
 async def test_an_invalid_program_is_rejected_before_an_op_is_sent(wrong):
     observed = Observed(af.Scripted([]))
     async with af.session(backend=observed) as flow:
-        with pytest.raises(af.errors.BadArgument, match=r"run: .* cannot be called"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("program")):
             await flow.run(wrong, "essay")
-        with pytest.raises(af.errors.BadArgument, match=r"stream: .* cannot be called"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("program")):
             flow.stream(wrong, "essay")
     assert observed.ops == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "param"),
     [
-        ({"url": 3}, "url must be a string"),
-        ({"url": b"ws://127.0.0.1"}, "url must be a string"),
-        ({"model": 3}, "model must be a string"),
-        ({"api_key": 3, "url": "ws://127.0.0.1:1"}, "api_key must be a string"),
-        ({"backend": "scripted"}, "'scripted' is not a backend"),
-        ({"backend": 3}, "3 is not a backend"),
-        ({"backend": af.Scripted([]), "record": 3}, "the path must be a string or a Path"),
+        ({"url": 3}, "url"),
+        ({"url": b"ws://127.0.0.1"}, "url"),
+        ({"model": 3}, "model"),
+        ({"api_key": 3, "url": "ws://127.0.0.1:1"}, "api_key"),
+        ({"backend": "scripted"}, "backend"),
+        ({"backend": 3}, "backend"),
+        ({"backend": af.Scripted([]), "record": 3}, "record"),
     ],
 )
-def test_invalid_arguments_of_a_session_are_rejected(arguments, why):
-    with pytest.raises(af.errors.BadArgument, match=why):
+def test_invalid_arguments_of_a_session_are_rejected(arguments, param):
+    with pytest.raises(af.errors.BadArgument, check=has_param(param)):
         af.session(**arguments)
 
 
@@ -338,11 +336,11 @@ async def test_f47e_a_backend_in_place_of_the_url_is_rejected_with_its_keyword(b
 
 def test_invalid_paths_and_addresses_are_rejected():
     for wrong in (None, 3, b"a", ["a"]):
-        with pytest.raises(af.errors.BadArgument, match="a string or a Path"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("path")):
             af.Replay(wrong)
-        with pytest.raises(af.errors.BadArgument, match="the url must be a string"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("url")):
             af.Remote(wrong)
-    with pytest.raises(af.errors.BadArgument, match="api_key"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("api_key")):
         af.Remote("ws://127.0.0.1:1", api_key=3)
     for path in ("no\0file", "\ud83d"):
         with pytest.raises(af.errors.BadRecording, match="cannot read"):
@@ -350,7 +348,7 @@ def test_invalid_paths_and_addresses_are_rejected():
 
 
 async def test_an_invalid_path_cannot_be_recorded_to():
-    with pytest.raises(af.errors.BadArgument, match="cannot record to"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("record")):
         async with af.session(backend=af.Scripted([]), record="no\0file"):
             pass
 
@@ -360,18 +358,18 @@ def look_up(city: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "param", "shown"),
     [
-        ({"tools": 3}, "tools must be a list"),
-        ({"tools": look_up}, "tools must be a list"),
-        ({"tools": [look_up, look_up]}, "two tools are named 'look_up'"),
-        ({"tools": [look_up], "choice": "look_down"}, "unknown tool 'look_down'.*'look_up'"),
-        ({"choice": "look_up"}, "there are no tools"),
-        ({"choice": "required"}, "there are no tools"),
+        ({"tools": 3}, "tools", None),
+        ({"tools": look_up}, "tools", None),
+        ({"tools": [look_up, look_up]}, "tools", "'look_up'"),
+        ({"tools": [look_up], "choice": "look_down"}, "choice", "'look_down'.*'look_up'"),
+        ({"choice": "look_up"}, "choice", None),
+        ({"choice": "required"}, "choice", None),
     ],
 )
-def test_invalid_tools_and_choices_are_rejected(options, why):
-    with pytest.raises(af.errors.BadArgument, match=why):
+def test_invalid_tools_and_choices_are_rejected(options, param, shown):
+    with pytest.raises(af.errors.BadArgument, match=shown, check=has_param(param)):
         af.reply("answer", **options)
 
 
@@ -383,7 +381,7 @@ async def test_inputs_of_a_graph_must_be_texts_or_a_dict(inputs):
         return await s["x"]
 
     async with af.session(backend=af.Scripted([])) as flow:
-        with pytest.raises(af.errors.BadArgument, match="dict"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("essay")):
             await flow.submit(ask.trace(), inputs)
 
 

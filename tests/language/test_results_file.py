@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.faults import has_param
 
 import agentflow as af
 from agentflow.language.batch.results_file import Keys, ResultsFile, result_form
@@ -184,7 +185,7 @@ def test_the_file_of_another_program_or_format_is_refused(tmp_path):
     log_of(path).write_text('{"agentflow_map":9,"version":"9","program":"program"}\n')
     with pytest.raises(af.errors.BadArgument, match="format 9"):
         opened(path)
-    with pytest.raises(af.errors.BadArgument, match="cannot be opened"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("resume")):
         opened(tmp_path / "no folder" / "run.jsonl")
 
 
@@ -214,12 +215,12 @@ def test_f17b_without_the_results_all_inputs_run_again(tmp_path):
 def test_two_writers_at_once_are_refused_also_after_the_file_was_replaced(tmp_path):
     path = tmp_path / "run.jsonl"
     file = opened(path)
-    with pytest.raises(af.errors.BadArgument, match="another map"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("resume")):
         opened(path)
     add(file, b="2", a="1")
     file.close(["a", "b"])
     second = opened(path)
-    with pytest.raises(af.errors.BadArgument, match="another map"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("resume")):
         opened(path)
     assert [second.result(key) for key in "ab"] == ["1", "2"]
     second.close()
@@ -365,13 +366,13 @@ def test_equal_inputs_have_keys_of_their_own():
 def test_keys_of_the_program_are_unique_strings_or_integers():
     by_field = Keys("id")
     assert [by_field({"id": 7}), by_field(Usage_like(8))] == [7, 8]
-    with pytest.raises(af.errors.BadArgument, match="two inputs"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("key")):
         by_field({"id": 7})
-    with pytest.raises(af.errors.BadArgument, match="no such field"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("key")):
         by_field({"name": 7})
-    with pytest.raises(af.errors.BadArgument, match="string or an integer"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("key")):
         Keys(lambda item: item)((1, 2))
-    with pytest.raises(af.errors.BadArgument, match="give key="):
+    with pytest.raises(af.errors.BadArgument, check=has_param("key")):
         Keys(None)(object())
 
 

@@ -250,7 +250,7 @@ async def test_stats_of_an_engine_add_up():
 def test_a_session_has_one_backend(monkeypatch):
     backend = af.Scripted(echo)
     for two in ({"url": "ws://x", "backend": backend}, {"model": "m", "backend": backend}):
-        with pytest.raises(af.errors.BadArgument, match="backend"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("backend")):
             af.session(**two)
     monkeypatch.setenv("AGENTFLOW_URL", "ws://elsewhere:1")
     monkeypatch.setenv("AGENTFLOW_API_KEY", "af-1")
@@ -272,9 +272,9 @@ def test_f25c_options_of_the_engine_in_this_process(monkeypatch):
     assert isinstance(backend, af.Embedded)
     assert {name: backend._options[name] for name in options} == options
     for name, value in options.items():
-        with pytest.raises(af.errors.BadArgument, match=name):
+        with pytest.raises(af.errors.BadArgument, check=has_param(name)):
             af.session("ws://there:2", **{name: value})
-        with pytest.raises(af.errors.BadArgument, match="backend"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("backend")):
             af.session(backend=af.Scripted([]), **{name: value})
     monkeypatch.setenv("AGENTFLOW_URL", "ws://elsewhere:1")
     with pytest.raises(af.errors.BadArgument, match="AGENTFLOW_URL"):
@@ -284,7 +284,7 @@ def test_f25c_options_of_the_engine_in_this_process(monkeypatch):
 @pytest.mark.parametrize("seed", ["a", 1.5, object()])
 def test_f37_a_seed_is_a_whole_number(seed):
     """A recording with another one could not be read again."""
-    with pytest.raises(af.errors.BadArgument, match="seed must be a whole number", check=has_param("seed")):
+    with pytest.raises(af.errors.BadArgument, check=has_param("seed")):
         af.session(backend=af.Scripted(""), seed=seed)
 
 

@@ -108,7 +108,7 @@ async def test_a_set_variable_whose_source_failed_fails_its_state():
 async def test_only_text_can_be_set(value):
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
-        with pytest.raises(af.errors.BadArgument, match="must be text"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("value")):
             s.set("q", value)
         assert observed.ops == [ops.Open(s.id)]
         assert "q" not in s
@@ -117,7 +117,7 @@ async def test_only_text_can_be_set(value):
 @pytest.mark.parametrize("name", ["", None, 3])
 async def test_a_set_variable_needs_a_name(name):
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
-        with pytest.raises(af.errors.BadArgument, match="name"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("name")):
             s.set(name, "text")
 
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import AfterValidator, BaseModel
+from support.faults import has_param
 
 import agentflow as af
 from agentflow.language.typed.replies import reader_of_replies
@@ -133,26 +134,26 @@ def inexpressible(x: inspect.Signature) -> None: ...
 
 
 REFUSED = [
-    (weather, "tools must be a list of functions or schemas"),
-    (PING, "tools must be a list of functions or schemas"),
-    ("ping", "tools must be a list of functions or schemas"),
-    (3, "tools must be a list"),
-    (object(), "tools must be a list"),
-    ([PING, PING], "two tools are named 'ping'"),
-    ([3], "a tool is a function or a schema, not 3"),
-    ([{}], "a tool's schema needs a name, and parameters"),
-    ([{"name": "x", "parameters": 3}], "a tool's schema needs a name, and parameters"),
-    ([positional], "tool 'positional': parameter 'x' is positional-only or variadic"),
-    ([many], "tool 'many': parameter 'xs' is positional-only or variadic"),
-    ([untyped], "tool 'untyped': parameter 'x' has no type annotation"),
-    ([unknown], "tool 'unknown': its signature cannot be read: name 'Nowhere' is not defined"),
-    ([inexpressible], "tool .inexpressible.: parameter .x.: Signature cannot be expressed as JSON"),
+    (weather, None),
+    (PING, None),
+    ("ping", None),
+    (3, None),
+    (object(), None),
+    ([PING, PING], "'ping'"),
+    ([3], "3"),
+    ([{}], None),
+    ([{"name": "x", "parameters": 3}], None),
+    ([positional], "'positional'.*'x'"),
+    ([many], "'many'.*'xs'"),
+    ([untyped], "'untyped'.*'x'"),
+    ([unknown], "'unknown'.*'Nowhere'"),
+    ([inexpressible], "'inexpressible'.*'x'.*Signature"),
 ]
 
 
-@pytest.mark.parametrize(("tools", "message"), REFUSED)
-def test_invalid_tools_are_rejected(tools, message):
-    with pytest.raises(af.errors.BadArgument, match=message):
+@pytest.mark.parametrize(("tools", "shown"), REFUSED)
+def test_invalid_tools_are_rejected(tools, shown):
+    with pytest.raises(af.errors.BadArgument, match=shown, check=has_param("tools")):
         af.reply("x", tools=tools)
 
 

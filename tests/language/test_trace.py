@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.faults import has_param
 from support.language.random_programs import Step, answer, steps, whole
 from support.observed_backends import Observed
 from support.programs import by_end
@@ -257,21 +257,21 @@ class TestFailures:
             assert backend.generator.num_running == 0
 
     @pytest.mark.parametrize(
-        ("inputs", "problem"),
+        ("inputs", "param"),
         [
-            ({}, "needs the arguments 'essay'"),
-            ({"essay": "x", "tone": "y"}, "has no argument 'tone'"),
-            ({"essay": 3}, "argument 'essay' is text, not 3"),
+            ({}, "essay"),
+            ({"essay": "x", "tone": "y"}, "tone"),
+            ({"essay": 3}, "essay"),
         ],
     )
-    async def test_the_arguments_are_checked(self, inputs, problem):
+    async def test_the_arguments_are_checked(self, inputs, param):
         async with af.session(backend=af.Scripted([])) as flow:
-            with pytest.raises(af.errors.BadArgument, match=problem):
+            with pytest.raises(af.errors.BadArgument, check=has_param(param)):
                 await flow.submit(judge.trace(dimensions=["a"]), inputs)
 
     async def test_only_graphs_are_submitted(self):
         async with af.session(backend=af.Scripted([])) as flow:
-            with pytest.raises(af.errors.BadArgument, match=re.escape("which program.trace(...) makes")):
+            with pytest.raises(af.errors.BadArgument, check=has_param("graph")):
                 await flow.submit(judge)
 
 
@@ -438,7 +438,7 @@ async def test_waiting_for_something_else_is_refused():
 
 
 def test_arguments_that_are_not_text_must_be_given():
-    with pytest.raises(af.errors.BadArgument, match="'dimensions'"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("dimensions")):
         judge.trace()
 
 

@@ -102,7 +102,7 @@ def tool_result(*parts: Any, call: ToolCall | None = None) -> RoleExpression:
     >>> s += af.tool_result({"temperature": 12})
     """
     if call is not None and not isinstance(call, ToolCall):
-        raise BadArgument(f"tool_result: call must be an af.ToolCall, not {call!r}")
+        raise BadArgument(f"tool_result: call must be an af.ToolCall, not {call!r}", param="call")
     written: list[str | Expression] = []
     for part in parts:
         written += [part] if isinstance(part, str | Expression) else _parts_of_value(part)

@@ -58,7 +58,8 @@ class MapInputs:
         if isinstance(inputs, str | bytes | Mapping):
             raise BadArgument(
                 f"map: the inputs are a {type(inputs).__name__}, which is one input: "
-                "give a list (or another iterable) of inputs"
+                "give a list (or another iterable) of inputs",
+                param="inputs",
             )
         self.total = _length(inputs)
         self._source: AsyncIterator[Any] | Iterator[Any]
@@ -73,7 +74,8 @@ class MapInputs:
         except TypeError as error:
             raise BadArgument(
                 f"map: inputs {short_repr(inputs)} cannot be iterated: give a list, a generator, "
-                "a dataframe, or an async iterable of inputs"
+                "a dataframe, or an async iterable of inputs",
+                param="inputs",
             ) from error
 
     async def read(self) -> Any:
@@ -137,7 +139,8 @@ def _arrow_rows(table: Any) -> Iterator[TableRow]:
         nanoarrow = importlib.import_module("nanoarrow")
     except ImportError:
         raise BadArgument(
-            f"map: to read a {type(table).__name__}, install nanoarrow, or give its rows as dicts"
+            f"map: to read a {type(table).__name__}, install nanoarrow, or give its rows as dicts",
+            param="inputs",
         ) from None
     for chunk in nanoarrow.ArrayStream(table):
         yield from map(TableRow, chunk.to_pylist())
@@ -193,7 +196,8 @@ class Parameters:
             if name not in item:
                 columns = ", ".join(map(repr, item)) or "none"
                 raise BadArgument(
-                    f"the program takes {name!r}, and the input has no such column (it has: {columns})"
+                    f"the program takes {name!r}, and the input has no such column (it has: {columns})",
+                    param=name,
                 )
         return (), {name: value for name, value in item.items() if self._names is None or name in self._names}
 

@@ -505,14 +505,20 @@ class ProgramMap(AsyncOnly, Generic[ResultT]):
         if not isinstance(program, Graph):
             check_program(program, "map")
         if concurrency is not None and not is_whole(concurrency, 1, math.inf):
-            raise BadArgument(f"map: concurrency={concurrency!r}: give a whole number, 1 or more")
+            raise BadArgument(
+                f"map: concurrency={concurrency!r}: give a whole number, 1 or more", param="concurrency"
+            )
         if on_error not in ("raise", "return"):
             raise BadArgument(
                 f"map: on_error={on_error!r}: give 'raise' (the first failure ends the map) "
-                "or 'return' (failures stand among the results)"
+                "or 'return' (failures stand among the results)",
+                param="on_error",
             )
         if not is_whole(retries, 0, math.inf):
-            raise BadArgument(f"map: retries={retries!r}: say how often a failed input runs again, 0 or more")
+            raise BadArgument(
+                f"map: retries={retries!r}: say how often a failed input runs again, 0 or more",
+                param="retries",
+            )
         if resume is not None and not isinstance(resume, str | os.PathLike):
             raise BadArgument(f"map: resume={resume!r}: give the path of a file", param="resume")
         if key is not None and (resume is None or not (isinstance(key, str) or callable(key))):

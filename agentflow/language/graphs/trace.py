@@ -325,7 +325,8 @@ def _bound(
         elif parameter.default is parameter.empty:
             raise BadArgument(
                 f"trace of {function.__name__}: {parameter.name!r} is no text, image or video: "
-                f"give its value: trace({parameter.name}=…)"
+                f"give its value: trace({parameter.name}=…)",
+                param=parameter.name,
             )
         else:
             continue
@@ -531,15 +532,18 @@ def _inputs(
     for name, value in values.items():
         if name not in names:
             known = ", ".join(names) or "none"
-            raise BadArgument(f"graph {graph.name!r} has no argument {name!r} (it has: {known})")
+            raise BadArgument(f"graph {graph.name!r} has no argument {name!r} (it has: {known})", param=name)
         if name in graph.arguments and not isinstance(value, str):
             raise BadArgument(
                 f"graph {graph.name!r}: argument {name!r} is text, not {value!r:.200}; give all texts "
-                "themselves, or one dict of them"
+                "themselves, or one dict of them",
+                param=name,
             )
     missing = [name for name in names if name not in values]
     if missing:
-        raise BadArgument(f"graph {graph.name!r} needs the arguments {', '.join(map(repr, missing))}")
+        raise BadArgument(
+            f"graph {graph.name!r} needs the arguments {', '.join(map(repr, missing))}", param=missing[0]
+        )
     files: dict[str, MediumExpression] = {
         name: video(values[name]) if graph.media[name].kind == "video" else image(values[name])
         for name in names

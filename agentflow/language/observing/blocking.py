@@ -43,7 +43,10 @@ def threshold_s(environment: Mapping[str, str] = os.environ) -> float:
     except ValueError:
         threshold_ms = -1.0
     if not threshold_ms >= 0:
-        raise BadArgument(f"{ENVIRONMENT} must be a number of milliseconds, 0 for no warnings, not {text!r}")
+        raise BadArgument(
+            f"{ENVIRONMENT} must be a number of milliseconds, 0 for no warnings, not {text!r}",
+            param=ENVIRONMENT,
+        )
     return threshold_ms / 1000
 
 

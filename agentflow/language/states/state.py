@@ -212,7 +212,9 @@ class State:
         parts = value.parts if isinstance(value, Sequence_) else (value,)
         check_is_text(f"set({name!r})", parts)
         if not all(isinstance(part, str | Reference) for part in parts):
-            raise BadArgument(f"set({name!r}, {value!r}): the value must be text, which may hold variables")
+            raise BadArgument(
+                f"set({name!r}, {value!r}): the value must be text, which may hold variables", param="value"
+            )
         recorder = self._recorder()
         variable = recorder.set(name, [part for part in parts if isinstance(part, str | Reference)])
         recorder.submit()
@@ -300,7 +302,9 @@ class State:
         >>> s.hint(objective="throughput", output_tokens=64)
         """
         if objective not in (None, *get_args(Objective)):
-            raise BadArgument(f"hint: objective must be latency or throughput, not {objective!r}")
+            raise BadArgument(
+                f"hint: objective must be latency or throughput, not {objective!r}", param="objective"
+            )
         ops.check_hint(output_tokens, forks, deadline_s)
         recorder = self._recorder()
         recorder.put(ops.Hint(self._node.id, objective, output_tokens, forks, deadline_s, speculate))
@@ -359,7 +363,7 @@ class State:
         """
         self._node.check_appendable()
         if not is_whole(count, 1, math.inf):
-            raise BadArgument(f"fork({count!r}): say how many branches, 1 or more")
+            raise BadArgument(f"fork({count!r}): say how many branches, 1 or more", param="count")
         check_branches(count)
         if model is None or self._node.runs_on(model):
             return Branches(self, [State(node) for node in self._node.fork(count)])
@@ -391,7 +395,7 @@ class State:
         if not isinstance(branches, Branches) or branches.parent is not self:
             raise ForeignState("join: the branches are not of this state: give what its fork returned")
         if not isinstance(separator, str):
-            raise BadArgument(f"join: the separator must be a string, not {separator!r}")
+            raise BadArgument(f"join: the separator must be a string, not {separator!r}", param="separator")
         self._node.check_appendable()
         contents = [branch._node.transcript.own_content() for branch in branches]
         # Before the ends of the branches are declared. Each image ends a text op.
@@ -569,7 +573,8 @@ class Branches(AsyncOnly, list[State]):
         if isinstance(index, str | GenExpression | SelectExpression):
             raise BadArgument(
                 f"branches[{index!r}]: branches are a list: `await branches.gather({index!r})` gives the "
-                f"value of each, and branches[0][{index!r}] is a variable of the first"
+                f"value of each, and branches[0][{index!r}] is a variable of the first",
+                param="index",
             )
         found = super().__getitem__(index)
         if isinstance(found, State):
@@ -619,7 +624,7 @@ class Branches(AsyncOnly, list[State]):
         >>> s += af.user("Two judges wrote:", *branches.variables("judgment"))
         """
         if not isinstance(name, str | GenExpression | SelectExpression):
-            raise BadArgument(f"variables({name!r}): give the variables' name")
+            raise BadArgument(f"variables({name!r}): give the variables' name", param="name")
         return [branch[name] for branch in self]
 
     @overload

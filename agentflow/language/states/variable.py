@@ -192,7 +192,9 @@ class Reference(Expression, Generic[ValueT_co]):
         state.link.check_alive()
         state.link.check_runs()
         if not callable(function) or inspect.iscoroutinefunction(function):
-            raise BadArgument(f"map: give a function (not an async one) of the value, not {function!r}")
+            raise BadArgument(
+                f"map: give a function (not an async one) of the value, not {function!r}", param="function"
+            )
         if not state.is_open:
             raise StateClosed(f"the state of {self._label} has ended: map it before its run ends")
         state.link.needs_values(f"{self._label} is mapped by a Python function")
@@ -614,7 +616,9 @@ class Variable(Reference[ValueT_co]):
         'Plants turn light into sugar.'
         """
         if objective not in (None, *get_args(ops.Objective)):
-            raise BadArgument(f"get: objective must be latency or throughput, not {objective!r}")
+            raise BadArgument(
+                f"get: objective must be latency or throughput, not {objective!r}", param="objective"
+            )
         ops.check_want(ttft_s, tpot_s)
         node, link = self._node, self._node.state.link
         if not node.is_done and not link.is_tracing:

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, get_ar
 import jiter
 import msgspec
 
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, error_param
 from agentflow.language.failures.mistakes import defined_at
 from agentflow.protocol.record import Record
 from agentflow.protocol.schemas.decimals import MOST_DIGITS, Endpoint, decimal_pattern
@@ -91,10 +91,10 @@ def typed_json(kind: Any, where: str) -> TypedJson:
     """Like ``json_type``, with keywords in the schema that a grammar cannot enforce."""
     shown = shown_type(kind)
     if isinstance(kind, str):
-        raise BadArgument(f"{where}: give the type itself, not the string {kind!r:.80}", param="schema")
+        raise BadArgument(f"{where}: give the type itself, not the string {kind!r:.80}")
     if _is_instance(kind):
         name = type(kind).__name__
-        raise BadArgument(f"{where}: give the type {name}, not an instance of it", param="schema")
+        raise BadArgument(f"{where}: give the type {name}, not an instance of it")
     try:
         libraries = find_libraries(kind)
         if {"msgspec", "pydantic"} <= libraries:
@@ -104,9 +104,7 @@ def typed_json(kind: Any, where: str) -> TypedJson:
         return _of_pydantic(kind) if "pydantic" in libraries else _of_either(kind)
     except Exception as error:  # an annotation may be undefined, and pydantic has errors of many types
         why = _shown_error(error)
-        raise BadArgument(
-            f"{where}: {shown} cannot be expressed as JSON: {why}{_INSTEAD}", param="schema"
-        ) from None
+        raise BadArgument(f"{where}: {shown} cannot be expressed as JSON: {why}{_INSTEAD}") from None
 
 
 def parameters_type(name: str, function: Callable[..., Any]) -> tuple[JsonSchema, ReadJson]:
@@ -139,7 +137,8 @@ def parameters_type(name: str, function: Callable[..., Any]) -> tuple[JsonSchema
                 defaults[parameter.name] = functools.partial(default.get_default, call_default_factory=True)
         elif default is not parameter.empty:
             defaults[parameter.name] = functools.partial(_same, default)
-        schema, readers[parameter.name] = json_type(kind, where)
+        with error_param("tools"):
+            schema, readers[parameter.name] = json_type(kind, where)
         members[parameter.name] = with_definitions(parameter.name, schema, definitions)
     found: JsonSchema = {"type": "object", "properties": members, "additionalProperties": False}
     found["required"] = [member for member in members if member not in defaults]

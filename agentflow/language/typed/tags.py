@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, error_param
 from agentflow.language.typed.json_form import JsonRecord, as_plain
 from agentflow.language.typed.values import (
     ValueType,
@@ -63,12 +63,12 @@ class Tag:
         self._type = value_type(schema=schema, regex=regex, grammar=grammar)
         constraint = self._type.constraint
         if constraint is None:
-            raise BadArgument(f"Tag({begin!r}): give a schema, a regex or a grammar")
+            raise BadArgument(f"Tag({begin!r}): give a schema, a regex or a grammar", param="schema")
         assert constraint.kind == "schema" or constraint.kind == "regex" or constraint.kind == "grammar"
         self._rule = TagRule(begin, constraint.kind, with_lengths(constraint), end)
         self._rule.check()
         if not end:
-            raise BadArgument(f"Tag({begin!r}): end must not be empty, because it ends the tag")
+            raise BadArgument(f"Tag({begin!r}): end must not be empty, because it ends the tag", param="end")
 
     def __repr__(self) -> str:
         return f"<Tag {self.begin!r} … {self.end!r}: {self._type.shown}>"
@@ -107,8 +107,9 @@ def tagged_type(tags: Sequence[Tag]) -> ValueType:
         raise BadArgument(f"gen: tags must be a list of af.Tag, not {tags!r}", param="tags")
     rules = tuple([tag._rule for tag in tags])
     source = msgspec.json.encode(rules).decode()
-
-    return ValueType("text with tags", Constraint("tags", source).check(), partial(_read_tags, tags, rules))
+    with error_param("tags"):
+        constraint = Constraint("tags", source).check()
+    return ValueType("text with tags", constraint, partial(_read_tags, tags, rules))
 
 
 def _read_tags(tags: Sequence[Tag], rules: tuple[TagRule, ...], text: str) -> list[str | Tagged]:

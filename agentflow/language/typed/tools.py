@@ -56,12 +56,16 @@ class ToolCall(JsonRecord):
 
     def __post_init__(self) -> None:
         if not isinstance(self.arguments, dict):
-            raise BadArgument(f"ToolCall: the arguments must be a dict, not {self.arguments!r}")
+            raise BadArgument(
+                f"ToolCall: the arguments must be a dict, not {self.arguments!r}", param="arguments"
+            )
         if not self.text and not self.fault:  # a truncated call may have no text
             try:
                 object.__setattr__(self, "text", json_text(self.arguments))
             except ValueError as error:
-                raise BadArgument(f"ToolCall: the arguments are not JSON: {error}") from None
+                raise BadArgument(
+                    f"ToolCall: the arguments are not JSON: {error}", param="arguments"
+                ) from None
 
     @classmethod
     def _shown_fields(cls) -> tuple[str, ...]:
@@ -190,7 +194,7 @@ def check_timeout(where: str, timeout_s: float | None, param: str = "timeout_s")
 def check_max_calls(where: str, max_calls: int | None) -> None:
     """``BadArgument`` unless it is None or a number of calls."""
     if max_calls is not None and not is_whole(max_calls, 0, math.inf):
-        raise BadArgument(f"{where}: max_calls must be a whole number, not {max_calls!r}")
+        raise BadArgument(f"{where}: max_calls must be a whole number, not {max_calls!r}", param="max_calls")
 
 
 def describe_tool(tool: Tool) -> ToolSpec:
@@ -210,11 +214,12 @@ class Toolbox:
             if described.name in self._tools:
                 raise BadArgument(
                     f"two tools have the name {described.name!r}: rename one with af.tool(tool, name=…), or "
-                    "those of a server with af.mcp(…, prefix=…)"
+                    "those of a server with af.mcp(…, prefix=…)",
+                    param="tools",
                 )
             self._tools[described.name] = described
         if not self._tools:
-            raise BadArgument("tools: there must be at least one")
+            raise BadArgument("tools: there must be at least one", param="tools")
 
     def __iter__(self) -> Iterator[DescribedTool]:
         return iter(self._tools.values())

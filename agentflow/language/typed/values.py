@@ -87,7 +87,9 @@ def refuse_several(given: Mapping[str, Any], where: str = "gen") -> None:
     """``BadArgument`` if more than one of these is given."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise BadArgument(f"{where}: {' and '.join(names)} exclude each other: give one of them")
+        raise BadArgument(
+            f"{where}: {' and '.join(names)} exclude each other: give one of them", param=names[-1]
+        )
 
 
 def _of_regex(regex: str) -> ValueType:
