@@ -96,7 +96,10 @@ export class DeadlineExceeded extends LimitExceeded {
   static override readonly code: string = "deadline_exceeded";
 }
 
-/** The session or the state used up its output tokens. */
+/**
+ * The session or the state used up its output tokens, or the session its `max_cost`. `param`: the name
+ * of the limit, `output_tokens` or `max_cost`.
+ */
 export class BudgetExceeded extends LimitExceeded {
   static override readonly code: string = "budget_exceeded";
 }
