@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
+from support.faults import has_param
 from support.observed_backends import settle
 from support.programs import echo
 
@@ -60,12 +61,12 @@ async def test_answers_end_at_stops_and_max_tokens(options, text, reason):
 
 @pytest.mark.parametrize("options", [{"logprobs": True}, {"top_logprobs": 3}])
 async def test_log_probabilities_are_refused(options):
-    with pytest.raises(af.errors.NotSupported, match="log-probabilities"):
+    with pytest.raises(af.errors.NotSupported, check=has_param("logprobs")):
         await cut(**options)
 
 
 async def test_a_regex_that_matches_nothing_is_refused():
-    with pytest.raises(af.errors.BadArgument, match="empty"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("stop_regex")):
         await cut(stop_regex="a*")
 
 
@@ -225,12 +226,12 @@ async def test_f37_a_script_that_raises_is_a_mismatch():
 
 @pytest.mark.parametrize("script", [None, {"yes"}, 3])
 def test_f37_a_script_of_another_type_is_rejected(script):
-    with pytest.raises(af.errors.BadArgument, match=r"Scripted: .* is no script: give a dict"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("script")):
         af.Scripted(script)
 
 
 def test_f37_a_class_is_no_backend():
-    with pytest.raises(af.errors.BadArgument, match=r"Scripted'> is not a backend, such as"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("backend")):
         af.session(backend=af.Scripted)
 
 

@@ -14,6 +14,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from hypothesis import given
 from hypothesis import strategies as st
+from support.faults import has_param
 from support.observed_backends import Stepped, settle
 from support.programs import words
 from support.session_peer import HANG, HangingGenerator, gen
@@ -381,7 +382,7 @@ async def test_f37_tokens_of_one_model_leave_fewer_to_states_of_another(
         s += af.user("Hello") + af.gen("x")
         assert len((await s["x"]).split()) == 2
         branch += af.user("Hello") + af.gen("x")
-        with pytest.raises(BudgetExceeded, match="the limit of output tokens"):  # the rest is no limit
+        with pytest.raises(BudgetExceeded, check=has_param("output_tokens")):  # the rest is no limit
             await branch["x"]
 
 
