@@ -14,6 +14,7 @@ import pytest
 from pydantic import AfterValidator
 from rich.console import Console
 from support.fake_engine import FakeEngine
+from support.faults import has_param
 from support.observed_backends import Observed, Stepped, settle
 from support.session_peer import HANG
 from support.shallow_stack import LONG_CHAIN, shallow_stack
@@ -172,7 +173,7 @@ async def test_an_op_that_cannot_be_recorded_is_not_run(path):
 
 async def test_a_file_that_cannot_be_written_is_rejected_before_the_backend_connects(tmp_path):
     backend = Observed(af.Scripted(answer))
-    with pytest.raises(af.errors.BadArgument, match=r"cannot record to .*nowhere"):
+    with pytest.raises(af.errors.BadArgument, check=has_param("record")):
         async with af.session(backend=backend, record=tmp_path / "nowhere" / "run.jsonl"):
             pass
     assert not hasattr(backend, "lose")
