@@ -175,7 +175,7 @@ async def test_limits_over_the_wire(server):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as slow:
         s.limit(output_tokens=2)
         s += "w#5" + af.gen("x")
-        with pytest.raises(af.BudgetExceeded, match="output tokens"):
+        with pytest.raises(af.BudgetExceeded, check=has_param("output_tokens")):
             await s["x"]
         slow += f"a {HANG}" + af.gen("x")
         slow.limit(deadline_s=SOON_S)
