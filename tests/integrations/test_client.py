@@ -107,7 +107,7 @@ def test_the_cause_of_a_failure_is_raised_as_itself(connection):
         list(connection.stream(call))
     for n in (1, 2):
         broken = ModelCall(ASKED, af.gen("answer", logprobs=True), n=n)
-        with pytest.raises(af.errors.NotSupported, match="no log-probabilities"):
+        with pytest.raises(af.errors.NotSupported, check=has_param("logprobs")):
             list(connection.stream(broken))
 
 
