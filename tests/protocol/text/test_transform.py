@@ -191,20 +191,16 @@ async def test_an_invalid_pattern_is_rejected(pattern):
             s["x"].regex(pattern)
 
 
-NO_PATTERNS = [
-    ("(" * 450 + ")" * 450, "nested too deeply"),
-    ("(", "is not a regular"),
-    ("", "a pattern must be a string"),
-]
+NO_PATTERNS = ["(" * 450 + ")" * 450, "(", ""]
 
 
-@pytest.mark.parametrize(("pattern", "message"), NO_PATTERNS)
-async def test_an_invalid_pattern_over_the_wire_fails_its_state(server, pattern, message):
+@pytest.mark.parametrize("pattern", NO_PATTERNS)
+async def test_an_invalid_pattern_over_the_wire_fails_its_state(server, pattern):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
         variable = s.set("x", "text")
         flow._link._connection.send([ops.Text(s.id, (ops.Ref(variable.id, (Transform("regex", pattern),)),))])
         s += "more"
-        with pytest.raises(af.errors.BadArgument, match=message):
+        with pytest.raises(af.errors.BadArgument, check=has_param("pattern")):
             await s
         other += variable
         assert await other.text() == "text"
