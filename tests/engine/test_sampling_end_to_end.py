@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from anyio.from_thread import start_blocking_portal
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
+from support.faults import has_param
 from support.logit_runner import alone_by_logits, logit_engine, logit_runner, logits_after
 from support.plain_engine import End
 from support.plain_model import PLAIN_IDS
@@ -178,7 +179,7 @@ async def test_a_hostile_regex_fails_its_own_gen_only(backend: Backend) -> None:
         long = {"max_tokens": 200, "ignore_eos": True}
         s += PROMPT + af.gen("x", **long, stop_regex=r"(?:(?:.|\s)+)+[éü]")
         other += PROMPT + af.gen("y", **long)
-        with pytest.raises(af.errors.RequestRefused, match="stop_regex"):
+        with pytest.raises(af.errors.RequestRefused, check=has_param("stop_regex")):
             await s["x"]
         assert await other["y"] == expected(**long).text
 
@@ -186,9 +187,9 @@ async def test_a_hostile_regex_fails_its_own_gen_only(backend: Backend) -> None:
 async def test_parameters_that_the_model_cannot_apply_are_rejected(backend: Backend) -> None:
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += PROMPT + af.gen("x", logit_bias={10**6: 1})
-        with pytest.raises(af.errors.BadArgument, match=r"logit_bias.*\b1000000\b"):
+        with pytest.raises(af.errors.BadArgument, match=r"\b1000000\b", check=has_param("logit_bias")):
             await s["x"]
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += PROMPT + af.gen("x", stop_regex="a*")
-        with pytest.raises(af.errors.BadArgument, match="stop_regex"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("stop_regex")):
             await s["x"]

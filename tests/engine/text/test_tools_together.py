@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.faults import has_param
 
 from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
@@ -168,7 +169,7 @@ def test_f37_relaxed_keywords_have_the_paths_and_names_of_their_tool() -> None:
     relaxed = [(one.name, one.path) for one in compiled(*tools).relaxed]
     assert sorted(relaxed) == [("fs", ("$defs", "a b", "not")), ("fs.a", ("$defs", "a b", "not"))]
     missing = {"type": "object", "properties": {"x": {"$ref": "#/$defs/Missing"}}}
-    with pytest.raises(BadArgument, match=r"x\.\$ref refers to '#/\$defs/Missing', which is not in"):
+    with pytest.raises(BadArgument, match="Missing", check=has_param("tools[0].properties.x.$ref")):
         compiled(ToolSpec("fs", "", missing))
     assert [one.path for one in compiled(ToolSpec("fs", "", missing, strict=False)).relaxed] == [
         ("properties", "x", "$ref")
