@@ -151,7 +151,7 @@ def test_f37_unknown_members_that_are_null_are_left_out(body, data):
     assert decoded(text.encode(), Asked) == expected
     if turns:
         turns[-1] |= {"new": 0}
-        with pytest.raises(ApiError, match=r"'turns.*new' is unknown"):
+        with pytest.raises(ApiError, check=lambda error: error.param == f"turns[{len(turns) - 1}].new"):
             decoded(written(with_nulls | {"turns": turns}, str).encode(), Asked)
 
 
