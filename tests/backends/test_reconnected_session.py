@@ -99,7 +99,7 @@ async def test_f18b_a_map_with_retries_finishes_over_restarts(
 
 
 class Impatient(Remote):
-    """Its runs wait for a server for a fifth of a second, and it waits for the server's answer as usual."""
+    """A backend whose runs wait for a server for a fifth of a second; it waits as usual for an answer."""
 
     async def open(self, resume: Resume | None) -> tuple[WebSocket, Welcome]:
         self.open_timeout_s = 10.0

@@ -96,7 +96,7 @@ class Fault(Exception):
     """Raised in place of a step of one request."""
 
 
-# Of each place that works on one request: its owner, its name, and the request in its arguments.
+# For each place that works on one request: its owner, its name, and the request in its arguments.
 PLACES: list[tuple[object, str, Callable[..., Request]]] = [
     (request_module, "_targets", lambda request, num_tokens: request),
     (Scheduler, "_fits", lambda self, request, *rest: request),

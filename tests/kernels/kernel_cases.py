@@ -413,7 +413,7 @@ def computed_exactly(case: Case, rows: Rows | None) -> Exact:
         is_seen = torch.arange(len(slots)) < torch.tensor(lens)[:, None, None]
         scores = SCALE * torch.einsum("rhd,shd->rhs", q, kv[:, 0])
         sizes = SCALE * torch.einsum("rhd,shd->rhs", q.abs(), kv[:, 0].abs())
-        # Of a score: its sum, and the roundings of products with it and of its distance from the maximum.
+        # Errors of a score: in its sum, its rounded products, and its distance from the maximum.
         largest = sizes.where(is_seen, 0).amax(-1, keepdim=True)
         score_errors = gamma(q.shape[2]) * sizes + 4 * FLOAT32_UNIT * largest
         errors = score_errors + EXP_ERROR[case.q.dtype] + narrow

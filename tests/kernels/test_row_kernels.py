@@ -313,7 +313,7 @@ class _Narrowed(TorchDispatchMode):
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_on_a_gpu_no_step_towards_logits_is_rounded(has_bias: bool) -> None:
-    """As far as can be seen without one: on tensors that have a device and no numbers."""
+    """Checked without a GPU, on tensors that have a device and no numbers."""
     with FakeTensorMode():
         x, weight = (torch.empty(n, 40, dtype=torch.bfloat16, device="cuda") for n in (3, 500))
         bias = torch.empty(500, dtype=torch.bfloat16, device="cuda") if has_bias else None
@@ -357,7 +357,7 @@ def test_low_rank_changes_of_some_rows(
 def test_products_are_added_in_place(
     kernels: Kernels, dtype: torch.dtype, num_rows: int, num_in: int
 ) -> None:
-    """Of rows in a larger tensor, with and without the width that the native products read directly."""
+    """The rows are in a larger tensor, with and without the width that the native products read directly."""
     x, weight = random(num_rows + 2, num_in, seed=0, dtype=dtype), random(72, num_in, seed=1, dtype=dtype)
     before, bias = random(num_rows + 2, 72, seed=2, dtype=dtype), random(72, seed=3, dtype=dtype)
     expected, hidden = before.clone(), before.clone()

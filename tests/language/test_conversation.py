@@ -296,7 +296,7 @@ async def test_branches_of_a_conversation_end_their_replies_themselves():
 
 
 async def test_a_reply_is_streamed_as_text_and_as_partial_replies():
-    """Its prose by iteration; with its calls by ``partials``; both from the start, whenever one reads."""
+    """Iteration gives its prose, ``partials`` prose and calls; both from the start, for late readers too."""
     call = af.ToolCall("weather", {"city": "Oslo", "days": 1}, "call_1")
     reply = af.Reply("It is cold, so take a coat.", (call,))
     async with af.session(backend=Unbatched(af.Scripted([reply]))) as flow, flow.state() as s:

@@ -219,7 +219,7 @@ def test_a_role_holds_its_parts(role):
 
 
 def test_f37_a_set_is_sorted():
-    """Its own order is another one in each process, so a recording would not fit."""
+    """A set's order differs between processes, so a recording would not fit."""
     words = {f"word {number:02}" for number in range(20)}
     assert list(af.select("x", words).choices) == sorted(words)
     assert list(af.gen("x", stop=words).params.stop) == sorted(words)

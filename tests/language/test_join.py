@@ -146,7 +146,7 @@ async def test_a_failed_branch_fails_the_join_with_its_cause(coupled):
 
 @pytest.mark.parametrize("coupled", [True, False])
 async def test_a_branch_that_failed_outside_its_text_fails_the_join(coupled):
-    """By a variable that is not part of its text."""
+    """A variable that is not part of its text makes it fail."""
     backend = af.Scripted(echo)
     async with af.session(backend=backend) as flow, flow.state() as s:
         branches = s.fork(2)

@@ -292,7 +292,7 @@ def order(
     schema: str = "plain",
     price: int = Field(3, ge=1),
 ) -> None:
-    """Its parameter names are attributes of pydantic's models too."""
+    """The function's parameter names are attributes of pydantic's models too."""
 
 
 def test_parameters_of_a_tool_keep_their_constraints() -> None:

@@ -190,7 +190,7 @@ async def test_f17a_by_default_as_many_run_at_once_as_the_backend_batches(batch_
 
 
 async def test_f17c_programs_that_have_begun_go_before_others_in_an_engine() -> None:
-    """However many a map begins. In turn, all of them would end at the end of the map."""
+    """For any concurrency of a map. In turn, all of them would end at the end of the map."""
     num_inputs, num_gens = 32, 4
     ended: list[str] = []
 

@@ -57,7 +57,7 @@ def test_variables_are_found_between_any_texts(pieces):
 @pytest.mark.parametrize("around", ["", "x", "⟦ ", " ⟧"])
 @pytest.mark.parametrize("change", [str, str.upper])
 def test_f20a_a_truncated_marker_is_rejected(around, change):
-    """Wherever it is cut once. If it is cut twice, fifteen digits of a half of the nonce must be left."""
+    """For any single cut. If it is cut twice, fifteen digits of a half of the nonce must be left."""
     first, last = MARKER.index(":") + 1, MARKER.rindex(":") - 16
     for start in range(len(MARKER)):
         for end in range(start + 1, len(MARKER) + 1):

@@ -402,7 +402,7 @@ async def test_inputs_of_a_graph_must_be_texts_or_a_dict(inputs):
     ],
 )
 async def test_a_variable_in_a_text_that_is_sent_literally_is_rejected(use):
-    """Its marker would reach the model as text."""
+    """The variable's marker would reach the model as text."""
     observed = Observed(af.Scripted(lambda _: "a"))
     async with af.session(backend=observed) as flow, flow.state() as s, flow.state() as t:
         s += af.gen("x")

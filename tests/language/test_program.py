@@ -87,7 +87,7 @@ async def test_an_unawaited_failure_is_raised_by_the_run(where, backend):
         if where == "text":  # the program caught the failure that the other one follows from
             assert await flow.run(careless) == "done"
             return
-        # Of a group, the branch or the parent, whichever fails first.
+        # In a group, the branch or the parent that fails first.
         kinds = (af.errors.EngineFailed, af.errors.RunFailed) if where == "group" else af.errors.EngineFailed
         with pytest.raises(kinds, match="cannot answer !"):
             await flow.run(careless)

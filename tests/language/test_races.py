@@ -137,7 +137,7 @@ async def test_a_failed_branch_ends_the_waits_for_its_siblings_with_its_own_erro
 
 
 async def test_a_scope_that_is_cancelled_ends_the_wait_for_a_cancelled_branch():
-    """Whichever comes first in the same turn of the event loop."""
+    """In any order within one turn of the event loop."""
     async with af.session(backend=Stepped(lengths)) as flow, flow.state() as s:
         s += af.gen("x")
         s.cancel()

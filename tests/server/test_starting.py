@@ -113,7 +113,7 @@ async def starting(opening: HeldOpening, **options: Any) -> AsyncIterator[Starti
         may_end.set()
 
 
-# Its answers
+# Answers while the server starts
 
 
 @pytest.mark.anyio

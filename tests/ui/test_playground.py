@@ -360,7 +360,7 @@ def number_of(text: str) -> int:
 
 
 def test_f43b_tokens_are_counted_while_branches_stream(stage: Stage, visit: Visit) -> None:
-    """By an estimate, until the server has reported them; of cancelled texts, it stays."""
+    """The page shows an estimate until the server has reported them; for cancelled texts, it stays."""
     screen = visit(stage.url)
     run_judge(screen)
     stage.wait_running(4)

@@ -247,7 +247,7 @@ def test_many_members_are_for_a_parser(required):
 
 @pytest.mark.parametrize("required", [[], ["0"], ["19"]])
 def test_f39a_optional_members_stay_a_small_dfa(required):
-    """Whichever members are written before, the rest of the object is the same."""
+    """The rest of the object is the same after any members."""
     properties = {str(n): {"type": "boolean"} for n in range(20)}
     dfa = machine({"type": "object", "properties": properties, "required": required})
     assert dfa.num_states < 30 * len(properties)

@@ -237,7 +237,7 @@ def random_adapter(rank: int) -> Adapter:
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # padding rows have any values
 def test_f42r_graphs_of_steps_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of other rows, and of more adapters, than when a graph was captured; and steps without adapters between
+    """Steps have other rows, and more adapters, than the captured graph; steps without adapters are between
     them."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     torch.manual_seed(0)

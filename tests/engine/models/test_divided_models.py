@@ -162,7 +162,7 @@ def test_all_results_of_sampling_are_the_same(peer: Peer, tmp_path: Path) -> Non
 @pytest.mark.parametrize("collective", ["shared", "gloo"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_and_gathers(collective: str, dtype: str, peer: Peer) -> None:
-    """Of no, few and more values than a slot of the shared memory has."""
+    """Sums and gathers of no, few and more values than a slot of the shared memory has."""
     ranks, slot = peer.ranks[collective], SLOT_BYTES // getattr(torch, dtype).itemsize
     for count, num_rows, widths in ((1, 1, [1, 2]), (17, 3, [7, 5]), (slot + 33, 5000, [311, 309])):
         peer.send(f"add:{json.dumps([collective, count, dtype, num_rows, widths])}".encode())

@@ -382,7 +382,7 @@ def test_gpt_neox_as_older_releases_wrote_it(head: str, tmp_path: Path) -> None:
 
 
 def test_a_model_for_images_in_the_names_of_another_release(tmp_path: Path) -> None:
-    """Its config leaves out defaults."""
+    """The model's config leaves out defaults."""
     model = saved_model("gemma3_images", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["text_config"]["hidden_activation"], config["text_config"]["rms_norm_eps"]

@@ -188,7 +188,7 @@ def test_a_cut_among_many_tokens_falls_where_sorting_puts_it(
 def test_all_kernels_choose_the_same_token(
     rows: list[Row], vocab_size: int, spread: float, seed: int, has_ties: bool
 ) -> None:
-    """From any logits, because sums of integer weights are exact in any order."""
+    """The draws are equal for any logits, because sums of integer weights are exact in any order."""
     logits = random_logits(len(rows), vocab_size, seed, spread)
     if has_ties:
         logits = logits.bfloat16().float()

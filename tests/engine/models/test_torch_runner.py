@@ -196,7 +196,7 @@ def test_targets_get_the_log_probabilities_of_transformers(
 def test_edits_and_likeliest_tokens_are_those_of_their_rows(
     driver: Driver, long_text: tuple[list[int], torch.Tensor]
 ) -> None:
-    """Of 264 rows, in more than one part: one early and one late row may not take their likeliest token,
+    """A batch of 264 rows, in several parts: one early and one late row may not take their likeliest token,
     and two others report them."""
     tokens, exact = long_text
     best = exact.topk(3, dim=-1)

@@ -281,7 +281,7 @@ def test_memory_counts_the_tower(case: Case) -> None:
 
 
 def test_a_tower_stays_dense_beside_quantised_text(case: Case) -> None:
-    """As ``memory_need`` counts it."""
+    """``memory_need`` counts a dense tower."""
     media = case.runner.media
     assert media is not None
     dense, int8 = (memory_need("", case.folder, "bfloat16", None, quantize) for quantize in (None, "int8"))

@@ -81,7 +81,7 @@ def test_f10d_a_request_that_is_sent_again_has_the_time_that_is_left():
 
 
 def test_the_time_to_the_first_token_goes_on_when_a_request_is_sent_again():
-    """From when the request came, or from when its reader asked for another time."""
+    """The time counts from the request's arrival, or from the time that its reader gave instead."""
     now_s = 100.0
     journal = RequestJournal(lambda: now_s)
     journal.add(Submit(1, [1], None, origin=Origin(state=5, ttft_s=4.0)))

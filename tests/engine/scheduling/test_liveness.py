@@ -296,7 +296,7 @@ class Scheduled:
 
 
 def test_f37_the_tokens_of_a_preempted_request_are_needed_soon():
-    """However long its state took between requests before. Other states continue in ten seconds."""
+    """The pauses of its state before do not matter. Other states continue in ten seconds."""
     clock = Clock()
     scheduled = Scheduled(num_slots=64, max_context=64, max_running=3, clock=clock)
     scheduler = scheduled.scheduler
@@ -428,7 +428,7 @@ def test_a_state_is_expected_when_it_was_before_its_tokens_were_computed_ahead()
 
 
 def test_f37_the_tokens_that_states_need_next_are_counted_once_for_a_step_with_room() -> None:
-    """However many requests have just ended, and however many start."""
+    """The number of requests that end or start in the step does not matter."""
 
     def work(num: int) -> int:
         config = SchedulerConfig(max_running=2 * num, token_budget=200 * num)

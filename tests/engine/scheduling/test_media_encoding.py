@@ -381,7 +381,7 @@ def test_pictures_of_one_tenant_do_not_stretch_the_steps_of_others() -> None:
 def test_f37_the_work_of_a_step_does_not_grow_with_the_requests_that_wait_for_the_encoding_of_their_image(
     policy, is_shared, task_group
 ) -> None:
-    """However many of them wait, and whether their prompts begin with the same text or with the image. All
+    """For any number of waiting requests, whose prompts begin with the same text or with the image. All
     requests for text start."""
     num_lines = {}
     for num_waiting in (200, 1200):

@@ -140,7 +140,7 @@ def test_f37_rows_that_see_a_key_that_is_not_a_number_are_not_numbers(
     has_sinks: bool,
     data: Any,
 ) -> None:
-    """Wherever the key is in its block, and if nothing else of the block is seen. Other rows are numbers."""
+    """For any key in a block, and if nothing else of the block is seen. Other rows are numbers."""
     num = num_cached + num_new
     place = num - 1 if is_last else data.draw(st.integers(0, num - 1))
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": heads[2]}

@@ -148,7 +148,7 @@ VALUES = (math.nan, math.inf, -math.inf)
 def test_f37_a_row_that_is_not_finite_has_no_finite_products(
     kernels: NativeAt, block_type: str, value: float, num_rows: int
 ) -> None:
-    """Wherever the value is in its group, next to zeros or numbers. Other rows are the same to the bit."""
+    """For any value in a group, next to zeros or numbers. Other rows are the same to the bit."""
     weight = kernels.linear.pack_blocks([random_matrix(block_type, 40, seed=3)], None)
     x = torch.randn(num_rows, IN, generator=torch.Generator().manual_seed(3)).bfloat16()
     x[0] = 0

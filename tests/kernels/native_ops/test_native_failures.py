@@ -27,5 +27,5 @@ def test_the_kernels_work_on_after_the_system_refused_threads_and_memory(
 
 
 def test_f37_a_process_may_end_while_the_kernels_compute(child: subprocess.CompletedProcess[str]) -> None:
-    """Their memory is not destroyed at exit: an engine's thread may be in a forward pass."""
+    """The kernels' memory is not destroyed at exit: an engine's thread may be in a forward pass."""
     assert child.returncode == 0, child.stderr

@@ -375,7 +375,7 @@ def ending_early(model: ReasoningModel, answer: str) -> NextToken:
 async def test_f37_an_end_within_reasoning_keeps_the_limit_of_tokens(
     model: ReasoningModel, mode: str
 ) -> None:
-    """Wherever the limit is: before the mark that the engine appends, within it or behind it."""
+    """For any place of the limit: before the mark that the engine appends, within it or behind it."""
     text, call = "Hello.", CALL
     if model is CHANNEL_MODEL:
         text = "<|channel|>final<|message|>Hello."

@@ -203,7 +203,7 @@ def test_each_gpu_is_divided_among_its_models(folder: Path) -> None:
 
 
 def test_a_divided_model_takes_a_part_of_each_gpu(folder: Path) -> None:
-    """Its pool is as large as the GPU with the least memory for it allows."""
+    """The pool is as large as the GPU with the least memory for it allows."""
     models = {"a": options(folder, "cuda:0", tensor_parallel=2), "b": options(folder, "cuda:1")}
     free = FreeMemory(10**12, cuda_bytes=4 * 10**9, other_cuda_bytes={1: 4 * 10**9})
     sized = open_models_module._sized(models, dict.fromkeys(models, folder), 0.8, free)

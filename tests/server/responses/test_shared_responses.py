@@ -127,7 +127,7 @@ async def test_all_that_is_kept_is_found_by_another_front(redis: RedisServer) ->
             assert await reader.find_items(other, ["i1"]) == {}
         assert await reader.find_conversation("ann:x", "r1") is None
         assert await reader.find("ann:x", "c1") is None
-        # Of a shared history, a turn goes with the last response that has it.
+        # A turn of a shared history goes with the last response that has it.
         assert await reader.delete("ann:x", "r1")
         found = await writer.find("ann:x", "r2", to_continue=True)
         assert found is not None

@@ -192,7 +192,7 @@ async def test_f37_credit_whose_return_is_not_answered_is_returned_once() -> Non
 async def test_f37_a_front_that_ends_settles_each_call_once(
     monkeypatch: pytest.MonkeyPatch, highest: int, cost: int
 ) -> None:
-    """Its last exchange waits for one whose answer is still under way: a credit that is given back, or a debt
+    """The last exchange waits for one whose answer is still under way: a credit that is given back, or a debt
     that is paid."""
     monkeypatch.setattr(shared_limit, "SETTLE_S", 0)
     fronts, is_over = Fronts(), anyio.Event()

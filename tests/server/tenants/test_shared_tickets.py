@@ -47,7 +47,7 @@ async def test_tickets_of_a_tenant_are_limited_over_all_fronts(redis: RedisServe
 async def test_f37_a_ticket_is_valid_although_the_list_of_tickets_keeps_it(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its second call of the store fails, when the first one has used the ticket up."""
+    """The second call of the store fails, when the first one has used the ticket up."""
     async with shared_store(redis) as store:
         tickets = SharedTickets(store)
         issued = await tickets.issue(Tenant("ann"), "a")

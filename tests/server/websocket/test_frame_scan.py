@@ -147,6 +147,6 @@ async def test_a_converse_of_too_many_values_ends_its_session_alone() -> None:
 
 
 def test_no_frame_of_the_clients_small_ops_is_refused() -> None:
-    """However small: of any value but a list of numbers, a part takes two bytes at least."""
+    """For any size of ops: a part takes two bytes at least, except in a list of numbers."""
     assert FRAME_BOUNDS.parts >= USUAL_FRAME_BYTES // 2
     assert SMALL_FRAME_BYTES < USUAL_FRAME_BYTES < MAX_FRAME_BYTES

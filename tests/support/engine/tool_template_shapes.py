@@ -8,7 +8,7 @@ from support import small_tokenizers
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 
-# As of Qwen2.5 and Hermes: tools in the system turn, calls between marks, results in user turns.
+# Like Qwen2.5 and Hermes: tools in the system turn, calls between marks, results in user turns.
 HERMES = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages and messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
@@ -51,7 +51,7 @@ THINKING_HERMES = HERMES.replace(
     "{{- '<|im_start|>assistant' + ('\\n<think>\\n\\n</think>\\n' if loop.last else '') }}",
 )
 
-# As of Llama 3.1: a call is the whole turn, without any mark, and there is never more than one.
+# Like Llama 3.1: a call is the whole turn, without any mark, and there is never more than one.
 LLAMA = """{{- bos_token }}
 {%- set turns = messages[1:] if messages and messages[0].role == 'system' else messages %}
 {%- set system = messages[0].content if messages and messages[0].role == 'system' else '' %}
@@ -77,7 +77,7 @@ LLAMA = """{{- bos_token }}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
 
-# As of Mistral: the calls are one list behind a special token, and their ids have nine characters.
+# Like Mistral: the calls are one list behind a special token, and their ids have nine characters.
 MISTRAL = """{{- bos_token }}
 {%- set turns = messages[1:] if messages and messages[0].role == 'system' else messages %}
 {%- set system = messages[0].content + '\\n\\n' if messages and messages[0].role == 'system' else '' %}
@@ -115,7 +115,7 @@ MISTRAL_WITH_IDS = MISTRAL.replace(
     """{{- (call.function | tojson)[:-1] + ', "id": "' + call.id[-9:] + '"}' }}""",
 ).replace("length != 9", "length < 9")
 
-# As of other models with these marks: the arguments first, spaces here and there, results with their names.
+# Like other models with these marks: the arguments first, spaces here and there, results with their names.
 SPACED_HERMES = (
     HERMES.replace(
         '\'\\n<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \'',

@@ -129,7 +129,7 @@ def read_any_resolution(settings: Mapping[str, Any], images: Sequence[Image.Imag
     for image in images:
         pixels, arguments = bytes_and_numbers(processor, [image])
         arguments.pop("batch_num_images", None)
-        # As in transformers' processors of text and images.
+        # Like transformers' processors of text and images.
         kind = transformers.LlavaOnevisionProcessor if is_onevision else transformers.LlavaNextProcessor
         counting = SimpleNamespace(
             patch_size=8,

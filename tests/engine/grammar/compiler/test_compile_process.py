@@ -251,7 +251,7 @@ async def test_a_process_that_dies_at_each_start_is_retried_on_the_next_call(tmp
         failure = await refusal(compiler, "pid")
         assert type(failure) is EngineFailed
         assert str(failure) == "constraints cannot be compiled: their process was killed by SIGKILL"
-        # Of another size: within a second, Python tells a changed source from its bytecode by that.
+        # The size differs: within a second, Python tells a changed source from its bytecode by its size.
         module.write_text("# now it lives\nfrom support.compile_loaders import compile_constraint\n")
         assert await process_of(compiler) == compiler.pid
 

@@ -91,7 +91,7 @@ def takes_lark(lark: str, text: str) -> bool:
 
 
 def test_f37_a_grammar_without_recursion_is_no_work_for_a_parser() -> None:
-    """Its parser refused masks of large vocabularies: each token that a rule reads counts."""
+    """llguidance's parser refused masks of large vocabularies: each token that a rule reads counts."""
     words = """root ::= (word "s" | word "ed") (" " word)*\nword ::= [a-z]+"""
     lines = 'root ::= line\nline ::= [a-z]+ "\\n" line?'
     forms = [compile_constraint(Constraint("grammar", source)).form for source in (words, lines)]

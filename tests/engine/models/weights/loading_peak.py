@@ -23,7 +23,7 @@ M_MMAP_THRESHOLD = -3
 
 
 def memory_bytes(name: str) -> int:
-    """Of this process, from Linux: VmRSS is the resident memory, VmHWM its peak since the reset."""
+    """Memory of this process, from Linux: VmRSS is the resident memory, VmHWM its peak since the reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 

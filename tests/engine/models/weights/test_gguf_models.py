@@ -94,7 +94,7 @@ def logprobs(
     num_tokens: int = 120,
     device: str = "cpu",
 ) -> tuple[NDArray[np.float32], TorchRunner]:
-    """Of random tokens after each of a random text."""
+    """The log-probabilities of random tokens after each token of a random text."""
     runner = TorchRunner(path, num_slots=200, device=device, dtype=dtype, quantize=quantize)
     tokens = np.random.default_rng(1).integers(10, 320, num_tokens)
     driver = Driver(runner)

@@ -20,7 +20,7 @@ from agentflow.engine.store.gguf.names import find_mmproj
 
 NAMES = ("idefics3", "llava", "llava_next", "gemma3", "qwen2_5_vl", "qwen3_vl")
 SIZES = [(130, 191), (300, 40)]
-# As llama.cpp assumes it, because files cannot contain it.
+# llama.cpp's assumption, because files cannot contain it.
 GEMMA_TEXT = {"query_pre_attn_scalar": 16, "layer_types": None, "_sliding_window_pattern": 6}
 
 

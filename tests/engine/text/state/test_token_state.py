@@ -63,7 +63,7 @@ def test_text_in_one_go_or_in_many(name: str, script: Script) -> None:
 @pytest.mark.parametrize("name", ["chatml", "headers_and_trim", "thinking", "plain"])
 @given(script=scripts(with_ids=True))
 def test_no_content_opens_a_turn(name: str, script: Script) -> None:
-    """As many special tokens as in the same conversation with harmless words."""
+    """A conversation with harmless words has equally many special tokens."""
     state = state_of(name)
     replay(state, script)
     harmless = state_of(name)

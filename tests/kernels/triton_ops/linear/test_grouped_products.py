@@ -179,7 +179,7 @@ def mixture_cases(draw: st.DrawFn) -> MixtureCase:
 @examples(60)
 @given(mixture_cases())
 def test_f42r_mixtures_equal_float64(case: MixtureCase) -> None:
-    """By the reference and in groups; rows of padding have any result, and read no expert."""
+    """The reference and the grouped kernel; rows of padding have any result, and read no expert."""
     rows = case.is_row
     if not rows.any():
         return
