@@ -297,7 +297,7 @@ def offer(tools: Sequence[Tool | ToolSpec], choice: str | ToolChoice, *, paralle
     given = make_tuple(tools, where, "tools", "functions or schemas")
     with error_param("tools"):
         specs = tuple([tool if isinstance(tool, ToolSpec) else describe_tool(tool) for tool in given])
-    MARKERS.reject([str(spec) for spec in specs], f"{where}: a tool")
+    MARKERS.reject([str(spec) for spec in specs], f"{where}: a tool", "tools")
     if not isinstance(choice, ToolChoice):
         choice = ToolChoice(choice) if choice in _MODES else ToolChoice("required", choice)  # type: ignore[arg-type]
         choice = msgspec.structs.replace(choice, parallel=parallel)

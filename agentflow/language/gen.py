@@ -326,7 +326,7 @@ def check_variable_name(name: str, what: str) -> None:
             f'{what} needs a name for its variable, such as "answer", not {name!r}', param="name"
         )
     if not name.isidentifier():  # a marker has brackets
-        MARKERS.reject([name], f"{what}: its name")
+        MARKERS.reject([name], f"{what}: its name", "name")
 
 
 def _find_type(kinds: Mapping[str, Any]) -> ValueType:

@@ -112,11 +112,13 @@ class Markers:
         """Whether the text holds a marker, a damaged one, or a repr."""
         return self._num_marked > 0 and self._has_remains(text)
 
-    def reject(self, texts: Iterable[object], where: str) -> None:
-        """``BadArgument`` if one of these texts, which are sent unchanged, holds a marker."""
+    def reject(self, texts: Iterable[object], where: str, param: str | None = None) -> None:
+        """``BadArgument`` if one of these texts, which are sent unchanged, holds a marker. ``param``: the
+        argument that they come from."""
         if any(isinstance(text, str) and self._has_remains(text) for text in texts):
             raise BadArgument(
-                f"{where} cannot hold a variable that is passed on by reference: await it and use its value"
+                f"{where} cannot hold a variable that is passed on by reference: await it and use its value",
+                param=param,
             )
 
     async def resolved(self, value: Any, text_of: Callable[[Any], Awaitable[str]]) -> Any:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from pydantic import BaseModel
 from support.fake_engine import FakeEngine
+from support.faults import has_param
 from support.observed_backends import Unbatched
 
 import agentflow as af
@@ -120,32 +121,31 @@ def test_the_tool_choice_is_a_mode_or_a_tools_name(choice, expected):
 
 
 @pytest.mark.parametrize(
-    ("messages", "why"),
+    ("messages", "shown"),
     [
-        (7, "messages must be a list of messages, not 7"),
-        ("\ud83d", "messages must be a list of messages"),
-        ("hello", "messages must be a list of messages, not 'hello'"),
-        ({"role": "user", "content": "a"}, "messages must be a list of messages, not {'content'"),
-        ([7], "conversation: 7 is not a message: Expected `object`, got `int`"),
-        ([None], "is not a message"),
-        (["\ud83d"], "is not a message"),
-        ([{"\ud83d": 1}], "is not a message"),
-        ([{"content": "x"}], "is not a message: Object missing required field `role`"),
-        ([{"role": "user", "content": ["x"]}], "is not a message: Expected `object`, got `str`"),
+        (7, None),
+        ("\ud83d", None),
+        ("hello", None),
+        ({"role": "user", "content": "a"}, None),
+        ([7], None),
+        ([None], None),
+        (["\ud83d"], None),
+        ([{"\ud83d": 1}], None),
+        ([{"content": "x"}], "`role`"),
+        ([{"role": "user", "content": ["x"]}], None),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "missing required field `url`",
+            "`url`",
         ),
-        ([{"role": "user", "text": "x"}], "is not a message: Object contains unknown field `text`"),
-        ([{"role": "judge", "content": "x"}], "unknown role 'judge' (known: system, user, assi"),
-        ([af.Message("judge", "x")], "unknown role 'judge'"),
-        ([{"role": "user", "tool_calls": [CALLED]}], "a user message cannot have tool calls"),
+        ([{"role": "user", "text": "x"}], "`text`"),
+        ([{"role": "judge", "content": "x"}], "'judge'.*system, user, assi"),
+        ([af.Message("judge", "x")], "'judge'"),
+        ([{"role": "user", "tool_calls": [CALLED]}], "user.* tool calls"),
     ],
 )
-def test_invalid_messages_are_rejected(messages, why):
-    with pytest.raises(af.errors.BadArgument) as caught:
+def test_invalid_messages_are_rejected(messages, shown):
+    with pytest.raises(af.errors.BadArgument, match=shown, check=has_param("messages")):
         af.conversation(messages)
-    assert why in str(caught.value)
 
 
 def test_f24a_messages_as_clients_of_openai_have_them() -> None:

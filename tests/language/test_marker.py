@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from support.faults import has_param
 
 import agentflow as af
 from agentflow.language.expressions import Expression
@@ -347,15 +348,15 @@ async def test_f37_names_and_tools_hold_no_markers():
     ):
         s += af.user("?") + af.gen("x")
         text = f"{s['x']}"
-        with pytest.raises(af.errors.BadArgument, match="gen: its name cannot hold a variable"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("name")):
             af.gen(text)
-        with pytest.raises(af.errors.BadArgument, match="a question cannot hold a variable"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("questions")):
             await s.decide({text: bool})
         schema = {"type": "object", "properties": {"a": {"type": "string", "description": text}}}
         for fixed in (af.tool(tool, description=text), af.tool(tool, parameters=schema)):
-            with pytest.raises(af.errors.BadArgument, match="a tool cannot hold a variable"):
+            with pytest.raises(af.errors.BadArgument, check=has_param("tools")):
                 af.reply("y", tools=[fixed])
-        with pytest.raises(af.errors.BadArgument, match="set: its name cannot hold a variable"):
+        with pytest.raises(af.errors.BadArgument, check=has_param("name")):
             s.set(text, "a")
         s += af.user("?")
         assert await af.act(s, tools=[tool]) == "b"

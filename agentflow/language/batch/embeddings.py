@@ -47,7 +47,7 @@ async def embed_texts(
             )
         if not text:
             raise BadArgument(f"embed: text {number} is empty: leave it out", param="texts")
-    MARKERS.reject(texts, "embed: a text")
+    MARKERS.reject(texts, "embed: a text", "texts")
     if not texts:
         return []
     batches = list(_batches(texts, len(wanted.prompt or "")))

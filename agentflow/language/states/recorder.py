@@ -162,7 +162,7 @@ class Recorder:
             case ConversationExpression():
                 self._converse(item.conversation)
             case MediumExpression():
-                MARKERS.reject([item.file.source], "image: its URL")
+                MARKERS.reject([item.file.source], "image: its URL", "image")
                 self._append_entry(item)
                 self.put(self._shown(item))
             case _:
@@ -292,7 +292,7 @@ class Recorder:
         for message in conversation.messages:
             arguments = [call.arguments for call in message.tool_calls]
             sources = [placed.image.source for placed in message.images]
-            MARKERS.reject([message.content, *arguments, *sources], "conversation: a message")
+            MARKERS.reject([message.content, *arguments, *sources], "conversation: a message", "messages")
             parts = [
                 part if isinstance(part, str) else medium_expression(part) for part in message.parts or [""]
             ]
@@ -337,7 +337,7 @@ class Recorder:
     def _select(
         self, name: str, choices: tuple[str, ...], method: ops.SelectMethod, value_type: ValueType
     ) -> None:
-        MARKERS.reject(choices, f"select({name!r}): a choice")
+        MARKERS.reject(choices, f"select({name!r}): a choice", "choices")
         ends_turn = self._begin_own(f"select({name!r}, […])")
         num_entries = len(self._entries)
         node = self._append_variable(name, value_type)

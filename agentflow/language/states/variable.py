@@ -707,7 +707,7 @@ async def _provide(variable: VariableNode, reference: Reference[Any], function: 
             raise BadArgument(
                 f"map: the function must return a string, not {value!r}: {defined_at(function)}"
             )
-        MARKERS.reject([value], "map: what the function returns")
+        MARKERS.reject([value], "map: what the function returns", "function")
         link.send([ops.Provide(variable.id, value)], quiet=True)
     except Exception as error:
         failure: Exception = error

@@ -118,7 +118,7 @@ def decisions_type(
     fixed = [
         text for one in asked for text in (one.instructions, *[o.text + o.description for o in one.options])
     ]
-    MARKERS.reject([*questions, *fixed], "decide: a question")
+    MARKERS.reject([*questions, *fixed], "decide: a question", "questions")
 
     def read(text: str) -> dict[str, Decision]:
         found = json.loads(text)
