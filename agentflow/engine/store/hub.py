@@ -168,7 +168,7 @@ class _Pull:
             if is_adapter:
                 check_adapter(self._snapshot)
             elif faults := find_faults(self._snapshot):
-                raise BadModelFolder("; ".join(faults), param=self._name.repository)
+                raise BadModelFolder("; ".join(faults.values()), param=self._name.repository)
         except BadModelFolder as error:
             raise PullFailed(f"{self._name} cannot be used: {error}", param=error.param) from error
 

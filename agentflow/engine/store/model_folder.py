@@ -39,7 +39,9 @@ def check_folder(path: Path) -> None:
             param=path.name,
         )
     if faults := find_faults(path):
-        raise BadModelFolder(f"{path} is not a usable model folder: {'; '.join(faults)}")
+        raise BadModelFolder(
+            f"{path} is not a usable model folder: {'; '.join(faults.values())}", param=next(iter(faults))
+        )
 
 
 def check_gguf(file: Path) -> None:
@@ -81,14 +83,16 @@ def pickles_in(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith(PICKLE_ENDINGS) and name != "training_args.bin")
 
 
-def find_faults(folder: Path) -> list[str]:
-    """Returns the faults that prevent loading the folder, a phrase for each."""
-    faults = [
-        f"{name} is missing" for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()
-    ]
-    if (folder / "config.json").is_file() and json_object(folder / "config.json") is None:
-        faults.append("config.json is not a JSON object")
-    return faults + _weight_faults(folder)
+def find_faults(folder: Path) -> dict[str, str]:
+    """Returns the files that prevent loading the folder, with a phrase for each."""
+    faults = {
+        name: f"{name} is missing"
+        for name in ("config.json", "tokenizer.json")
+        if not (folder / name).is_file()
+    }
+    if "config.json" not in faults and json_object(folder / "config.json") is None:
+        faults["config.json"] = "config.json is not a JSON object"
+    return faults | _weight_faults(folder)
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -116,20 +120,21 @@ def shards_in(index: Path) -> set[str] | None:
     return names if all(name == Path(name).name for name in names) else None
 
 
-def _weight_faults(folder: Path) -> list[str]:
+def _weight_faults(folder: Path) -> dict[str, str]:
     try:
         files = weight_files(folder)
     except BadModelFolder as error:
-        return [str(error)]
+        return {INDEX: str(error)}
     if not files:
         pickles = pickles_in(file.name for file in folder.iterdir()) if folder.is_dir() else []
         if pickles:
-            return [
+            pickled = (
                 f"*.safetensors is missing, and {pickles[0]} is a pickle, which can run code when it is "
                 "read: save the weights as safetensors, or take a copy of the model with safetensors"
-            ]
-        return ["*.safetensors is missing (other weight formats are not read)"]
-    return [fault for name in files if (fault := safetensors_fault(folder / name))]
+            )
+            return {pickles[0]: pickled}
+        return {"*.safetensors": "*.safetensors is missing (other weight formats are not read)"}
+    return {name: fault for name in files if (fault := safetensors_fault(folder / name))}
 
 
 def safetensors_fault(file: Path) -> str | None:
