@@ -138,8 +138,8 @@ def test_the_tool_choice_is_a_mode_or_a_tools_name(choice, expected):
             "`url`",
         ),
         ([{"role": "user", "text": "x"}], "`text`"),
-        ([{"role": "judge", "content": "x"}], "'judge'.*system, user, assi"),
-        ([af.Message("judge", "x")], "'judge'"),
+        ([{"role": "judge", "content": "x"}], "unknown role 'judge'.*system, user, assi"),
+        ([af.Message("judge", "x")], "unknown role 'judge'"),
         ([{"role": "user", "tool_calls": [CALLED]}], "user.* tool calls"),
     ],
 )
