@@ -31,7 +31,8 @@ MOST_KEPT: Final = 10_000
 
 
 class Sum:
-    """Base of sums of texts, variables and expressions."""
+    """Base of sums of texts, variables and expressions (``expressions.Sequence_``). No ``ABC``, because its
+    ``isinstance`` would run code of the values in which sums are searched for."""
 
     __slots__ = ()
 

@@ -119,8 +119,8 @@ _BLANKS: Final = re.compile(r"[ \t\r\n]*")
 
 
 class ElementReader(AsyncIterator[Any]):
-    """Iterates over the elements of a list, each as soon as it is complete. An invalid element raises
-    ``InvalidValue`` when the whole text is there."""
+    """Iterates over a list while it is generated, and returns each element when it is complete. An invalid
+    element raises ``InvalidValue`` when the whole text is there."""
 
     def __init__(self, node: VariableNode, read: Callable[[str], Any]) -> None:
         self._node = node

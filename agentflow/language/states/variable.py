@@ -669,7 +669,7 @@ class Variable(Reference[ValueT_co]):
         return PartialReader(self._node)
 
     def elements(self: Variable[Iterable[ElementT]]) -> AsyncIterator[ElementT]:
-        """The elements of a list under a ``schema``, each with its type, and as soon as it is complete:
+        """Iterates over a list under a ``schema`` while it is generated. Each element has its type, and comes
         when the text after it has begun.
 
         Raises:

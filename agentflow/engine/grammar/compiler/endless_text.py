@@ -61,8 +61,7 @@ def _continues_with_one_byte(pattern: str, flags: str) -> bool:
     may_read = dfa.transitions != DEAD
     reads_one = (may_read @ num_bytes == 1) & (np.arange(len(may_read)) != DEAD)
     after = np.where(reads_one, dfa.transitions[np.arange(len(may_read)), may_read.argmax(axis=1)], DEAD)
-    for _ in range(
-        len(after).bit_length()
-    ):  # then ``after`` is the state after more bytes than there are states
+    # Each round doubles the bytes between a state and the one in ``after``, up to more bytes than states.
+    for _ in range(len(after).bit_length()):
         after = after[after]
     return bool((after != DEAD).any())
