@@ -253,13 +253,17 @@ class BatchOutput:
     embeddings: FloatArray | None = None  # [S, any] of a runner that makes embeddings and nothing else
     ranks: IntArray | None = None  # [S] how many tokens are at least as likely as the row's, itself included
 
-    def list_tops(self, count: int) -> list[list[tuple[int, float]]]:
-        """The ``count`` likeliest tokens of each sampled row with their log-probabilities, or all if there
-        are fewer; no rows if none wants any."""
+    def list_logprobs(self, first: int, end: int) -> list[float]:
+        """The log-probabilities of rows ``first`` to ``end`` (exclusive); empty if no row wants any."""
+        return [] if self.logprobs is None else self.logprobs[first:end].tolist()
+
+    def list_tops(self, first: int, end: int, count: int) -> list[list[tuple[int, float]]]:
+        """The ``count`` likeliest tokens of rows ``first`` to ``end`` (exclusive) with their
+        log-probabilities, or all if there are fewer."""
         if self.top_ids is None or self.top_logprobs is None:
-            return []
-        rows = zip(self.top_ids[:, :count].tolist(), self.top_logprobs[:, :count].tolist(), strict=True)
-        return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in rows]
+            return [[] for _ in range(first, end)]
+        top_ids, logprobs = self.top_ids[first:end, :count], self.top_logprobs[first:end, :count]
+        return [list(zip(*row, strict=True)) for row in zip(top_ids.tolist(), logprobs.tolist(), strict=True)]
 
 
 def joined(outputs: Sequence[BatchOutput]) -> BatchOutput:

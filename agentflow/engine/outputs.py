@@ -10,7 +10,7 @@ decodes it and makes its message while that batch runs.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from agentflow.engine.constrained.constrained_request import ConstrainedRequest, constrained_request
@@ -54,11 +54,24 @@ def _push(text: TextEnd, token_id: int, position: _Position) -> str:
     return text.push(token_id, is_free=position.is_free, calls_from=position.calls_from)
 
 
-def _progress(row: Row, text: str, answer_at: int | None) -> Progress:
-    """The message about sampled tokens."""
+def _progress(row: Row, text: str, answer_at: int | None = None) -> Progress:
+    """The message about a row's tokens, whose log-probabilities are appended to its request's."""
     request = row.request
-    logprobs = row.logprobs if request.params.wants_logprobs else ()
-    return Progress(request.id, text, row.token_ids, logprobs, row.tops, answer_at=answer_at)
+    logprobs, tops = _keep_likelihoods(row)
+    reported = logprobs if request.params.wants_logprobs else ()
+    return Progress(request.id, text, row.token_ids, reported, tops, answer_at=answer_at)
+
+
+def _keep_likelihoods(row: Row) -> tuple[Sequence[float], Sequence[TopTokens]]:
+    """Appends the row's log-probabilities to its request's. Returns them, and the likeliest tokens."""
+    request = row.request
+    if not request.wants_scores:  # a batch has log-probabilities for all requests or for none
+        return (), ()
+    logprobs, tops = row.logprobs, row.tops
+    request.logprobs += logprobs
+    request.top_logprobs += tops
+    request.ranks += row.ranks
+    return logprobs, tops
 
 
 class Outputs:
@@ -133,14 +146,10 @@ class Outputs:
     def advance(self, row: Row) -> None:
         """Applies the results of one row to its request, and reports them."""
         request, params = row.request, row.request.params
-        if request.wants_scores:  # a batch has log-probabilities for all requests or for none
-            request.logprobs += row.logprobs
-            request.ranks += row.ranks
-        if params.top_logprobs:
-            request.top_logprobs += row.tops
         if not row.token_ids:
-            if request.id in self._texts and params.wants_logprobs and row.logprobs:  # of forced tokens
-                self._outbox.append(Progress(request.id, "", (), row.logprobs, row.tops))
+            progress = _progress(row, "")
+            if request.id in self._texts and progress.logprobs:  # of forced tokens
+                self._outbox.append(progress)
             if row.is_last:
                 reason = self._finish_reasons.get(request.id, "length")
                 self._finish(request, reason, embedding=row.embedding)
@@ -150,16 +159,19 @@ class Outputs:
         answer_at, jump = None, None
         if token_id in self._end_ids and not params.ignore_eos:
             if constrained is None or not constrained.must_answer:
+                _keep_likelihoods(row)
                 self._finish(request, "eos")
                 return
             jump = constrained.end_reasoning()
             if jump is None:  # there is no room for the end mark
+                _keep_likelihoods(row)
                 self._finish(request, "length")
                 return
             self._report(row, "", constrained.answer_at)
         elif token_id in params.stop_token_ids and not (
             text.is_in_call or (constrained is not None and constrained.is_reasoning)
         ):
+            _keep_likelihoods(row)
             self._finish(request, "stop", token_id)
             return
         elif text.may_stop:

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from agentflow.engine.batch import BatchOutput
 from agentflow.engine.cache.nodes import PrefixMatch, SlotArray
 from agentflow.engine.cache.token_run import TokenArray, TokenRun
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
@@ -521,10 +522,10 @@ class Row:
     num_nodes: int = 0  # nodes that it computes
     # Set when the batch has run:
     token_ids: Sequence[int] = ()  # the sampled tokens
-    logprobs: Sequence[float] = ()  # of scored and sampled tokens, in order; empty if none is wanted
-    tops: Sequence[TopTokens] = ()  # the requested number of likeliest tokens for each of these
     ranks: Sequence[int] = ()  # of scored tokens
     embedding: bytes = b""  # float32
+    output: BatchOutput | None = None  # the batch's, if it has log-probabilities that the request may want
+    first_output: int = 0  # the index of the row's first result in ``output``
     error: Exception | None = None  # the fault of this row, which affects no other row
     # Not None if the request left the batch while it was in flight. The row's results do not count then, and
     # these slots become free when the batch completes.
@@ -537,6 +538,21 @@ class Row:
         self.targets = targets  # where its tokens need logits
         self.end = start + num_tokens  # index of the first token after the row's tokens
         self.num_sampled = 1 if targets is SAMPLED_ONCE else sum([target < 0 for _, target in targets])
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The log-probabilities of scored and sampled tokens, in order; empty if none is wanted. Made at each
+        reading: the next batch does not need them, so they are read while it runs."""
+        output, first = self.output, self.first_output
+        return [] if output is None else output.list_logprobs(first, first + len(self.targets))
+
+    @property
+    def tops(self) -> list[TopTokens]:
+        """The requested number of likeliest tokens for each of ``logprobs``; empty if none is wanted."""
+        output, first, num_top = self.output, self.first_output, self.request.params.top_logprobs
+        if output is None or not num_top:
+            return []
+        return output.list_tops(first, first + len(self.targets), num_top)
 
     @property
     def is_last(self) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentflow.engine.batch import BatchOutput
-from agentflow.engine.request import SAMPLED_ONCE, CacheKey, Request, Row, TopTokens, Work
+from agentflow.engine.request import SAMPLED_ONCE, CacheKey, Request, Row, Work
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.rows.select import ScoredNodes, num_scored_nodes, scored_nodes, store_scores
 from agentflow.engine.scheduling.step_limits import StepFeatures
@@ -91,13 +91,10 @@ class InFlight:
         raises, the batch is still in flight: ``discard`` it."""
         token_ids = output.token_ids.tolist()
         has_faults = min(token_ids, default=0) < 0
-        logprobs = None if output.logprobs is None else output.logprobs.tolist()
         launched = self.launched[0]
         if launched.scored:
             store_scores(launched.scored, output)
-        tops: Sequence[TopTokens] = ()
-        if output.top_ids is not None:
-            tops = output.list_tops(max([row.request.params.top_logprobs for row in launched.rows]))
+        has_logprobs = output.logprobs is not None
         self.launched.popleft()  # not before: ``discard`` needs it after a fault of the whole batch
         has_prefills, awaited = bool(self._prefills.requests), self._prefills.awaited
         rows: list[Row] = []
@@ -128,12 +125,10 @@ class InFlight:
                     request.tokens[request.num_tokens] = token_ids[first]
                     request.num_tokens += 1
                     num_generated += 1
-                    if logprobs is not None:
-                        row.logprobs = logprobs[first:next_output]
-                        if tops and request.params.top_logprobs:
-                            row.tops = [tops[first][: request.params.top_logprobs]]
                 elif row.targets:
-                    self._read(row, first, output, token_ids, logprobs, tops)
+                    self._read(row, first, output, token_ids)
+                if has_logprobs and request.tree is None:
+                    row.output, row.first_output = output, first
             except Exception as error:
                 row.error = error
         self._memory.num_computed += num_computed
@@ -182,15 +177,7 @@ class InFlight:
             )
         raise RequestRefused("no token may follow: the constraint excludes all of them")
 
-    def _read(
-        self,
-        row: Row,
-        first: int,
-        output: BatchOutput,
-        token_ids: list[int],
-        logprobs: list[float] | None,
-        tops: Sequence[TopTokens],
-    ) -> None:
+    def _read(self, row: Row, first: int, output: BatchOutput, token_ids: list[int]) -> None:
         """Stores the results of a row, whose outputs begin at ``first``, and appends its sampled tokens."""
         request, num_sampled = row.request, row.num_sampled
         end = first + len(row.targets)
@@ -199,11 +186,6 @@ class InFlight:
             request.tokens[request.num_tokens : request.num_tokens + num_sampled] = row.token_ids
             request.num_tokens += num_sampled
             self._counters.generated(num_sampled)
-        if logprobs is not None and request.tree is None:
-            row.logprobs = logprobs[first:end]
-        if request.params.top_logprobs:
-            count = request.params.top_logprobs
-            row.tops = [tops[i][:count] if tops else [] for i in range(first, end)]
         if output.embeddings is not None:
             row.embedding = output.embeddings[end - 1].tobytes()
         if request.score_from and output.ranks is not None:

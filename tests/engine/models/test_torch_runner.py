@@ -227,7 +227,7 @@ def test_edits_and_likeliest_tokens_are_those_of_their_rows(
     assert is_clear[[5, 10, 258, 262]].all()
     assert output.token_ids[is_clear].tolist() == expected[is_clear].tolist()
     for row in (5, 262):
-        top = output.list_tops(3)[row]
+        [top] = output.list_tops(row, row + 1, 3)
         assert [token for token, _ in top] == best.indices[row].tolist()
         np.testing.assert_allclose([value for _, value in top], best.values[row], atol=1e-3)
 
