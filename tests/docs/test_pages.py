@@ -26,6 +26,7 @@ from agentflow import integrations
 from agentflow.backends.local import Embedded
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.recording.file import Entry, Header
 from benchmarks.page import HEADLINES, with_headlines
 
 anyio_backend = pytest.fixture(only_asyncio)
@@ -183,3 +184,10 @@ def test_the_figures_of_the_readme_are_the_committed_ones():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert with_headlines(readme) == readme
     assert all(f"| {text} |" in readme for _, text in HEADLINES)
+
+
+def test_f47h_the_guide_to_recordings_names_all_fields_of_a_line():
+    text = (DOCS / "guides" / "recording.md").read_text(encoding="utf-8")
+    section = text.partition("## The file")[2].partition("\n## ")[0]
+    fields = {*Header.__struct_fields__, *Entry.__struct_fields__}
+    assert fields - set(re.findall(r"`(\w+)`", section)) == set()
