@@ -7,6 +7,12 @@ import re
 import pytest
 from support.docs.page_blocks import DOCS
 
+from agentflow.backends.apis.batches.anthropic_batches import AnthropicBatches
+from agentflow.backends.apis.batches.openai_batches import OpenAIBatches
+from agentflow.backends.apis.generation.calls import MAX_ANSWERS
+from agentflow.backends.apis.generation.generator import MIN_WARMED_TOKENS
+from agentflow.backends.apis.generation.prefix_gate import CACHED_S
+from agentflow.backends.apis.http import pacing, transport
 from agentflow.engine.cache.evicted_blocks import HASHED_BLOCK_TOKENS
 from agentflow.engine.cache.evicted_blocks import MAX_BLOCKS as MAX_EVICTED
 from agentflow.engine.generator.ahead import MIN_AHEAD_TOKENS
@@ -25,11 +31,15 @@ from agentflow.engine.scheduling.step_limits import MAX_STRETCH
 from agentflow.engine.text.state.rendered_prefixes import MAX_TOKENS as MAX_RENDERED_TOKENS
 from agentflow.engine.watching.shared_watches import MAX_WATCHES
 from agentflow.engine.watching.snapshot import MAX_PEEK_TOKENS, MAX_REQUESTS, MAX_STEPS
+from agentflow.language.batch import retries
+from agentflow.language.batch.map import DEFAULT_BATCH_CONCURRENCY, DEFAULT_CONCURRENCY
+from agentflow.language.observing.runs import MAX_RUNS
 from agentflow.language.op_log import MAX_IN_FLIGHT
 from agentflow.language.typed.values import DEFAULT_LIST_ITEMS, DEFAULT_STRING_CHARS
 from agentflow.protocol.images import MAX_IMAGE_BYTES, MAX_VIDEO_BYTES
-from agentflow.protocol.ops import MAX_CHOICES, MAX_EMBED_CHARS, MAX_EMBED_TEXTS
+from agentflow.protocol.ops import MAX_CHOICES, MAX_EMBED_CHARS, MAX_EMBED_TEXTS, MAX_FAILURE_BYTES
 from agentflow.protocol.sampling import MAX_STOP_CHARS, MAX_STOPS
+from agentflow.runtime import circuit
 from agentflow.runtime.interpreter.observation import MAX_GRAPH_WATCHES
 from agentflow.runtime.interpreter.state_tree import MAX_SEALED_BYTES
 from agentflow.runtime.interpreter.wired_text import MAX_OP_CHARS
@@ -67,6 +77,35 @@ SENTENCES = {
         f"ends after {'four' if PAUSED_S == 240 else PAUSED_S} minutes",
     ],
     "concepts/scheduling.md": [f"at most {MAX_STRETCH:g} times as long"],
+    "guides/api-models.md": [
+        f"doubles from {transport.FIRST_PAUSE_S:g} to {transport.MAX_PAUSE_S:g} seconds",
+        f"longer than {transport.MAX_RETRY_AFTER_S:g} seconds",
+        f"connecting is {transport.CONNECT_TIMEOUT_S:g} seconds",
+        f"{'Five' if transport.LIMITED_ATTEMPTS == 5 else transport.LIMITED_ATTEMPTS} such refusals",
+        f"at most {'two' if transport.SHORT_WAIT_S == 2 else transport.SHORT_WAIT_S} seconds",
+        f"at most {pacing.FIRST_REQUESTS} requests are sent",
+        f"After {'three' if MAX_ANSWERS == 3 else MAX_ANSWERS} invalid answers",
+        f"less than about {MIN_WARMED_TOKENS:,} tokens",
+        f"in the last {'four' if CACHED_S == 240 else CACHED_S} minutes",
+        f"{'Three' if circuit.MAX_FAILURES == 3 else circuit.MAX_FAILURES} failures in a row",
+        f"not asked for {circuit.FIRST_PAUSE_S:g} seconds",
+        f"up to {'a minute' if circuit.MAX_PAUSE_S == 60 else circuit.MAX_PAUSE_S}",
+        f"at most {DEFAULT_BATCH_CONCURRENCY:,} inputs wait",
+        f"OpenAI: {OpenAIBatches.max_requests:,} requests",
+        f"Anthropic: {AnthropicBatches.max_requests:,} or",
+    ],
+    "guides/images.md": [
+        f"up to {MAX_IMAGE_BYTES // MB} MB",
+        f"up to {MAX_VIDEO_BYTES // MB} MB",
+        f"up to {MAX_SAMPLED_FRAMES} frames",
+    ],
+    "guides/many-inputs.md": [
+        f"at most {DEFAULT_CONCURRENCY}",
+        f"otherwise {retries.FIRST_PAUSE_S:g} s, doubled up to {retries.MAX_PAUSE_S:g} s",
+    ],
+    "guides/notebooks.md": [f"the latest {MAX_RUNS} runs"],
+    "guides/recording.md": [f"at most {MAX_FAILURE_BYTES:,} bytes of each"],
+    "guides/typed-output.md": [f"{DEFAULT_STRING_CHARS:,} characters", f"{DEFAULT_LIST_ITEMS} members"],
     "internals/architecture.md": [
         f"Choices of more than {MAX_TREE_TOKENS} tokens",
         f"at most a {'million' if MAX_RENDERED_TOKENS == MB else MAX_RENDERED_TOKENS} tokens",
