@@ -57,7 +57,7 @@ import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import ssl
@@ -106,7 +106,8 @@ class BadArgument(ProgramError, ValueError):
 
 
 class UnknownVariable(ProgramError, KeyError):
-    """``s["x"]`` when no op has declared ``x``.
+    """``s["x"]`` when no op has declared ``x``. ``variable``: the name. ``known``: the names of the state's
+    variables.
 
     >>> s["question"]
     Traceback (most recent call last):
@@ -114,13 +115,19 @@ class UnknownVariable(ProgramError, KeyError):
     """
 
     code = "unknown_variable"
+    variable: str | None = None
+    known: tuple[str, ...] = ()
 
     def __str__(self) -> str:  # KeyError would show the repr
         return str(self.args[0]) if self.args else ""
 
 
+ClosedReason = Literal["sealed", "cancelled", "ended"]
+
+
 class StateClosed(ProgramError):
-    """The state or the session has ended, or the branch is sealed.
+    """The state or the session has ended, or the branch is sealed. ``reason``: ``sealed``, ``cancelled``, or
+    ``ended``, with its run or the session; None if the session was not opened.
 
     >>> async with s.fork(2) as branches:
     ...     pass
@@ -130,6 +137,12 @@ class StateClosed(ProgramError):
     """
 
     code = "state_closed"
+    reason: ClosedReason | None = None
+
+    def __init__(self, *args: object, reason: ClosedReason | None = None, param: str | None = None) -> None:
+        super().__init__(*args, param=param)
+        if reason is not None:
+            self.reason = reason
 
 
 class ForeignState(ProgramError):

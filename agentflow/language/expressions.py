@@ -120,7 +120,8 @@ class MediumExpression(Expression):
         found = known_file(file.source)
         if found is None:
             raise StateClosed(
-                "an image of this state has ended with its run: ask for the messages before that"
+                "an image of this state has ended with its run: ask for the messages before that",
+                reason="ended",
             )
         return Video(found, medium.num_frames) if isinstance(medium, Video) else found
 

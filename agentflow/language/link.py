@@ -311,7 +311,9 @@ class Link:
                     "inside the block"
                 )
             raise StateClosed(
-                "the session has ended: do this inside its `async with` block, or before `await flow.close()`"
+                "the session has ended: do this inside its `async with` block, or before "
+                "`await flow.close()`",
+                reason="ended",
             )
 
     def check_loop(self) -> None:

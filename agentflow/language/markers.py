@@ -204,7 +204,9 @@ class Markers:
         if found is None:  # a variable has no truth value
             found = self._expressions.get(number)
         if found is None:
-            raise StateClosed("a variable in this text has ended with its run: await it before that")
+            raise StateClosed(
+                "a variable in this text has ended with its run: await it before that", reason="ended"
+            )
         return found
 
 

@@ -15,10 +15,12 @@ from agentflow.errors import (
     MAX_CAUSES,
     AgentflowError,
     BudgetExceeded,
+    ClosedReason,
     InvalidValue,
     NotSupported,
     Overloaded,
     RunFailed,
+    StateClosed,
     UnknownModel,
     from_code,
     no_chat_template,
@@ -318,6 +320,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str | None = None
     # Of an answer that the backend found invalid, or that did not end: then it has only the output tokens.
     usage: Usage | None = None
+    reason: ClosedReason | None = None  # for ``StateClosed``
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
@@ -335,7 +338,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             param = link.param if isinstance(link, AgentflowError) else None
             text = link.text if isinstance(link, InvalidValue) and len(link.text) <= MAX_ERROR_TEXT else ""
             usage = link.usage if isinstance(link, InvalidValue | BudgetExceeded) else None
-            info = cls(code, message, info, state, op, retry_after_s, param, text or None, usage)
+            reason = link.reason if isinstance(link, StateClosed) else None
+            info = cls(code, message, info, state, op, retry_after_s, param, text or None, usage, reason)
         assert info is not None
         return info
 
@@ -391,6 +395,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
                 error.text = info.text or ""
             if isinstance(error, InvalidValue | BudgetExceeded):
                 error.usage = info.usage
+            if isinstance(error, StateClosed):
+                error.reason = info.reason
         assert error is not None
         return error
 

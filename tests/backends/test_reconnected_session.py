@@ -82,6 +82,20 @@ async def test_f18a_runs_in_progress_fail_and_later_runs_succeed(servers: list[T
         assert (await flow.stats()).model == "scripted"
 
 
+async def test_f37_branches_of_a_lost_state_become_no_task_group(servers: list[ThreadServer]) -> None:
+    async with restartable(servers) as (proxy, flow):
+        state = flow.state()
+        forks = state.fork(2), state.fork(0)
+        await state
+        with pytest.raises(af.ServerLost):  # noqa: PT012
+            async for _ in flow.stream(ask, HANG):
+                restart(proxy, servers)
+                proxy.sever()
+        for branches in forks:
+            with pytest.raises(af.ServerLost):
+                await branches.__aenter__()
+
+
 async def test_f18b_a_map_with_retries_finishes_over_restarts(
     servers: list[ThreadServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -800,6 +800,35 @@ async def test_f37_half_a_surrogate_pair_in_the_reason_of_a_denial_is_escaped() 
 
 @pytest.mark.parametrize("where", ["state", "parent", "session"])
 @pytest.mark.parametrize("continues", [False, True])
+async def test_f37_without_tools_the_first_reply_is_the_result():
+    observed = Observed(af.Scripted({"answer": ["done", "more", (call("weather", city="Oslo"),), "end"]}))
+    async with af.session(backend=observed) as flow, flow.state() as s:
+        for answer in ("done", "more"):
+            s += af.user("?")
+            assert await af.act(s, tools=[]) == answer
+        assert observed.of(ops.Tools) == []
+        s += af.user("?")
+        assert await af.act(s, tools=[]) == "end"  # the model calls a tool all the same
+        failed = [m["content"] for m in await s.messages() if m["role"] == "tool"]
+        assert [text.startswith(ERROR) for text in failed] == [True]
+
+
+async def test_f37_a_loop_without_tools_may_follow_one_with_tools():
+    observed = Observed(af.Scripted({"answer": ["one", "two"]}))
+    async with af.session(backend=observed) as flow, flow.state() as s:
+        for tools in ([weather], []):
+            s += af.user("?")
+            await af.act(s, tools=tools)
+        assert [len(op.tools) for op in observed.of(ops.Tools)] == [1, 0]
+
+
+async def test_f37_the_limit_of_rounds_has_its_name():
+    async with scripted(*[(call("weather", city="Oslo"),)] * 2) as flow, flow.state() as s:
+        s += af.user("?")
+        with pytest.raises(af.errors.LimitExceeded, check=has_param("max_rounds")):
+            await af.act(s, tools=[weather], max_rounds=2)
+
+
 async def test_f37_a_run_does_not_fail_with_a_deadline_that_its_program_caught(where, continues) -> None:
     async def waits() -> str:
         await anyio.sleep_forever()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fake_engine import FakeEngine
@@ -190,6 +191,60 @@ async def test_a_damaged_marker_is_rejected():
             with pytest.raises(af.errors.BadArgument, match="marker"):
                 use(f"{s['x'].strip()}"[:-3])
         assert len(observed.of(ops.Text) + observed.of(ops.Set) + observed.of(ops.Begin)) == 0
+
+
+def closed(reason: str | None) -> Any:
+    return pytest.raises(af.errors.StateClosed, check=lambda error: error.reason == reason)
+
+
+async def test_f37_the_error_of_a_closed_state_has_the_reason():
+    flow = af.session(backend=af.Scripted(["yes"]))
+    with closed(None):
+        flow.state()
+    async with flow:
+        async with flow.state() as ended:
+            ended += af.gen("x")
+            value = await ended["x"]
+            marker = f"{ended['x']}"
+            branches = ended.fork(1)
+        assert value == "yes"
+        with closed("ended"):
+            ended += "more"
+        with closed("ended"):
+            ended["x"].map(str)
+        with closed("ended"):
+            await branches.__aenter__()
+        async with flow.state() as s:
+            async with s.fork(1) as (sealed,):
+                pass
+            with closed("sealed"):
+                sealed += "more"
+            sealed.cancel()  # the first reason stays
+            with closed("sealed"):
+                sealed += "more"
+            s.cancel()
+            with closed("cancelled"):
+                s += "more"
+        with closed("cancelled"):
+            s += "more"
+    for use in (flow.state, flow.check_alive, lambda: ended.add(marker)):
+        with closed("ended"):
+            use()
+
+
+async def test_f37_the_error_of_an_unknown_variable_has_the_names():
+    async with af.session(backend=af.Scripted(["yes", "no"])) as flow, flow.state() as s:
+        answer = af.gen("answer", type=bool)
+        s += af.gen("answer")
+        (branch,) = s.fork(1)
+        branch += af.gen("idea")
+        for name, variable in (("anwser", "anwser"), ("idea", "idea"), (answer, "answer"), (3, None)):
+            with pytest.raises(af.errors.UnknownVariable) as failure:
+                s[name]
+            assert (failure.value.variable, failure.value.known) == (variable, ("answer",))
+        with pytest.raises(af.errors.UnknownVariable) as failure:
+            branch["x"]
+        assert (failure.value.variable, failure.value.known) == ("x", ("answer", "idea"))
 
 
 HINTS = [

@@ -147,6 +147,7 @@ async def test_tasks_that_await_a_state_fail_when_it_closes():
         async def wait(state):
             with pytest.raises(af.errors.StateClosed) as failure:
                 await state
+            assert failure.value.reason == "ended"
             received.append(str(failure.value))
 
         slow += af.gen("x")

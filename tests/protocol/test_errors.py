@@ -85,10 +85,13 @@ def one_info(causes: st.SearchStrategy[ErrorInfo | None]) -> st.SearchStrategy[E
     texts = st.text(max_size=20)
     params = st.none() | st.text(min_size=1, max_size=20)
     usages = st.none() | st.builds(af.Usage, st.integers(0, 9))
+    reasons = st.sampled_from([None, "sealed", "cancelled", "ended"])
     return st.one_of(
         st.builds(ErrorInfo, codes, texts, causes, param=params),
         st.builds(ErrorInfo, limits, texts, causes, retry_after_s=waits),
         st.builds(ErrorInfo, st.just(af.InvalidValue.code), texts, causes, text=params, usage=usages),
+        st.builds(ErrorInfo, st.just(af.BudgetExceeded.code), texts, causes, param=params, usage=usages),
+        st.builds(ErrorInfo, st.just(af.errors.StateClosed.code), texts, causes, reason=reasons),
     )
 
 

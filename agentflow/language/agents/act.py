@@ -236,7 +236,9 @@ def act(
 
     Raises:
         DeadlineExceeded: The deadline of the state or its session has passed, also while tools run.
-        LimitExceeded: Reply ``max_rounds`` still calls tools. These calls do not run.
+        InvalidValue: The answer is no valid ``schema``.
+        LimitExceeded: Reply ``max_rounds`` still calls tools. These calls do not run. ``param`` is
+            ``max_rounds``.
 
     >>> s += af.user("What do plants do?")
     >>> await af.act(s, tools=[weather], max_rounds=4)
@@ -421,7 +423,8 @@ class _Loop:
             results.append()
         raise LimitExceeded(
             f"act: the model still calls tools after {self._max_rounds} rounds: raise max_rounds, or catch "
-            "this and continue the state"
+            "this and continue the state",
+            param="max_rounds",
         )
 
     def _result(self, variable: Variable[Reply], answer: Reply) -> Any:

@@ -60,15 +60,16 @@ def unknown_variable(
     variables."""
     names = list(known)
     has = ", ".join(map(repr, names)) or "none yet"
-    message = f"this state has no variable {name!r} (it has: {has})"
+    message = f"this state has no variable {name!r} (it has: {has}): "
     where = [path for path, of_branch in branches if name in of_branch]
     near = difflib.get_close_matches(name, names, 1) if isinstance(name, str) else []
     if where:
-        index = where[0][-1]
-        return UnknownVariable(f"{message}: its branch {where[0]} does, as in branches[{index}][{name!r}]")
-    if near:
-        return UnknownVariable(f"{message}: did you mean {near[0]!r}?")
-    return UnknownVariable(f"{message}: append its gen first")
+        message += f"its branch {where[0]} does, as in branches[{where[0][-1]}][{name!r}]"
+    else:
+        message += f"did you mean {near[0]!r}?" if near else "append its gen first"
+    error = UnknownVariable(message)
+    error.variable, error.known = name if isinstance(name, str) else None, tuple(names)
+    return error
 
 
 _REFERENCE = re.compile(r"\b(Variable|Transformed)\b")

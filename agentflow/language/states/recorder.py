@@ -275,7 +275,7 @@ class Recorder:
         if node.has_value:
             return apply_transforms(node.text, transforms)
         node.raise_failure()
-        raise StateClosed(f"the state of {label} has ended: await it before its run ends")
+        raise StateClosed(f"the state of {label} has ended: await it before its run ends", reason="ended")
 
     def _flush(self) -> None:
         """Ends the current text op."""

@@ -17,6 +17,7 @@ from agentflow.errors import (
     AgentflowError,
     BadArgument,
     Cancelled,
+    ClosedReason,
     DeadlineExceeded,
     InvalidValue,
     StateClosed,
@@ -227,8 +228,8 @@ class StateNode:
         self.own: list[VariableNode] = []  # the variables declared here
         self.num_gens = 0
         self.error: ErrorInfo | None = None
-        self.closed: str | None = None  # why nothing can be appended any more
-        self.is_sealed = False
+        self.closed: ClosedReason | None = None  # why nothing can be appended any more
+        self._closed_how = ""  # and the same in words
         self.is_chosen = False  # the end of its fork's block does not seal it
         self.mapped_lines: dict[int, ProgramLine | None] = {}  # mapped variable → the line that maps it
         self.mapped_errors: dict[int, Exception] = {}  # and the error of its function
@@ -278,21 +279,30 @@ class StateNode:
         return [variable for variable in self.own if variable.is_shown]
 
     @property
+    def is_sealed(self) -> bool:
+        """Whether it was sealed before it ended in another way."""
+        return self.closed == "sealed"
+
+    @property
     def is_open(self) -> bool:
         """Whether the backend still knows the state."""
         return self.id in self.link.states
 
     def check_open(self) -> None:
         """Raises if the session or the state has ended."""
-        self.link.check_alive()
-        if self.closed is None and not self.is_open:
-            self.raise_failure()  # it was lost with the server
+        self._check_not_lost()
         if self.closed is not None:
             if self.is_sealed and self.is_open:
                 advice = "; to go on with it later, make a copy() before that, or choose it in the block"
             else:
                 advice = "" if self.is_open else ", so return values from programs, or use flow.state()"
-            raise StateClosed(f"state {self.path} {self.closed}: nothing can be appended to it{advice}")
+            raise self._closed_error(f": nothing can be appended to it{advice}")
+
+    def _check_not_lost(self) -> None:
+        """Raises if the session has ended, or its connection has lost the state."""
+        self.link.check_alive()
+        if self.closed is None and not self.is_open:
+            self.raise_failure()
 
     def names_of_branches(self) -> list[tuple[StatePath, Collection[str]]]:
         """The path of each fork, and the names of its variables."""
@@ -452,7 +462,7 @@ class StateNode:
         while pending:  # no recursion: a chain of forks may be deeper than Python's stack
             state = pending.pop()
             pending += state.children
-            state.closed = state.closed or f"was cancelled ({reason})"
+            state._end_appends("cancelled", f"was cancelled ({reason})")
             for variable in state.own:
                 if not variable.is_done:
                     variable.fail(error)
@@ -461,24 +471,32 @@ class StateNode:
     def seal(self, why: str) -> None:
         """Rejects further ops. Variables stay readable."""
         if self.closed is None:
-            self.closed = why
-            self.is_sealed = True
+            self._end_appends("sealed", why)
             self.link.send([ops.Seal(self.id)], quiet=True)
 
     def couple(self, branches: list[StateNode]) -> None:
         """Makes branches of this state a task group."""
-        self.link.check_alive()
+        self._check_not_lost()
         if not self.is_open:
-            raise StateClosed(f"state {self.path} {self.closed}: its branches cannot become a task group")
-        self.link.send([ops.TaskGroup(self.id, tuple(branch.id for branch in branches))])
+            raise self._closed_error(": its branches cannot become a task group")
+        if branches:
+            self.link.send([ops.TaskGroup(self.id, tuple(branch.id for branch in branches))])
 
     def close(self) -> None:
         """Ends the state: the backend may drop it and its variables."""
-        self.closed = self.closed or "has ended with its run"
+        self._end_appends("ended", "has ended with its run")
         if self.link.states.pop(self.id, None) is not None:
             self.link.send([ops.Close(self.id)], quiet=True)
         if self.error is None and not self.in_flight.is_empty:  # no event will report the rest
-            self.fail(ErrorInfo.of(StateClosed(f"state {self.path} {self.closed}")))
+            self.fail(ErrorInfo.of(self._closed_error("")))
+
+    def _end_appends(self, reason: ClosedReason, how: str) -> None:
+        """Nothing can be appended any more. The first reason stays."""
+        if self.closed is None:
+            self.closed, self._closed_how = reason, how
+
+    def _closed_error(self, advice: str) -> StateClosed:
+        return StateClosed(f"state {self.path} {self._closed_how}{advice}", reason=self.closed)
 
 
 class VariableNode:

@@ -196,7 +196,9 @@ class Reference(Expression, Generic[ValueT_co]):
                 f"map: give a function (not an async one) of the value, not {function!r}", param="function"
             )
         if not state.is_open:
-            raise StateClosed(f"the state of {self._label} has ended: map it before its run ends")
+            raise StateClosed(
+                f"the state of {self._label} has ended: map it before its run ends", reason="ended"
+            )
         state.link.needs_values(f"{self._label} is mapped by a Python function")
         variable = Variable[str](state.expect_text(f"{self._node.name}.map"))
         state.mapped_lines[variable.id] = calling_line()

@@ -107,7 +107,9 @@ class OpExecution(Generic[ContextT]):
             case ops.Read() if generator is not None:
                 await self._read(op, state, generator, pending)
             case _ if context is None or generator is None:
-                raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
+                raise StateClosed(
+                    f"state {state.id} was sealed: nothing can be appended to it", reason="sealed"
+                )
             case _:
                 await self._extend(state, generator, context, pending)
 
@@ -254,7 +256,8 @@ class OpExecution(Generic[ContextT]):
         context = state.sealed if state.context is None else state.context
         if context is None:  # fails only the variable: the state has ended without an error
             error = StateClosed(
-                f"the content of sealed state {state.id} was dropped to make room for newer ones"
+                f"the content of sealed state {state.id} was dropped to make room for newer ones",
+                reason="sealed",
             )
             self._variables[op.var].fail(with_place(error, state, pending.number))
             return

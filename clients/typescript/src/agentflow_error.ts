@@ -10,6 +10,8 @@ export class AgentflowError extends Error {
   readonly retryAfterS: number | undefined;
   /** The name of the argument that is wrong, if the error concerns one. */
   readonly param: string | undefined;
+  /** Of `state_closed`: why nothing can be appended, if known. */
+  readonly reason: "sealed" | "cancelled" | "ended" | undefined;
   /** The op that failed: the number of its state, and its own number in that state, from 1. */
   readonly place: readonly [state: number, op: number] | undefined;
 
@@ -20,6 +22,7 @@ export class AgentflowError extends Error {
       code?: string | undefined;
       retryAfterS?: number | undefined;
       param?: string | undefined;
+      reason?: "sealed" | "cancelled" | "ended" | undefined;
       place?: readonly [number, number] | undefined;
     } = {},
   ) {
@@ -28,6 +31,7 @@ export class AgentflowError extends Error {
     this.name = new.target.name;
     this.retryAfterS = options.retryAfterS;
     this.param = options.param;
+    this.reason = options.reason;
     this.place = options.place;
   }
 }

@@ -676,6 +676,8 @@ export interface ErrorInfo {
    * invalid; otherwise the output tokens of one that did not end.
    */
   usage?: Usage | null;
+  /** With `state_closed`: `sealed`, `cancelled` or `ended`, if known. */
+  reason?: "cancelled" | "ended" | "sealed" | null;
 }
 
 /** Tokens of one generation. */

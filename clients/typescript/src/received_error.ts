@@ -14,6 +14,7 @@ export function receivedError(info: ErrorInfo, depth = 1): AgentflowError {
     cause: info.cause && depth < MAX_CAUSES ? receivedError(info.cause, depth + 1) : undefined,
     retryAfterS: info.retry_after_s ?? undefined,
     param: info.param ?? undefined,
+    reason: info.reason ?? undefined,
     place: info.state != null && info.op != null ? [info.state, info.op] : undefined,
   });
 }

@@ -243,7 +243,7 @@ export class Session {
 
   /** Ends the session: what still runs is cancelled. */
   async close(): Promise<void> {
-    await this.#connection.leave(new StateClosed("the session was closed"));
+    await this.#connection.leave(new StateClosed("the session was closed", { reason: "ended" }));
   }
 
   async #graphs(ofTenant: boolean): Promise<LiveGraph[]> {

@@ -517,13 +517,14 @@ export class State {
   #send(op: Op, images?: readonly Image[]): void {
     this.#check();
     if (this.#isSealed && op.op !== "read" && op.op !== "set" && op.op !== "done") {
-      throw new StateClosed(`state (${this.path.join(", ")}) is sealed: nothing can be appended to it`);
+      const where = `state (${this.path.join(", ")})`;
+      throw new StateClosed(`${where} is sealed: nothing can be appended to it`, { reason: "sealed" });
     }
     this.#link.send(op, images);
   }
 
   #check(): void {
-    if (this.#isClosed) throw new StateClosed(`state (${this.path.join(", ")}) is closed`);
+    if (this.#isClosed) throw new StateClosed(`state (${this.path.join(", ")}) is closed`, { reason: "ended" });
   }
 }
 

@@ -249,11 +249,11 @@ test("mistakes are found before anything is sent", async () => {
   assert.throws(() => graph.root.cancel(), { code: "data_dependent" });
   await assert.rejects(graph.root.done(), { code: "data_dependent" });
   state.seal();
-  assert.throws(() => state.text("more"), { code: "state_closed" });
+  assert.throws(() => state.text("more"), { code: "state_closed", reason: "sealed" });
   state.close();
   state.close();
   state.cancel();
-  assert.throws(() => state.read("text", "text"), { code: "state_closed" });
+  assert.throws(() => state.read("text", "text"), { code: "state_closed", reason: "ended" });
   await settle(server);
   assert.deepEqual(server.accepted.map(({ op }) => op), ["open", "begin", "end", "begin", "end", "text", "seal", "close"]);
   await Promise.all([session.close(), settle(server)]);
