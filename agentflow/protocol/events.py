@@ -33,7 +33,7 @@ from agentflow.protocol.record import Record
 from agentflow.protocol.sampling import GenParams
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(Record, msgspec.Struct, frozen=True, array_like=True):
     """A token, its text (``\ufffd`` for the bytes of half a character), and its log-probability.
 
     >>> s += af.user("Why?") + af.gen("word", max_tokens=4, top_logprobs=2)
@@ -52,7 +52,7 @@ USE_ANOTHER = 'use an engine, or on_unsupported="retry" with a model behind an A
 """The remedy if a model cannot enforce a constraint or a choice."""
 
 
-class Capabilities(msgspec.Struct, frozen=True):
+class Capabilities(Record, msgspec.Struct, frozen=True):
     """The features of a generator. Ops that need unsupported features are rejected before anything runs."""
 
     model: str
@@ -306,7 +306,7 @@ MAX_ERROR_TEXT = 20_000
 """The maximum length of the answer's text in an error, in characters."""
 
 
-class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+class ErrorInfo(Record, msgspec.Struct, frozen=True, omit_defaults=True):
     """An error of ``errors.py`` with its cause."""
 
     code: str
@@ -487,7 +487,7 @@ class StatsReply(_Event, frozen=True):
     error: ErrorInfo | None = None
 
 
-class LiveState(msgspec.Struct, frozen=True, omit_defaults=True):
+class LiveState(Record, msgspec.Struct, frozen=True, omit_defaults=True):
     """One open state, as the scheduler sees it."""
 
     id: int
@@ -503,7 +503,7 @@ class LiveState(msgspec.Struct, frozen=True, omit_defaults=True):
     missed_tokens: int = 0  # prompt tokens of this request that were not cached, if there is a reason
 
 
-class LiveMedium(msgspec.Struct, frozen=True, omit_defaults=True):
+class LiveMedium(Record, msgspec.Struct, frozen=True, omit_defaults=True):
     """An image or a video before a request."""
 
     source: str  # ``sha256:`` and the digest of its file, or the beginning of its URL
@@ -512,7 +512,7 @@ class LiveMedium(msgspec.Struct, frozen=True, omit_defaults=True):
     num_bytes: int = 0  # of a file
 
 
-class LiveNode(msgspec.Struct, frozen=True, omit_defaults=True):
+class LiveNode(Record, msgspec.Struct, frozen=True, omit_defaults=True):
     """One request, other variable, or fork. It is unfinished, or an unfinished node depends on it, or it has
     failed and its state is open."""
 

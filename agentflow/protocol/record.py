@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
@@ -37,7 +37,11 @@ class Record:
         from pydantic import PlainSerializer, PlainValidator
 
         def read(value: Any) -> Any:
-            return value if isinstance(value, cls) else msgspec.convert(value, cls)
+            if isinstance(value, cls):
+                return value
+            if is_sent_as_array(cls) and isinstance(value, Mapping):
+                value = [value.get(name) for name in cls._shown_fields()]
+            return msgspec.convert(value, cls)
 
         return handler.generate_schema(Annotated[Any, PlainValidator(read), PlainSerializer(cls.to_dict)])
 
@@ -46,6 +50,11 @@ class Record:
         hints = get_type_hints(cls)
         members = {name: _make_schema(hints[name]) for name in cls._shown_fields()}
         return {"type": "object", "title": cls.__name__, "properties": members}
+
+
+def is_sent_as_array(kind: type[Record]) -> bool:
+    """Whether msgspec writes and reads the record as an array."""
+    return issubclass(kind, msgspec.Struct) and kind.__struct_config__.array_like
 
 
 def _make_schema(kind: Any) -> dict[str, Any]:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import typing
 from typing import Any
 
+import msgspec
 import pydantic
 import pytest
 from pydantic import BaseModel, Field
 from starlette.testclient import TestClient
 
 import agentflow as af
+from agentflow.language.typed.json_form import JsonForm
+from agentflow.protocol import images, wire
+from agentflow.protocol.events import Capabilities, ErrorInfo, LiveMedium, LiveNode, LiveState
+from agentflow.protocol.record import Record
 
 
 class Grade(BaseModel):
@@ -57,6 +64,16 @@ RECORDS = [
     (TAGGED, SHOWN_TAGGED),
     (af.RunDone(["Sure: ", TAGGED]), {"result": ["Sure: ", SHOWN_TAGGED]}),
     (CALL, SHOWN_CALL),
+    (af.TokenLogprob(42, " the", -0.25), {"token_id": 42, "text": " the", "logprob": -0.25}),
+    (
+        af.RunDone([af.TokenLogprob(1, "a", -1.0)]),
+        {"result": [{"token_id": 1, "text": "a", "logprob": -1.0}]},
+    ),
+    (Capabilities("m", candidates=(Capabilities("n"),)), {"model": "m", "max_context": None}),
+    (ErrorInfo("run_failed", "b", ErrorInfo("error", "a")), {"cause": {"code": "error", "message": "a"}}),
+    (LiveState(1, 2), {"id": 1, "program": 2}),
+    (LiveNode(1, 2, "gen", media=(LiveMedium("sha256:1"),)), {"media": [{"source": "sha256:1"}]}),
+    (LiveMedium("sha256:1"), {"source": "sha256:1", "kind": "image"}),
 ]
 
 
@@ -102,3 +119,50 @@ def test_f16c_a_model_of_pydantic_has_records() -> None:
     assert Answer.model_json_schema()["properties"]["usage"]["type"] == "object"
     with pytest.raises(pydantic.ValidationError):
         Answer.model_validate({"text": "a", "usage": {"prompt_tokens": "many"}})
+
+
+@pytest.mark.parametrize("record", [USAGE, af.TokenLogprob(42, " the", -0.25)], ids=str)
+def test_f37_the_json_of_a_record_is_read_again(record: Any) -> None:
+    Answer = pydantic.create_model("Answer", record=(type(record), ...))
+    answer = Answer(record=record)
+    assert json.loads(answer.model_dump_json()) == {"record": record.to_dict()}
+    assert Answer.model_validate_json(answer.model_dump_json()) == answer
+    with pytest.raises(pydantic.ValidationError):
+        Answer.model_validate({"record": 3})
+    form = JsonForm(list[type(record)], "map")
+    assert form.read(json.dumps(form.plain([record]))) == [record]
+
+
+def _mentioned(kind: Any) -> set[type]:
+    """The classes that a type mentions, at any depth; of structs, those of their fields too."""
+    found, pending = set(), [kind]
+    while pending:
+        one = pending.pop()
+        pending += typing.get_args(one)
+        if isinstance(one, type) and one not in found:
+            found.add(one)
+            if issubclass(one, msgspec.Struct):
+                pending += typing.get_type_hints(one).values()
+    return found
+
+
+def _returned(public: type) -> set[type]:
+    """The classes that the properties and methods of a class return."""
+    found = set()
+    for name, member in inspect.getmembers(public):
+        function = member.fget if isinstance(member, property) else member
+        if name.startswith("_") or not inspect.isfunction(function):
+            continue
+        try:
+            found |= _mentioned(typing.get_type_hints(function).get("return"))
+        except (NameError, TypeError):  # imported for type checkers only
+            continue
+    return found
+
+
+def test_f37_structs_that_programs_get_are_records() -> None:
+    public = [one for name in af.__all__ if inspect.isclass(one := getattr(af, name))]
+    returned = {kind for one in public for kind in _returned(one) | _mentioned(one)}
+    assert {af.Usage, af.TokenLogprob, Capabilities, ErrorInfo, LiveNode} <= returned
+    others = {one for one in returned if issubclass(one, msgspec.Struct) and not issubclass(one, Record)}
+    assert {one.__module__ for one in others} <= {images.__name__, wire.__name__}  # files, and frames

@@ -21,6 +21,7 @@ import msgspec
 
 from agentflow.errors import BadArgument, BudgetExceeded, NotSupported
 from agentflow.protocol.events import Usage
+from agentflow.protocol.record import Record
 from agentflow.protocol.sampling import is_number
 from agentflow.runtime.payer import PAYER, Payer
 
@@ -31,7 +32,7 @@ these prices."""
 _HIGHEST_PRICE = 1e9  # the cost of a call stays a finite number
 
 
-class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Price(Record, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The price of a model, in US dollars for a million tokens.
 
     >>> price = af.Price(input=0.4, output=1.6, cached=0.1)

@@ -32,7 +32,7 @@ from agentflow.language.typed.json_types import (
     type_adapter,
     typed_json,
 )
-from agentflow.protocol.record import Record
+from agentflow.protocol.record import Record, is_sent_as_array
 from agentflow.protocol.schemas.walk import resolved, subschemas
 
 Order = Literal["deterministic"] | None
@@ -118,7 +118,7 @@ def as_plain(value: Any, *, is_read_back: bool = True, order: Order = None) -> A
         return [again(one) for one in value]
     if isinstance(value, dict):
         return {_plain_key(key): again(one) for key, one in value.items()}
-    if isinstance(value, Record):
+    if isinstance(value, Record) and not (is_read_back and is_sent_as_array(kind)):
         return value.to_dict()
     adapter = _make_adapter(kind)
     if adapter is not None:
