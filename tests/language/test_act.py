@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, PlainValidator, SecretStr, ValidationError
 from support.faults import has_param
-from support.observed_backends import Unbatched
+from support.observed_backends import Observed, Unbatched
 
 import agentflow as af
+from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 
@@ -691,7 +692,9 @@ async def test_a_replay_takes_the_results_from_the_recording(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
-        ({"tools": []}, None),
+        ({"tools": None}, "tools"),
+        ({"tools": [], "choice": "required"}, "choice"),
+        ({"tools": [], "choice": "weather"}, "choice"),
         ({"tools": [{"name": "x", "parameters": {}}]}, "tools"),
         ({"tools": [weather, weather]}, None),
         ({"tools": [lambda: 1]}, None),
@@ -797,9 +800,6 @@ async def test_f37_half_a_surrogate_pair_in_the_reason_of_a_denial_is_escaped() 
     results = await answered([weather], call("weather", city="Oslo"), approve=lambda _: "caf\ud83d\u00e9")
     assert results == [f"{ERROR}the call was denied: caf\\ud83d\u00e9"]
 
-
-@pytest.mark.parametrize("where", ["state", "parent", "session"])
-@pytest.mark.parametrize("continues", [False, True])
 async def test_f37_without_tools_the_first_reply_is_the_result():
     observed = Observed(af.Scripted({"answer": ["done", "more", (call("weather", city="Oslo"),), "end"]}))
     async with af.session(backend=observed) as flow, flow.state() as s:
@@ -829,6 +829,9 @@ async def test_f37_the_limit_of_rounds_has_its_name():
             await af.act(s, tools=[weather], max_rounds=2)
 
 
+
+@pytest.mark.parametrize("where", ["state", "parent", "session"])
+@pytest.mark.parametrize("continues", [False, True])
 async def test_f37_a_run_does_not_fail_with_a_deadline_that_its_program_caught(where, continues) -> None:
     async def waits() -> str:
         await anyio.sleep_forever()

@@ -16,7 +16,7 @@ from agentflow.protocol import ops
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
-@pytest.mark.parametrize("count", [0, -1, True, False, 1.0, "2", None])
+@pytest.mark.parametrize("count", [-1, True, False, 1.0, "2", None])
 async def test_a_fork_needs_a_number_of_branches(count):
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:
@@ -306,6 +306,46 @@ async def test_f37_a_slice_of_branches_has_their_methods():
         assert await s.text() == "a0<a0>|1<a1>"
         with pytest.raises(af.errors.BadArgument, match=r"await branches\.gather\('x'\)"):
             branches["x"]
-        for method in (branches[:0].first, branches[:0].best, branches[:0].vote, branches[:0].as_completed):
+        for method in (branches[:0].first, branches[:0].best, branches[:0].vote):
             with pytest.raises(af.errors.BadArgument, match="there are no branches to choose from"):
                 await method("x")
+        assert [branch async for branch in branches[:0].as_completed("x")] == []
+
+
+@pytest.mark.parametrize("model", [None, "second"])
+async def test_f37_a_fork_of_none_has_no_branches(model):
+    observed, second = Observed(af.Scripted(echo)), af.Scripted(echo)
+    async with af.session(models={"first": observed, "second": second}) as flow, flow.state() as s:
+        s += "a"
+        s.hint(forks=0)
+        num_ops = len(observed.ops)
+        async with s.fork(0, model=model) as branches:
+            for branch in branches:
+                branch += af.gen("x")
+        await branches
+        assert (await branches.gather("x"), branches.variables("x")) == ([], [])
+        assert [branch async for branch in branches.as_completed("x")] == []
+        s.join(branches, separator="|")
+        assert len(observed.ops) == num_ops
+        (branch,) = s.fork(1)
+        branch += af.gen("x")
+        assert (branch.path, await branch["x"]) == ((0,), "<a>")
+        with pytest.raises(af.errors.UnknownModel):
+            s.fork(0, model="third")
+
+
+async def test_f37_a_compiled_program_may_fork_into_none():
+    @af.program
+    async def gather(s: af.State, names: list[str]) -> str:
+        s += "a"
+        async with s.fork(len(names)) as branches:
+            for name, branch in zip(names, branches, strict=True):
+                branch += name + af.gen("x")
+        s.join(branches)
+        s += af.gen("end")
+        return await s["end"]
+
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        for names in ([], ["b"]):
+            result = await flow.run(gather, names)
+            assert await flow.submit(gather.trace(names=names)) == result

@@ -222,7 +222,8 @@ def act(
         tools: Functions with annotated parameters, plain or async, tools made by ``af.tool``, or the tools of
             ``af.mcp``. Arguments have the types of the parameters. A result is a text, an image (``af.image``
             or Pillow's), a list with images and texts, or another value, which is sent as JSON. Plain
-            functions run in threads, and continue there if their call is cancelled.
+            functions run in threads, and continue there if their call is cancelled. Without tools, the first
+            reply is the result.
         schema: The type of the result, as in ``gen``; by default the result is text.
         max_rounds: The maximum number of replies.
         max_calls: The maximum number of calls in all rounds together.

@@ -15,7 +15,7 @@ from typing import Any, Final
 from agentflow.errors import AgentflowError, BadArgument, Cancelled
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.states.event_stream import EventStream, StreamedVariable
-from agentflow.language.states.run import StateNode, VariableNode
+from agentflow.language.states.run import Run, StateNode, VariableNode
 from agentflow.protocol.sampling import is_whole
 
 Key = Callable[[Any], Any]
@@ -29,19 +29,17 @@ class Contest:
 
     def __init__(
         self,
+        run: Run,
         entries: Sequence[tuple[StateNode, VariableNode, Awaitable[Any]]],
         *,
         is_group: bool,
     ) -> None:
-        if not entries:
-            raise BadArgument("there are no branches to choose from")
-        link = entries[0][0].link
-        link.check_alive()
-        link.needs_values("which branch is chosen")
+        run.link.check_alive()
+        run.link.needs_values("which branch is chosen")
         self._entries = list(entries)
         self._is_group = is_group
         self._waiting = set(range(len(entries)))
-        self._ends = _Ends([node for _, node, _ in entries])
+        self._ends = _Ends(run, [node for _, node, _ in entries])
         self._failure: AgentflowError | None = None
 
     async def first(self) -> int:
@@ -115,8 +113,7 @@ class Contest:
             self._failure = error
 
     def _no_value(self) -> AgentflowError:
-        assert self._failure is not None
-        return self._failure
+        return self._failure or BadArgument("there are no branches to choose from")
 
     def _choose(self, winners: Collection[int], method: str) -> None:
         paths = ", ".join([str(self._entries[index][0].path) for index in winners])
@@ -144,10 +141,10 @@ def _plain(result: Any, where: str) -> Any:
 class _Ends(EventStream):
     """Waits until any of several variables of one run has ended."""
 
-    def __init__(self, variables: Sequence[VariableNode]) -> None:
+    def __init__(self, run: Run, variables: Sequence[VariableNode]) -> None:
         super().__init__(lambda: False)
         self._awaited = {variable.id for variable in variables}
-        variables[0].state.run.follow(self, ())
+        run.follow(self, ())
 
     def touch(self, variable: StreamedVariable) -> None:
         if variable.is_done and variable.id in self._awaited:

@@ -8,7 +8,7 @@ leaves it as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
@@ -45,11 +45,14 @@ from agentflow.language.typed.replies import make_calls
 from agentflow.language.typed.tools import ToolCall
 from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
-from agentflow.protocol.chat import Conversation
+from agentflow.protocol.chat import Conversation, ToolChoice
 from agentflow.protocol.decisions import Question
 from agentflow.protocol.images import Video
 from agentflow.protocol.op_table import num_done_with
 from agentflow.protocol.text.transform import apply_transforms
+
+_NO_TOOLS: Final = Offer((), ToolChoice())
+"""The offer of a state to which none was given."""
 
 
 class _Declared(NamedTuple):
@@ -314,7 +317,7 @@ class Recorder:
         if any(fixed):
             MARKERS.reject(fixed, f"gen({item.name!r}): a stop string or a constraint")
         is_reply = item.value_type.is_reply
-        if is_reply and item.offer is not None and item.offer != self._offer:
+        if is_reply and item.offer is not None and item.offer != (self._offer or _NO_TOOLS):
             self._give_tools(item.offer)
         ends_turn = self._begin_reply(item.name) if is_reply else self._begin_own(f"gen({item.name!r})")
         if item.max_retries:

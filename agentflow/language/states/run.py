@@ -371,6 +371,8 @@ class StateNode:
         """Forks the state into ``count`` branches. With a ``model`` that is not the state's, they begin
         empty."""
         self.check_open()
+        if not count:
+            return []
         ids = [self.link.next_id() for _ in range(count)]
         self.submit([ops.Fork(self.id, tuple(ids), model)])
         children = self.branches(ids, len(self.children), model)

@@ -293,7 +293,7 @@ class State:
             objective: ``"latency"`` if a user waits for the next generations, ``"throughput"`` if only the
                 total matters.
             output_tokens: The expected number of tokens of each generation.
-            forks: The number of forks that come next; from 2 on, a long prefix is sent to OpenAI and
+            forks: The number of forks that come next, or 0; from 2 on, a long prefix is sent to OpenAI and
                 Anthropic before the forks need it.
             deadline_s: The seconds in which the next generations should be done; earlier deadlines are
                 scheduled first.
@@ -305,6 +305,8 @@ class State:
             raise BadArgument(
                 f"hint: objective must be latency or throughput, not {objective!r}", param="objective"
             )
+        if forks == 0 and forks is not False:
+            forks = None
         ops.check_hint(output_tokens, forks, deadline_s)
         recorder = self._recorder()
         recorder.put(ops.Hint(self._node.id, objective, output_tokens, forks, deadline_s, speculate))
@@ -350,12 +352,12 @@ class State:
         s.fork(3) as branches`` they are a task group: see ``Branches``.
 
         Args:
-            count: The number of branches.
+            count: The number of branches; none for 0, as for an empty list of inputs.
             model: The name of the session's model on which they run; by default the state's. Another model
                 gets the content of the state as text.
 
         Raises:
-            BadArgument: ``count`` is below 1.
+            BadArgument: ``count`` is no whole number from 0.
             UnknownModel: The session has no such model.
             NotSupported: Another model is to continue a conversation with tool calls.
 
@@ -364,8 +366,8 @@ class State:
         ...     branch += af.assistant(af.gen("judgment", max_tokens=64))
         """
         self._node.check_appendable()
-        if not is_whole(count, 1, math.inf):
-            raise BadArgument(f"fork({count!r}): say how many branches, 1 or more", param="count")
+        if not is_whole(count, 0, math.inf):
+            raise BadArgument(f"fork({count!r}): say how many branches, 0 or more", param="count")
         check_branches(count)
         if model is None or self._node.runs_on(model):
             return Branches(self, [State(node) for node in self._node.fork(count)])
@@ -553,7 +555,8 @@ class Branches(AsyncOnly, list[State]):
 
     There are three ways to join: ``await branches`` waits for all, ``await branches.gather("x")`` returns the
     values of ``x`` in the order of the branches, and ``s.join(branches)`` appends their texts. ``first``,
-    ``best`` and ``vote`` choose between the branches and cancel the rest.
+    ``best`` and ``vote`` choose between the branches and cancel the rest. Without branches, ``gather``
+    returns an empty list, and a choice raises ``BadArgument``.
 
     >>> async with s.fork(2) as branches:
     ...     for branch, dimension in zip(branches, ["clarity", "evidence"]):
@@ -763,7 +766,7 @@ class Branches(AsyncOnly, list[State]):
             (branch._node, find_target(variable).node, variable)
             for branch, variable in zip(self, self.variables(name), strict=True)
         ]
-        return Contest(entries, is_group=self._is_group)
+        return Contest(self.parent._node.run, entries, is_group=self._is_group)
 
 
 class Completed:

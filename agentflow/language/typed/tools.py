@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, overload
 
 import msgspec
 
-from agentflow.errors import BadArgument, InvalidValue, shown_error
+from agentflow.errors import BadArgument, InvalidValue, listed, shown_error
 from agentflow.language.by_name import by_name
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.typed.json_form import JsonRecord, json_text
@@ -218,8 +218,6 @@ class Toolbox:
                     param="tools",
                 )
             self._tools[described.name] = described
-        if not self._tools:
-            raise BadArgument("tools: there must be at least one", param="tools")
 
     def __iter__(self) -> Iterator[DescribedTool]:
         return iter(self._tools.values())
@@ -228,7 +226,7 @@ class Toolbox:
         """The tool of this name; ``ValueError`` if there is none."""
         tool = self._tools.get(name)
         if tool is None:
-            raise ValueError(f"there is no tool {name!r} (there are: {', '.join(self._tools)})")
+            raise ValueError(f"there is no tool {name!r} (there are: {listed(self._tools)})")
         return tool
 
 

@@ -318,14 +318,15 @@ export class State {
   }
 
   /**
-   * Creates branches, which continue from here independently. On another `model` of the session they get the content
-   * as text. Throws `NotSupported` if another model is to continue a conversation.
+   * Creates branches, 0 or more, which continue from here independently. On another `model` of the session they get
+   * the content as text. Throws `NotSupported` if another model is to continue a conversation.
    */
   fork(count: number, options: { model?: string | undefined } = {}): State[] {
-    if (!Number.isInteger(count) || count < 1) {
-      throw new BadArgument(`fork: the number of branches must be at least 1, not ${count}`);
+    if (!Number.isInteger(count) || count < 0) {
+      throw new BadArgument(`fork: the number of branches must be a whole number, not ${count}`);
     }
     this.#check();
+    if (count === 0) return [];
     const model = options.model ?? this.model;
     const content = model === this.model ? undefined : this.#portable();
     const children = Array.from({ length: count }, () => this.#link.nextNumber());
@@ -341,7 +342,8 @@ export class State {
 
   /** Makes a task group of branches of this state: when one fails, the others are cancelled and this fails. */
   taskGroup(branches: readonly State[]): this {
-    this.#send({ op: "taskgroup", state: this.number, children: branches.map((branch) => branch.number) });
+    const children = branches.map((branch) => branch.number);
+    if (children.length) this.#send({ op: "taskgroup", state: this.number, children });
     return this;
   }
 
@@ -355,7 +357,7 @@ export class State {
         name: "done",
       })),
     );
-    this.#send({ op: "text", state: this.number, parts: ends.map((end) => this.#ref(end)) });
+    if (ends.length) this.#send({ op: "text", state: this.number, parts: ends.map((end) => this.#ref(end)) });
     return this;
   }
 

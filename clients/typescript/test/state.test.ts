@@ -241,7 +241,9 @@ test("mistakes are found before anything is sent", async () => {
   assert.throws(() => state.begin("user").begin("user"), { code: "bad_argument" });
   state.end().begin("assistant").end();
   assert.throws(() => state.gen("answer"), { code: "bad_argument" });
-  assert.throws(() => state.fork(0), { code: "bad_argument" });
+  assert.throws(() => state.fork(-1), { code: "bad_argument" });
+  assert.deepEqual(state.fork(0), []);
+  state.taskGroup([]).join();
   assert.throws(() => state.text(recordedAnswer), { code: "foreign_state" });
   assert.throws(() => state.text("half \ud83d"), { code: "bad_argument" });
   state.text('a text with "\\ud83d" is whole');
