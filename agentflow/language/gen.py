@@ -266,17 +266,7 @@ def gen(
     >>> s += af.assistant(af.gen("idea", temperature=1.0, min_tokens=8, presence_penalty=0.5))
     """
     check_variable_name(name, "gen")
-    if on_invalid not in get_args(OnInvalid):
-        raise BadArgument(
-            f'gen: on_invalid must be "raise", "retry" or "reask", not {on_invalid!r}', param="on_invalid"
-        )
-    num_retries = 0
-    if on_invalid != "raise":
-        if not is_whole(max_retries, 1, MOST_RETRIES):
-            raise BadArgument(
-                f"gen: max_retries must be 1 to {MOST_RETRIES}, not {max_retries!r}", param="max_retries"
-            )
-        num_retries = max_retries
+    num_retries = checked_retries("gen", on_invalid, max_retries, get_args(OnInvalid))
     params = GenParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -314,6 +304,21 @@ def gen(
             "gen: on_invalid applies to a value: give a schema, for example", param="on_invalid"
         )
     return GenExpression(name, params.check(), wanted, num_retries, asks_again=on_invalid == "reask")
+
+
+def checked_retries(where: str, on_invalid: str, max_retries: int, known: Sequence[str]) -> int:
+    """How often an invalid value is generated again. ``known``: the accepted values of ``on_invalid``.
+    ``BadArgument``."""
+    if on_invalid not in known:
+        accepted = " or ".join([f'"{one}"' for one in known])
+        raise BadArgument(f"{where}: on_invalid must be {accepted}, not {on_invalid!r}", param="on_invalid")
+    if on_invalid == "raise":
+        return 0
+    if not is_whole(max_retries, 1, MOST_RETRIES):
+        raise BadArgument(
+            f"{where}: max_retries must be 1 to {MOST_RETRIES}, not {max_retries!r}", param="max_retries"
+        )
+    return max_retries
 
 
 _GEN_OPTIONS = frozenset(inspect.signature(gen).parameters)

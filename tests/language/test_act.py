@@ -631,6 +631,92 @@ async def test_f37_an_invalid_result_has_its_text_and_faults():
         assert failure.value.text.startswith('{"city": "Oslo')
 
 
+REPLIES = {
+    "call": (call("weather", city="a"),),
+    "invalid": {"city": "Oslo", "days": 99},
+    "truncated": {"city": "Oslo " * 20},
+    "valid": {"city": "Oslo", "days": 2},
+}
+
+
+def expected_end(kinds: list[str], max_rounds: int, max_retries: int) -> tuple[str, list[str]]:
+    """How a loop with ``on_invalid="reask"`` ends, and the roles of its turns."""
+    roles = ["user"]
+    for number, kind in enumerate(kinds, 1):
+        roles.append("assistant")
+        if kind == "valid":
+            break
+        if kind == "call":
+            roles.append("tool")
+            if number == max_rounds:
+                return "limit", roles
+        elif number == max_rounds or not max_retries:
+            return "invalid", roles
+        else:
+            max_retries -= 1
+            roles.append("user")
+    return "valid", roles
+
+
+@given(
+    kinds=st.lists(st.sampled_from(["call", "invalid", "truncated"]), max_size=6),
+    max_rounds=st.integers(1, 7),
+    max_retries=st.integers(1, 3),
+)
+async def test_f37_reask_tells_the_model_about_an_invalid_result(kinds, max_rounds, max_retries):
+    kinds = [*kinds, "valid"]
+    end, roles = expected_end(kinds, max_rounds, max_retries)
+    async with scripted(*[REPLIES[kind] for kind in kinds]) as flow, flow.state() as s:
+        s += af.user("?")
+        loop = af.act(
+            s,
+            tools=[weather],
+            schema=Place,
+            on_invalid="reask",
+            max_rounds=max_rounds,
+            max_retries=max_retries,
+            max_tokens=9,
+        )
+        if end == "valid":
+            assert await loop == Place(city="Oslo", days=2)
+        else:
+            with pytest.raises(af.InvalidValue if end == "invalid" else af.errors.LimitExceeded):
+                await loop
+        assert [message["role"] for message in await s.messages()] == roles
+
+
+async def test_f37_reask_says_what_is_wrong():
+    prompts: list[str] = []
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return json.dumps(REPLIES["invalid" if len(prompts) < 2 else "valid"])
+
+    async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
+        s += af.user("?")
+        async with af.act(s, tools=[], schema=Place, on_invalid="reask") as events:
+            seen = [event async for event in events]
+    assert [one.number for one in seen if isinstance(one, af.RoundStarted)] == [1, 2]
+    assert seen[-1] == af.ActDone(Place(city="Oslo", days=2))
+    assert prompts[1].startswith(prompts[0])
+    assert "days" in prompts[1].removeprefix(prompts[0]).partition("<user>")[2]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"on_invalid": "retry"}, "on_invalid"),
+        ({"on_invalid": "reask", "schema": None}, "on_invalid"),
+        ({"on_invalid": "reask", "max_retries": 0}, "max_retries"),
+        ({"on_invalid": "reask", "max_retries": 21}, "max_retries"),
+    ],
+)
+async def test_f37_wrong_options_of_reask_are_rejected(wrong, param):
+    async with scripted() as flow, flow.state() as s:
+        with pytest.raises(af.errors.BadArgument, check=has_param(param)):
+            af.act(s, **{"tools": [weather], "schema": Place} | wrong)
+
+
 async def test_f37_an_unknown_option_is_reported_for_the_function_that_got_it():
     async with scripted() as flow, flow.state() as s:
         for name, ask in (("act", functools.partial(af.act, s)), ("reply", functools.partial(af.reply, "x"))):
@@ -712,6 +798,35 @@ async def test_wrong_arguments_are_rejected_at_once(wrong, param):
             af.act(s, **wrong)
         assert param is None or caught.value.param == param
         assert await s.text() == "<user>?</user>"
+
+
+async def test_f37_without_tools_the_first_reply_is_the_result():
+    observed = Observed(af.Scripted({"answer": ["done", "more", (call("weather", city="Oslo"),), "end"]}))
+    async with af.session(backend=observed) as flow, flow.state() as s:
+        for answer in ("done", "more"):
+            s += af.user("?")
+            assert await af.act(s, tools=[]) == answer
+        assert observed.of(ops.Tools) == []
+        s += af.user("?")
+        assert await af.act(s, tools=[]) == "end"  # the model calls a tool all the same
+        failed = [m["content"] for m in await s.messages() if m["role"] == "tool"]
+        assert [text.startswith(ERROR) for text in failed] == [True]
+
+
+async def test_f37_a_loop_without_tools_may_follow_one_with_tools():
+    observed = Observed(af.Scripted({"answer": ["one", "two"]}))
+    async with af.session(backend=observed) as flow, flow.state() as s:
+        for tools in ([weather], []):
+            s += af.user("?")
+            await af.act(s, tools=tools)
+        assert [len(op.tools) for op in observed.of(ops.Tools)] == [1, 0]
+
+
+async def test_f37_the_limit_of_rounds_has_its_name():
+    async with scripted(*[(call("weather", city="Oslo"),)] * 2) as flow, flow.state() as s:
+        s += af.user("?")
+        with pytest.raises(af.errors.LimitExceeded, check=has_param("max_rounds")):
+            await af.act(s, tools=[weather], max_rounds=2)
 
 
 def test_a_turn_of_a_tool_is_another_function():
@@ -799,35 +914,6 @@ async def test_f24d_half_a_surrogate_pair_within_a_result_is_escaped() -> None:
 async def test_f37_half_a_surrogate_pair_in_the_reason_of_a_denial_is_escaped() -> None:
     results = await answered([weather], call("weather", city="Oslo"), approve=lambda _: "caf\ud83d\u00e9")
     assert results == [f"{ERROR}the call was denied: caf\\ud83d\u00e9"]
-
-async def test_f37_without_tools_the_first_reply_is_the_result():
-    observed = Observed(af.Scripted({"answer": ["done", "more", (call("weather", city="Oslo"),), "end"]}))
-    async with af.session(backend=observed) as flow, flow.state() as s:
-        for answer in ("done", "more"):
-            s += af.user("?")
-            assert await af.act(s, tools=[]) == answer
-        assert observed.of(ops.Tools) == []
-        s += af.user("?")
-        assert await af.act(s, tools=[]) == "end"  # the model calls a tool all the same
-        failed = [m["content"] for m in await s.messages() if m["role"] == "tool"]
-        assert [text.startswith(ERROR) for text in failed] == [True]
-
-
-async def test_f37_a_loop_without_tools_may_follow_one_with_tools():
-    observed = Observed(af.Scripted({"answer": ["one", "two"]}))
-    async with af.session(backend=observed) as flow, flow.state() as s:
-        for tools in ([weather], []):
-            s += af.user("?")
-            await af.act(s, tools=tools)
-        assert [len(op.tools) for op in observed.of(ops.Tools)] == [1, 0]
-
-
-async def test_f37_the_limit_of_rounds_has_its_name():
-    async with scripted(*[(call("weather", city="Oslo"),)] * 2) as flow, flow.state() as s:
-        s += af.user("?")
-        with pytest.raises(af.errors.LimitExceeded, check=has_param("max_rounds")):
-            await af.act(s, tools=[weather], max_rounds=2)
-
 
 
 @pytest.mark.parametrize("where", ["state", "parent", "session"])

@@ -20,7 +20,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, Unpack, get_args, overload
 
 import anyio
 import msgspec
@@ -29,19 +29,27 @@ from agentflow.errors import (
     AgentflowError,
     BadArgument,
     DeadlineExceeded,
+    InvalidValue,
     LimitExceeded,
 )
 from agentflow.language.agents.tool_content import ToolContent, content_of_result, read_content
-from agentflow.language.expressions import RoleExpression, Sequence_
+from agentflow.language.expressions import RoleExpression, Sequence_, user
 from agentflow.language.failures import user_code
 from agentflow.language.failures.stack_frames import STARTED_AT, calling_line
 from agentflow.language.failures.user_code import UserCode
-from agentflow.language.gen import GenExpression, JsonOptions, check_reply_options, reply
+from agentflow.language.gen import (
+    GenExpression,
+    JsonOptions,
+    check_reply_options,
+    checked_retries,
+    reply,
+)
 from agentflow.language.observing.spans import StateSpan
 from agentflow.language.program import StreamWork
 from agentflow.language.states.event_stream import TextDelta
 from agentflow.language.states.readers import complete_answer
 from agentflow.language.states.state import State, state_node
+from agentflow.language.states.validation import correction
 from agentflow.language.states.variable import Variable, find_target
 from agentflow.language.typed.json_form import JsonRecord, json_text
 from agentflow.language.typed.replies import Reply
@@ -73,6 +81,8 @@ Verdict: TypeAlias = bool | str | Mapping[str, Any]
 Approve: TypeAlias = Callable[[ToolCall], Verdict | Awaitable[Verdict]]
 """Whether a call may run: True, False, the reason for denying it (for the model), or other arguments for
 it."""
+
+OnInvalidResult = Literal["raise", "reask"]
 
 MAX_THREADS = 16
 """The maximum number of plain functions that one ``act`` runs concurrently."""
@@ -146,6 +156,8 @@ def act(
     name: str = ...,
     choice: str | ToolChoice = ...,
     parallel: bool = ...,
+    on_invalid: OnInvalidResult = ...,
+    max_retries: int = ...,
     **options: Unpack[JsonOptions],
 ) -> Act[ValueT]: ...
 @overload
@@ -161,6 +173,8 @@ def act(
     name: str = ...,
     choice: str | ToolChoice = ...,
     parallel: bool = ...,
+    on_invalid: OnInvalidResult = ...,
+    max_retries: int = ...,
     **options: Unpack[JsonOptions],
 ) -> Act[ValueT]: ...
 @overload
@@ -176,6 +190,8 @@ def act(
     name: str = ...,
     choice: str | ToolChoice = ...,
     parallel: bool = ...,
+    on_invalid: OnInvalidResult = ...,
+    max_retries: int = ...,
     **options: Unpack[JsonOptions],
 ) -> Act[str]: ...
 @overload
@@ -191,6 +207,8 @@ def act(
     name: str = ...,
     choice: str | ToolChoice = ...,
     parallel: bool = ...,
+    on_invalid: OnInvalidResult = ...,
+    max_retries: int = ...,
     **options: Unpack[JsonOptions],
 ) -> Act[Any]: ...
 def act(
@@ -205,6 +223,8 @@ def act(
     name: str = "answer",
     choice: str | ToolChoice = "auto",
     parallel: bool = True,
+    on_invalid: OnInvalidResult = "raise",
+    max_retries: int = 2,
     **options: Unpack[JsonOptions],
 ) -> Act[Any]:
     """Lets the model call tools until it answers. Await it for the answer, or iterate over its events.
@@ -233,6 +253,10 @@ def act(
         name: The name of the variable that holds each reply.
         choice: Whether the first reply calls tools, as in ``af.reply``. Later replies are free to do so.
         parallel: Whether one reply may call several tools.
+        on_invalid: ``"reask"`` appends a turn that tells the model about the fault of an answer that is no
+            valid ``schema``, and begins another round. The state keeps both. A text that the backend itself
+            finds invalid fails the state.
+        max_retries: The maximum number of these turns.
         options: The other options of ``gen``.
 
     Raises:
@@ -264,12 +288,15 @@ def act(
             )
     specs = [tool.spec for tool in toolbox]
     kind = None if schema is None else value_type(schema=schema)
+    num_retries = checked_retries("act", on_invalid, max_retries, get_args(OnInvalidResult))
+    if num_retries and kind is None:
+        raise BadArgument("act: on_invalid applies to a value: give a schema", param="on_invalid")
     first, later = [
         reply(name, tools=specs, choice=mode, parallel=parallel, schema=schema, **options)
         for mode in (choice, "auto")
     ]
     calls = _Calls(toolbox, max_calls, call_timeout_s, approve)
-    return Act(_Loop(state, first, later, max_rounds, kind, calls))
+    return Act(_Loop(state, first, later, max_rounds, kind, calls, num_retries))
 
 
 class Act(Generic[ResultT]):
@@ -377,7 +404,8 @@ class _Events:
 
 
 class _Loop:
-    """One ``act``. ``kind``: the type of the result; None: the text is the result."""
+    """One ``act``. ``kind``: the type of the result; None: the text is the result. ``num_retries``: how often
+    the model is told about an invalid result."""
 
     def __init__(
         self,
@@ -387,12 +415,14 @@ class _Loop:
         max_rounds: int,
         kind: ValueType | None,
         calls: _Calls,
+        num_retries: int,
     ) -> None:
         self.state = state
         self._replies = (first, later)
         self._max_rounds = max_rounds
         self._kind = kind
         self._calls = calls
+        self._num_retries = num_retries
 
     async def run(self, emit: Emit | None) -> Any:
         """Runs the rounds and returns the result. ``emit`` gets the events."""
@@ -406,7 +436,15 @@ class _Loop:
                     emit(TextDelta(variable.path, variable.name, text))
             answer = await variable
             if not answer.tool_calls:
-                result = self._result(variable, answer)
+                try:
+                    result = self._result(variable, answer)
+                except InvalidValue as error:
+                    if not self._num_retries or number == self._max_rounds:
+                        raise
+                    self._num_retries -= 1
+                    assert self._kind is not None
+                    self.state.add(user(correction(error, self._kind.shown)))
+                    continue
                 if emit is not None:
                     emit(ActDone(result))
                 return result

@@ -32,6 +32,15 @@ RETRY_TEMPERATURE: Final = 0.7
 """The temperature for retries of a greedy gen, which would repeat itself."""
 
 
+def correction(invalid: InvalidValue, kind: str) -> str:
+    """The fault of the model's last text, for the model. ``kind``: the type, in words."""
+    wrong = [
+        f"- {'.'.join(map(str, one['loc']))}: {one['msg']}".replace("- :", "-") for one in invalid.errors
+    ]
+    why = "\n".join(wrong or ["- it is too long and was truncated: write a shorter one"])
+    return f"This is not a valid {kind}:\n{why}\nWrite it again without these mistakes."
+
+
 class Attempts:
     """The generations of one variable.
 
@@ -158,13 +167,9 @@ class Attempts:
 
     def _correction(self, state: int) -> list[ops.Op]:
         """The fault of the model's last text, as a turn of the user."""
-        invalid, kind = self._variable.invalid, self._item.value_type.shown
+        invalid = self._variable.invalid
         assert invalid is not None
-        wrong = [
-            f"- {'.'.join(map(str, one['loc']))}: {one['msg']}".replace("- :", "-") for one in invalid.errors
-        ]
-        why = "\n".join(wrong or ["- it is too long and was truncated: write a shorter one"])
-        text = f"This is not a valid {kind}:\n{why}\nWrite it again without these mistakes."
+        text = correction(invalid, self._item.value_type.shown)
         if self._role is None:
             return [ops.Text(state, (f"\n\n{text}\n\n",))]
         asked: list[ops.Op] = [ops.Begin(state, "user"), ops.Text(state, (text,)), ops.End(state)]
