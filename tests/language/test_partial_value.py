@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from support.observed_backends import Stepped, unconstrained
 
 import agentflow as af
+from agentflow.language.states.readers import find_elements
 from agentflow.language.typed.json_types import NothingYet, partial_value
 
 pytestmark = pytest.mark.anyio
@@ -274,6 +275,46 @@ async def test_f37_numbers_that_arrive_in_parts_are_whole_elements():
         for _ in text:
             await backend.allow(1)
     assert seen == json.loads(text)
+
+
+def whole_elements(text: str) -> list[tuple[int, int]]:
+    """The reference for ``find_elements``: reads all of the text, and checks the elements."""
+    found, end, before = list[tuple[int, int]](), 0, "["
+    while True:
+        rest = text[end:].lstrip(" \t\r\n")
+        if not rest.startswith(before):
+            return found
+        start = len(text) - len(rest[1:].lstrip(" \t\r\n"))
+        try:
+            end = json.JSONDecoder(strict=False).raw_decode(text, start)[1]
+        except ValueError:
+            return found
+        if not text[end:].lstrip(" \t\r\n").startswith((",", "]")):
+            return found
+        found.append((start, end))
+        before = ","
+
+
+@given(st.lists(VALUES, max_size=5), STYLES, st.sampled_from(["", " ", "\n\t"]), st.data())
+def test_f37_elements_are_found_in_each_beginning(values, style, blanks, data):
+    text = blanks + json.dumps(values, **style) + blanks
+    lengths = data.draw(st.lists(st.integers(0, len(text))).map(sorted))
+    is_damaged = data.draw(st.booleans())
+    if is_damaged:  # one character is missing, or another one
+        at = data.draw(st.integers(0, len(text) - 1))
+        text = text[:at] + data.draw(st.sampled_from(["", *'"\\[]{},: 1'])) + text[at + 1 :]
+    length, found = 0, list[tuple[int, int]]()
+    places = find_elements(lambda: text[:length])
+    for length in [*lengths, len(text)]:
+        while (place := next(places, None)) is not None:
+            found.append(place)
+        expected = whole_elements(text[:length])
+        assert found[: len(expected)] == expected
+        if not is_damaged:
+            assert found == expected
+        elif len(found) > len(expected):
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(text[slice(*found[len(expected)])], strict=False)
 
 
 async def test_f37_no_element_follows_an_invalid_one():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import Any, Final, TypeAlias
 
 from agentflow.errors import InvalidValue, shown_error
 from agentflow.language.failures.user_code import UserCode
@@ -114,8 +114,60 @@ class ReasoningReader(_Reader):
         return delta
 
 
-_DECODER: Final = json.JSONDecoder()
 _BLANKS: Final = re.compile(r"[ \t\r\n]*")
+_SCALAR: Final = re.compile(r"[^ \t\r\n,\]]*")
+_NESTED: Final = re.compile(r'[^"\[\]{}]*')
+_STRING: Final = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_Wait: TypeAlias = Generator[None, None, tuple[int, str]]
+
+
+def find_elements(read: Callable[[], str]) -> Iterator[tuple[int, int] | None]:
+    """Yields where each element of a JSON array begins and ends, as soon as the text after it has begun, and
+    None where more text is needed. Ends where no further element can begin. Reads each character once, and
+    does not check the elements. ``read`` returns the text so far.
+
+    >>> list(find_elements(lambda: '[1, "a"]'))
+    [(1, 2), (4, 7)]
+    """
+
+    def after(pattern: re.Pattern[str], at: int) -> _Wait:
+        """The place after the characters of the pattern, and the character there."""
+        while True:
+            text = read()
+            if at < len(text) and (found := pattern.match(text, at)) is not None:
+                at = found.end()
+            if at < len(text) and (text[at] != "\\" or pattern is not _STRING):  # half an escape
+                return at, text[at]
+            yield
+
+    at, before = 0, "["
+    while True:
+        at, char = yield from after(_BLANKS, at)
+        if char != before:
+            return
+        start, char = yield from after(_BLANKS, at + 1)
+        if char == "]":
+            return
+        at, depth = start, 0
+        while True:
+            if char == '"':
+                at, char = yield from after(_STRING, at + 1)
+                at += 1
+            elif char in "[{":
+                at, depth = at + 1, depth + 1
+            elif char in "]}" and depth:
+                at, depth = at + 1, depth - 1
+            else:
+                at, char = yield from after(_SCALAR, at)
+            if not depth:
+                break
+            at, char = yield from after(_NESTED, at)
+        end = at
+        at, char = yield from after(_BLANKS, end)
+        if char not in ",]":  # a number may go on, also in two texts: "1." and "5"
+            return
+        yield start, end
+        before = ","
 
 
 class ElementReader(AsyncIterator[Any]):
@@ -125,19 +177,19 @@ class ElementReader(AsyncIterator[Any]):
     def __init__(self, node: VariableNode, read: Callable[[str], Any]) -> None:
         self._node = node
         self._read = read
-        self._before = "["
-        self._num_read = 0
+        self._places = find_elements(lambda: node.notation)
+        self._place: tuple[int, int] | None = None  # of the element that is read next
 
     async def __anext__(self) -> Any:
         node = self._node
-        while (found := self._next()) is None:
+        while (place := self._place or next(self._places, None)) is None:
             if node.is_done:
                 await node.settled()
                 complete_value(node)  # raises for a truncated or invalid text
                 raise StopAsyncIteration
             node.follow()
             await node.change()
-        start, end = found
+        self._place, (start, end) = place, place
         try:
             with UserCode(f"the validation of {node.name!r}"):
                 element = self._read(node.notation[start:end])
@@ -145,29 +197,8 @@ class ElementReader(AsyncIterator[Any]):
             await node.settled()
             node.raise_failure()
             raise _invalid(node, node.notation, node.value_type, error) from (error.__cause__ or error)
-        self._before, self._num_read = ",", end
+        self._place = None
         return element
-
-    def _next(self) -> tuple[int, int] | None:
-        """Where the next element begins and ends, if the text after it shows that it is complete."""
-        text = self._node.notation
-        start = _after_blanks(text, self._num_read)
-        if text[start : start + 1] != self._before:
-            return None
-        start = _after_blanks(text, start + 1)
-        try:
-            end = _DECODER.raw_decode(text, start)[1]
-        except (ValueError, RecursionError):
-            return None
-        after = _after_blanks(text, end)
-        if text[after : after + 1] not in (",", "]"):  # a number may go on, also in two texts: "1." and "5"
-            return None
-        return start, end
-
-
-def _after_blanks(text: str, start: int) -> int:
-    found = _BLANKS.match(text, start)
-    return found.end() if found is not None else start
 
 
 _NOTHING = object()
