@@ -604,19 +604,19 @@ class Interpreter(Generic[ContextT]):
         if variable is None or variable.has_ended:
             return  # its state has failed or was closed meanwhile
         error = None
-        if op.error is not None:  # its usage was reported with the failure that is passed on
-            error = replace(op.error, usage=None).to_exception()
-        if error is None:
-            try:
-                is_in_parts = op.more or variable.num_chars > 0
-                if is_in_parts and variable.num_chars + len(op.text) > MAX_OP_CHARS:
-                    raise PromptTooLong(f"{variable.name!r} has more than {MAX_OP_CHARS:,} characters")
-                if op.more:
-                    variable.provide(op.text)
-                    return
+        try:
+            if op.error is not None:  # its usage was reported with the failure that is passed on
+                variable.hold_error(op.error)
+                error = replace(op.error, usage=None).to_exception()
+            elif variable.num_chars + len(op.text) > MAX_OP_CHARS:
+                raise PromptTooLong(f"{variable.name!r} has more than {MAX_OP_CHARS:,} characters")
+            elif op.more:
+                variable.provide(op.text)
+                return
+            else:
                 variable.complete_text(variable.text + op.text, "provided")
-            except AgentflowError as failure:
-                error = failure
+        except AgentflowError as failure:
+            error = failure
         self._graph.provide(op.var)
         self._report_hints_later()
         if error is not None:

@@ -23,6 +23,7 @@ import anyio
 import msgspec
 
 from agentflow.errors import AgentflowError, ProtocolError
+from agentflow.protocol.bounds.sized import sized
 from agentflow.protocol.chat import read_reply
 from agentflow.protocol.events import Delta, ErrorInfo, Event, Usage, Value, VarFailed
 from agentflow.runtime.limits import (
@@ -249,6 +250,11 @@ class VariableRecord:
             self._reservation.add(num_bytes)
             self._num_held_bytes += num_bytes
         self.extend(part)
+
+    def hold_error(self, info: ErrorInfo) -> None:
+        """Counts the memory of an error that the client provides. ``Overloaded``."""
+        if self._reservation is not None:
+            self._reservation.add(sized(info))
 
     def extend_reasoning(self, delta: str) -> None:
         """Appends reasoning, which will also be in the value."""

@@ -162,6 +162,26 @@ async def test_parts_have_a_longest_text(monkeypatch: pytest.MonkeyPatch, more: 
         assert end.error.code == "prompt_too_long"
 
 
+@pytest.mark.parametrize("more", [True, False])
+async def test_f37_a_text_in_one_part_has_the_same_bound(monkeypatch: pytest.MonkeyPatch, more: bool) -> None:
+    monkeypatch.setattr(interpreter_module, "MAX_OP_CHARS", 10)
+    for text, code in (("1234567890", ""), ("12345678901", "prompt_too_long")):
+        async with bench() as at:
+            await at.submit(*READING[:2])
+            await at.submit(ops.Provide(SOURCE, text, more=more))
+            end = at.listener.ends.get(SOURCE)
+            assert (end.error.code if isinstance(end, VarFailed) else "") == code
+
+
+async def test_f37_an_error_that_has_no_room_is_replaced() -> None:
+    async with bench(MemoryBudget(100_000)) as at:
+        await at.submit(*READING[:2])
+        await at.submit(ops.Provide(SOURCE, error=ErrorInfo("invalid_value", "no", text="x" * 200_000)))
+        end = at.listener.ends[SOURCE]
+        assert isinstance(end, VarFailed)
+        assert end.error.code == "overloaded"
+
+
 ENDS = ("value", "error", "error with text", "cancel owner", "cancel reader", "close owner", "deadline")
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 

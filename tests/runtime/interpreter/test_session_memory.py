@@ -151,6 +151,17 @@ def told_errors() -> Ops:
     yield ops.Await(1, 1)
 
 
+def told_texts_and_causes_of_errors() -> Ops:
+    yield ops.Open(1)
+    for var in MANY:
+        error = ErrorInfo("invalid_value", "no", param=f"{LONG}{var}", text=f"{var}{LONG}")
+        for number in range(8):
+            error = ErrorInfo("run_failed", LONG[:3_000] + str(number), error)
+        yield ops.Expect(1, var, "x")
+        yield ops.Provide(var, error=error)
+    yield ops.Await(1, 1)
+
+
 def long_parameters() -> Ops:
     yield from waiting_for_ever()
     yield ops.Text(2, (ops.Ref(2),))
@@ -203,6 +214,7 @@ HOSTILE = [
     failed_texts,
     long_names,
     told_errors,
+    told_texts_and_causes_of_errors,
     long_parameters,
     empty_turns,
     long_call_ids,
