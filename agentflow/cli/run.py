@@ -33,6 +33,7 @@ from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.errors import AgentflowError, BadArgument
 from agentflow.language.batch.inputs import Parameters, TableRow, program_function
 from agentflow.language.batch.map import ProgramMap
+from agentflow.language.batch.results_file import check_path
 from agentflow.language.program import Program
 from agentflow.language.typed.json_form import json_text
 
@@ -274,6 +275,7 @@ def run_inputs(options: argparse.Namespace) -> int:
     inputs = InputFile(options.inputs, program).read()
     if options.output is not None and not options.resume and os.path.exists(options.output):
         raise BadArgument(f"{options.output} exists: continue it with --resume, or remove it")
+    check_path(path)
     batch = InputRun(options, program, inputs)
     collect_garbage_rarely()  # it would stop all runs
     try:
@@ -293,7 +295,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("program", metavar="PROGRAM", help="FILE.py:NAME or MODULE:NAME; without a name, the only program")
     add("inputs", metavar="INPUTS", help="a JSONL file, or a CSV file with a header; -: standard input")
-    add("-o", "--output", metavar="FILE", help="append each result as it ends (default: standard output)")
+    add(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="a JSONL file to which each result is appended as it ends (default: standard output)",
+    )
     add("--resume", action="store_true", help="continue FILE: run only the inputs without a result there")
     add("--key", metavar="FIELD", help="the field that identifies an input (default: all of it)")
     add("--url", help="a server, such as ws://127.0.0.1:8410 (default: AGENTFLOW_URL, or none)")
@@ -345,8 +352,8 @@ arguments; other fields are kept in the output. Any other value is its only
 argument.
 
 Standard output gets one JSON line for each input, with its "result" or "error".
-A file (-o FILE) gets only the results, one per line; FILE.resume next to it has
-the errors and the data for --resume. Ctrl-C or a crash loses no result, and
+A file (-o FILE) gets only the results, as lines of JSON; FILE.resume next to it
+has the errors and the data for --resume. Ctrl-C or a crash loses no result, and
 --resume runs the rest.
 
 Exit status: 0 if all inputs have a result, 3 if some failed, 2 for an invalid

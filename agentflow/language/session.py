@@ -233,8 +233,9 @@ class Session(AsyncOnly):
         Raises:
             DataDependent: With ``batch``, the control flow of the program depends on a generated value.
             NotSupported: With ``batch``, the model has no batches.
-            BadArgument: ``resume`` is the file of another program, or another map writes to it, or values of
-                the return type cannot be read back from their JSON.
+            BadArgument: ``resume`` has the ending of another format, such as ``.csv``, or is the file of
+                another program, or another map writes to it, or values of the return type cannot be read back
+                from their JSON.
 
         >>> grades = await flow.map(judge, essays, progress=True)
         >>> async for grade in flow.map(judge, essays):

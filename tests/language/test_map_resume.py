@@ -81,6 +81,21 @@ async def test_a_map_that_is_stopped_anywhere_runs_each_input_once(
     assert len({entry["key"] for entry in entries_of(path)}) == len(inputs)
 
 
+@pytest.mark.parametrize("ending", [".csv", ".TSV", ".json", ".parquet"])
+async def test_f37_a_name_of_another_format_is_rejected(flow, tmp_path, ending):
+    path = tmp_path / f"run{ending}"
+    with pytest.raises(af.errors.BadArgument, check=has_param("resume")):
+        flow.map(Asked(set()), ["a"], resume=path)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_f37_a_key_that_a_file_cannot_hold_runs_nothing(flow, tmp_path):
+    program = Asked()
+    with pytest.raises(af.errors.BadArgument, check=has_param("key")):
+        await flow.map(program, [("\ud800",)], resume=tmp_path / "run.jsonl", key=lambda item: item[0])
+    assert program.runs == {}
+
+
 async def test_failures_are_kept_and_run_again(flow, tmp_path):
     path = tmp_path / "run.jsonl"
     program = Asked({"b"})

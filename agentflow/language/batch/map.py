@@ -107,6 +107,7 @@ class _MapWork(Generic[ResultT]):
         if resume is not None:
             from agentflow.language.batch import results_file  # not every program keeps its results
 
+            results_file.check_path(resume)
             form = results_file.result_form(program)
             self._make_file = partial(results_file.ResultsFile.open, resume, program, form)
             self._key_of = results_file.Keys(key)

@@ -39,6 +39,17 @@ from agentflow.version import __version__
 FORMAT: Final = 2
 LOG_SUFFIX: Final = ".resume"
 _MARK: Final = b'{"agentflow_map":'
+_OTHER_FORMATS: Final = frozenset({".csv", ".gz", ".json", ".parquet", ".tsv", ".xlsx", ".zip"})
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """``BadArgument`` for a new file whose name has the ending of another format than lines of JSON."""
+    name, ending = os.path.splitext(os.fspath(path))
+    if ending.lower() in _OTHER_FORMATS and not os.path.exists(f"{name}{ending}{LOG_SUFFIX}"):
+        raise BadArgument(
+            f"{name}{ending}: the results are lines of JSON: name the file {os.path.basename(name)}.jsonl",
+            param="resume",
+        )
 
 
 class _Header(msgspec.Struct):
