@@ -244,7 +244,7 @@ class ResultsFile:
         append(self._results, data)
         try:
             self._add(_Entry(key, self._size, len(data), zlib.crc32(data), tokens=_tokens(usage)))
-        except OSError:
+        except BaseException:
             with suppress(OSError):
                 os.ftruncate(self._results, self._size)
             raise
@@ -448,6 +448,10 @@ class Keys:
             ) from None
         if isinstance(key, bool) or not isinstance(key, InputKey):
             raise BadArgument(f"map: the key of an input is a string or an integer, not {key!r}", param="key")
+        try:
+            msgspec.json.encode(key)
+        except UnicodeEncodeError as error:
+            raise BadArgument(f"map: the key {key!r:.200} is no Unicode: {error}", param="key") from None
         return key
 
 
