@@ -20,7 +20,7 @@ import agentflow as af
 from agentflow.language.display.outline import OutlinePiece, elided, shorten_items
 from agentflow.language.display.terminal import show
 from agentflow.language.states import live_display
-from agentflow.language.states.outliner import _CacheEstimate, outline_state
+from agentflow.language.states.outliner import MAX_BRANCHES, MAX_STATES, _CacheEstimate, outline_state
 
 pytestmark = pytest.mark.anyio
 
@@ -137,6 +137,21 @@ def test_any_text_is_escaped(text: str):
 async def test_a_long_state_is_shortened_in_the_middle():
     async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
         s += "first" + "x" * 3_000_000 + "last"
+@given(counts=st.lists(st.sampled_from([1, 3, MAX_BRANCHES, 200]), max_size=12))
+async def test_f37_the_branches_of_all_forks_together_are_bounded(counts: list[int]):
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        for count in counts:
+            s += "a"
+            s.fork(count)
+        shown = str(s)
+        num_shown = shown.count("╴branch ")
+        num_left_out = sum(int(number) for number in re.findall(r"╴… (\d+) more branch", shown))
+        assert num_shown <= MAX_STATES
+        assert num_shown + num_left_out == sum(counts)
+        if sum(min(count, MAX_BRANCHES) for count in counts) <= MAX_STATES:
+            assert num_shown == sum(min(count, MAX_BRANCHES) for count in counts)
+
+
         for number in range(500):
             s += af.user(f"turn {number}")
         for branch in s.fork(100):

@@ -114,7 +114,7 @@ class _Outliner:
     def _fork(self, children: list[StateNode], estimate: _CacheEstimate, role: str) -> ForkOutline:
         # The branches of this fork are counted before the forks inside of its first branch.
         shown = shorten_items(children, min(MAX_BRANCHES, self._num_states_left))
-        self._num_states_left -= len(shown)
+        self._num_states_left -= sum(isinstance(child, StateNode) for child in shown)
         return ForkOutline(
             [
                 child if isinstance(child, LeftOut) else self._state(child, estimate.copy(), role)
