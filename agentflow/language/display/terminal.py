@@ -31,8 +31,11 @@ _STYLES: Final = {
 }
 
 
-# Control characters become their pictures, because a terminal would interpret them.
-_VISIBLE: Final = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
+# Control characters become their pictures, because a terminal would interpret them. Some have no picture.
+_VISIBLE: Final = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {
+    127: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
 
 
 class StyledText(NamedTuple):
