@@ -148,6 +148,23 @@ async def test_the_constant_prefix_of_a_state_comes_before_the_variables_that_it
 
 
 @af.program
+async def failing(s: af.State, essay: str) -> str:
+    score = s.set("score", "none")
+    s += af.user("Essay: ", essay, score) + af.assistant(af.gen("grade"))
+    s += af.user("Points: ", score.number()) + af.assistant(af.gen("points"))
+    return await s["points"]
+
+
+async def test_f37_a_transform_of_a_constant_that_fails_does_so_in_the_run() -> None:
+    for graph in (failing.trace(), failing.trace().optimised()):
+        with pytest.raises(af.errors.RunFailed):
+            await submitted(graph, "x")
+    graph = failing.trace().optimised()
+    (needed,) = [op.var for op in graph.ops if isinstance(op, ops.Set)]
+    assert [references(op).count(needed) for op in graph.ops if isinstance(op, ops.Text)] == [0, 1]
+
+
+@af.program
 async def grade(s: af.State, essay: str, author: str) -> str:
     s += af.system("You grade essays.")
     s += af.user(

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import msgspec
 
+from agentflow.errors import AgentflowError
 from agentflow.protocol import ops
 from agentflow.protocol.op_table import references
 from agentflow.protocol.text.transform import apply_transforms
@@ -39,14 +41,16 @@ def folded(sequence: Sequence[ops.Op], outputs: set[int]) -> list[ops.Op]:
         if isinstance(op, ops.Set) and not references(op):
             constants[op.var] = "".join([part for part in op.parts if isinstance(part, str)])
         found.append(op)
-    return [op for op in found if not (isinstance(op, ops.Set) and op.var in constants.keys() - outputs)]
+    needed = outputs.union(*map(references, found))  # also where a transform fails, as it does in a run
+    return [op for op in found if not (isinstance(op, ops.Set) and op.var in constants.keys() - needed)]
 
 
 def _folded(parts: ops.Parts, constants: Mapping[int, str]) -> ops.Parts:
     found: list[str | ops.Ref] = []
     for part in parts:
         if isinstance(part, ops.Ref) and part.var in constants:
-            part = apply_transforms(constants[part.var], part.transforms)
+            with suppress(AgentflowError):
+                part = apply_transforms(constants[part.var], part.transforms)
         if isinstance(part, str) and found and isinstance(found[-1], str):
             found[-1] += part
         elif part != "":
