@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TextIO, get_type_hints
+from types import ModuleType, NoneType, UnionType
+from typing import Any, TextIO, Union, get_args, get_origin, get_type_hints
 
 import anyio
 import msgspec
@@ -156,10 +156,14 @@ class InputFile:
             raise BadArgument(f"{self.name}, line {number}: {error}") from None
         return item
 
-    def _cell(self, reader: csv.DictReader[str], name: str, text: str, kinds: dict[str, type]) -> Any:
-        kind = kinds.get(name)
-        if kind is None:
+    def _cell(
+        self, reader: csv.DictReader[str], name: str, text: str, kinds: dict[str, tuple[type, bool]]
+    ) -> Any:
+        if name not in kinds:
             return text
+        kind, is_optional = kinds[name]
+        if is_optional and not text.strip():
+            return None
         try:
             return msgspec.convert(text.strip(), kind, strict=False)
         except msgspec.ValidationError:
@@ -169,13 +173,20 @@ class InputFile:
             ) from None
 
 
-def _scalar_types(program: ProgramFunction) -> dict[str, type]:
-    """The parameters that are numbers or booleans; CSV files contain them as text."""
+def _scalar_types(program: ProgramFunction) -> dict[str, tuple[type, bool]]:
+    """The parameters that are numbers or booleans, which CSV files contain as text, and whether they may be
+    None."""
     try:
         hints = get_type_hints(program_function(program))
     except (NameError, TypeError):  # an annotation that is undefined here
         return {}
-    return {name: kind for name, kind in hints.items() if kind in (int, float, bool)}
+    found: dict[str, tuple[type, bool]] = {}
+    for name, hint in hints.items():
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kinds = [kind for kind in options if kind is not NoneType]
+        if len(kinds) == 1 and kinds[0] in (int, float, bool):
+            found[name] = kinds[0], NoneType in options
+    return found
 
 
 class InputRun:
@@ -262,6 +273,7 @@ def _check_output(path: str) -> None:
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise BadArgument(f"there is no folder {folder} for the results")
+    check_path(path)
 
 
 def run_inputs(options: argparse.Namespace) -> int:
@@ -275,7 +287,6 @@ def run_inputs(options: argparse.Namespace) -> int:
     inputs = InputFile(options.inputs, program).read()
     if options.output is not None and not options.resume and os.path.exists(options.output):
         raise BadArgument(f"{options.output} exists: continue it with --resume, or remove it")
-    check_path(path)
     batch = InputRun(options, program, inputs)
     collect_garbage_rarely()  # it would stop all runs
     try:

@@ -79,6 +79,28 @@ def test_csv_standard_input_and_modules(capsys, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("annotation", ["int | None", "Optional[int]", "Union[None, int]"])
+def test_f37_a_cell_of_a_number_that_may_be_missing_is_one_or_none(capsys, annotation):
+    Path("optional.py").write_text(
+        f"from typing import Optional, Union\n\nasync def read(s, times: {annotation} = 1):\n"
+        "    return repr(times)\n"
+    )
+    Path("in.csv").write_text("id,times\na,2\nb,\n")
+    assert main(["run", "optional.py:read", "in.csv", "-q"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["result"] for line in lines] == ["2", "None"]
+    Path("in.csv").write_text("id,times\na,x\n")
+    assert main(["run", "optional.py:read", "in.csv", "-q"]) == 2
+
+
+def test_f37_a_file_may_be_called_like_a_module(capsys):
+    Path("random.py").write_text(PROGRAM)
+    module = sys.modules["random"]
+    for _ in range(2):
+        assert main(["run", "random.py", "in.jsonl", "-q"]) == 0
+        assert sys.modules["random"] is module
+
+
 def test_f37_a_cell_of_a_table_may_be_long(capsys):
     limit = csv.field_size_limit()
     Path("in.csv").write_text(f"essay,times\n{'x' * 200_000},1\n")
