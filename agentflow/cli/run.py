@@ -77,10 +77,12 @@ def _load_module(file: str) -> ModuleType:
         if not path.is_file():
             raise BadArgument(f"there is no file {file}")
         sys.path.insert(0, str(path.resolve().parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        # A file may be called like a module that others import, such as random.
+        name = f"{path.stem} (program)" if path.stem in sys.modules else path.stem
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
+        sys.modules[name] = module
     else:
         sys.path.insert(0, os.getcwd())
         spec = None

@@ -121,6 +121,18 @@ def test_f37_an_output_that_cannot_be_a_file_is_refused_before_anything_runs(cap
         assert capsys.readouterr().err.startswith(f"agentflow: {why}")
 
 
+@pytest.mark.parametrize("name", ["out.csv", "out.JSON", "out.jsonl.gz"])
+def test_f37_an_output_of_another_format_is_refused_before_anything_runs(capsys, name):
+    command = ["run", "judge.py:judge", "in.jsonl", "-o", name]
+    assert main(command) == 2
+    assert name in capsys.readouterr().err
+    assert not Path(name).exists()
+    assert main([*command[:-1], "out.jsonl"]) == 0
+    for ending in ("", ".resume"):  # of an earlier version
+        Path(f"out.jsonl{ending}").rename(f"{name}{ending}")
+    assert main([*command, "--resume"]) == 0
+
+
 def test_an_output_is_resumed(capsys):
     command = ["run", "judge.py:judge", "in.jsonl", "-o", "out.jsonl"]
     assert main(command) == 0
@@ -143,18 +155,6 @@ def test_a_program_runs_in_batches(capsys, monkeypatch):
         "    s += text + af.gen('x')\n    return await s['x']\n"
     )
     Path("in.jsonl").write_text('"a"\n"b"\n')
-@pytest.mark.parametrize("name", ["out.csv", "out.JSON", "out.jsonl.gz"])
-def test_f37_an_output_of_another_format_is_refused_before_anything_runs(capsys, name):
-    command = ["run", "judge.py:judge", "in.jsonl", "-o", name]
-    assert main(command) == 2
-    assert name in capsys.readouterr().err
-    assert not Path(name).exists()
-    assert main([*command[:-1], "out.jsonl"]) == 0
-    for ending in ("", ".resume"):  # of an earlier version
-        Path(f"out.jsonl{ending}").rename(f"{name}{ending}")
-    assert main([*command, "--resume"]) == 0
-
-
     command = ["run", "ask.py", "in.jsonl", "-q", "--batch"]
     assert main(command) == 1
     assert "batch" in capsys.readouterr().err
