@@ -94,8 +94,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The complete answer ``index``. ``model``: the name of the model. ``text``: for a reply, its JSON
-    notation (``read_reply`` reads it). The other fields are as in ``af.Variable``."""
+    """The complete answer ``index``. ``model``: the name of the model that answered. ``text``: for a reply,
+    its JSON notation (``read_reply`` reads it). The other fields are as in ``af.Variable``."""
 
     index: int
     model: str
@@ -267,7 +267,7 @@ class CalledProgram:
         root = self.session.state(cache_salt=call.cache_salt, objective=self._objective, program=self._name)
         is_complete = False
         try:
-            async for event in _events(root, call, self.session.capabilities.model):
+            async for event in _events(root, call):
                 yield event
             is_complete = True
         except RunFailed as error:
@@ -290,33 +290,30 @@ class CalledProgram:
             self._kept.popleft().close()
 
 
-async def _events(root: State, call: ModelCall, model: str) -> AsyncGenerator[Delta | Answer, None]:
+async def _events(root: State, call: ModelCall) -> AsyncGenerator[Delta | Answer, None]:
     if call.deadline_s is not None:
         root.limit(deadline_s=call.deadline_s)
     root.add(call.prompt)
     states = [root] if call.n == 1 else list(root.fork(call.n))
     nodes = [find_target(state.add(call.output)[call.output]).node for state in states]
-    async with aclosing(watched(root, nodes, model)) as events:
+    async with aclosing(watched(root, nodes)) as events:
         async for event in events:
             yield event
 
 
-async def watched(
-    root: State, nodes: Sequence[VariableNode], model: str
-) -> AsyncGenerator[Delta | Answer, None]:
+async def watched(root: State, nodes: Sequence[VariableNode]) -> AsyncGenerator[Delta | Answer, None]:
     """Yields the answers of a run piece by piece, from their start, and then complete. Raises their failure.
 
     Args:
         root: The first state of the run.
         nodes: The answers, by the last number of their states' paths.
-        model: The name of the model in the answers.
     """
     readers = [ReplyReader() if node.value_type.is_reply else None for node in nodes]
     run = state_node(root).run
     async for event in run.watch(lambda: all(node.is_done for node in nodes), raw=True):
         index = event.path[-1] if event.path else 0
         if not isinstance(event, TextDelta):
-            yield _answer(model, index, nodes[index])
+            yield _answer(index, nodes[index])
             continue
         reader = readers[index]
         for piece in [TextPiece(event.text)] if reader is None else reader.push(event.text):
@@ -325,10 +322,10 @@ async def watched(
         node.raise_failure()
 
 
-def _answer(model: str, index: int, node: VariableNode) -> Answer:
+def _answer(index: int, node: VariableNode) -> Answer:
     end, text = node.end, node.notation
     return Answer(
-        index, model, end.finish_reason, end.usage, text, end.logprobs, end.top_logprobs, end.tokens
+        index, node.model, end.finish_reason, end.usage, text, end.logprobs, end.top_logprobs, end.tokens
     )
 
 
@@ -354,8 +351,9 @@ class SharedSession:
     def _begin(self) -> None:
         self._process = os.getpid()
         self._session: Session | None = None
-        self._opening = anyio.Lock()
-        self._replaced = anyio.Event()
+        # Made in the loop: the caller may run in another one.
+        self._opening: anyio.Lock | None = None
+        self._replaced: anyio.Event | None = None
 
     def run(self, function: SessionFunction[ResultT]) -> ResultT:
         """Calls the function with the session and returns its result; blocks until then."""
@@ -369,10 +367,12 @@ class SharedSession:
         """Returns the open session. Must be called from a task in ``loop``."""
         if self._process != os.getpid():
             self._begin()  # the loop of a forked process does not have the session's tasks
+        self._opening = self._opening or anyio.Lock()
         async with self._opening:
             substitute = None if self._has_backend else current_substitute()
             if self._session is None or not self._session.is_alive or self._substitute is not substitute:
-                self._replaced.set()
+                if self._replaced is not None:
+                    self._replaced.set()
                 self._session, self._substitute = None, substitute
                 self._session = await self.loop.start(self._serve)
             return self._session

@@ -71,7 +71,7 @@ class WiredProgram:
         assert self._flow is not None
         root, node = self._roots[variable], find_target(variable).node
         try:
-            async with aclosing(watched(root, [node], self._flow.capabilities.model)) as events:
+            async with aclosing(watched(root, [node])) as events:
                 async for event in events:
                     yield event
         except RunFailed as error:

@@ -12,6 +12,8 @@ from typing import Any
 
 import anyio
 import pytest
+from support.apis import openai_answers
+from support.apis.fake_server import fake_server
 from support.faults import has_param
 from support.holds import until
 from support.processes import run_in_fork
@@ -99,6 +101,19 @@ async def test_a_text_has_n_continuations(connection):
             texts[event.index] += event.piece.text
     assert texts == ["fine then"] * 3
     assert sorted(event.index for event in events if isinstance(event, Answer)) == [0, 1, 2]
+
+
+@pytest.mark.anyio
+async def test_f37_an_answer_has_the_name_of_the_model_that_answered():
+    async with fake_server([openai_answers.text_stream("Hello")]) as server:
+        urls = {"first": "http://127.0.0.1:9/v1", "second": f"{server.url}/v1"}  # no server is at the first
+        models = [af.OpenAI(name, base_url=url, api_key="k") for name, url in urls.items()]
+        connection = connection_through(af.Fallback(*models))
+        try:
+            [answer] = await connection.acomplete(ModelCall(ASKED, af.gen("answer")))
+        finally:
+            connection.close()
+    assert (answer.model, answer.text) == ("second", "Hello")
 
 
 def test_the_cause_of_a_failure_is_raised_as_itself(connection):
