@@ -262,9 +262,9 @@ export interface VideoOp {
 }
 
 /**
- * Starts an empty state with a whole conversation, and opens the assistant's turn after it. Rejected if
- * `capabilities.conversations` is false. Messages that the model generated earlier in the same
- * conversation keep their generated tokens.
+ * Starts an empty state with a whole conversation, and opens the assistant's turn after it; if the last
+ * message is the assistant's, its turn continues. Rejected if `capabilities.conversations` is false.
+ * Messages that the model generated earlier in the same conversation keep their generated tokens.
  */
 export interface ConverseOp {
   op: "converse";

@@ -11,6 +11,7 @@ import type {
   BeginOp,
   Conversation,
   DecideOp,
+  EndOp,
   ForkOp,
   HintOp,
   LimitOp,
@@ -57,12 +58,14 @@ export interface Link {
   done(state: State): Promise<void>;
 }
 
+type TurnOp = BeginOp | EndOp;
+
 interface TurnPosition {
   readonly openRole?: string;
-  /** The turn ends with the next reply, because the program did not open it itself. */
+  /** A conversation opened that turn: the next reply or turn ends it. */
   readonly closesWithReply?: boolean;
   readonly lastRole?: string;
-  /** Something was appended after the last turn. */
+  /** Something was appended in the open turn, or after the last one. */
   readonly hasText?: boolean;
 }
 
@@ -193,54 +196,90 @@ export class State {
   #append(contents: readonly Content[]): this {
     for (const { op, said, images } of contents) {
       this.#send(op, images);
-      this.#transcript.add(...said);
+      this.#said(...said);
     }
-    if (this.#position.openRole === undefined) this.#position = { ...this.#position, hasText: true };
     return this;
+  }
+
+  /** Notes what was appended. */
+  #said(...entries: readonly Entry[]): void {
+    this.#transcript.add(...entries);
+    if (!this.#position.hasText) this.#position = { ...this.#position, hasText: true };
   }
 
   /** Opens a turn; `end` closes it. */
   begin(role: BeginOp["role"], call: { id?: string; name?: string } = {}): this {
-    return this.#open(this.#beginOp(role, call));
+    return this.#open(this.#opening(role, call));
   }
 
-  #beginOp(role: BeginOp["role"], call: { id?: string; name?: string } = {}): BeginOp {
-    if (this.#position.openRole !== undefined) {
-      throw new BadArgument(`a ${role} turn cannot stand inside another turn: the ${this.#position.openRole} turn is open`);
+  /**
+   * The ops that open a turn. The turn that a conversation opened is the assistant's turn after it, and turns of other
+   * roles end it.
+   */
+  #opening(role: BeginOp["role"], call: { id?: string; name?: string } = {}): TurnOp[] {
+    const { openRole, closesWithReply, hasText } = this.#position;
+    if (closesWithReply && role === "assistant" && !hasText) return [];
+    const ops: TurnOp[] = closesWithReply && role !== "assistant" ? [this.#endOp()] : [];
+    if (openRole !== undefined && !ops.length) {
+      throw new BadArgument(`a ${role} turn cannot stand inside another turn: the ${openRole} turn is open`);
     }
     const op: BeginOp = { op: "begin", state: this.number, role };
     if (call.id !== undefined) op.tool_call_id = call.id;
     if (call.name !== undefined) op.name = call.name;
-    return op;
+    return [...ops, op];
   }
 
-  #open(op: BeginOp): this {
-    this.#send(op);
-    this.#transcript.add({ begin: op });
-    this.#position = { openRole: op.role };
+  #open(ops: readonly TurnOp[]): this {
+    if (!ops.length) this.#position = { openRole: "assistant" };
+    for (const op of ops) {
+      if (op.op === "end") this.end();
+      else {
+        this.#send(op);
+        this.#transcript.add({ begin: op });
+        this.#position = { openRole: op.role };
+      }
+    }
     return this;
   }
 
   /** Closes the open turn. */
   end(): this {
-    const role = this.#position.openRole;
-    if (role === undefined) throw new BadArgument("there is no open turn to end");
-    this.#send({ op: "end", state: this.number });
+    this.#send(this.#endOp());
     this.#transcript.add({ end: true });
-    this.#position = { lastRole: role };
+    this.#position = { lastRole: this.#position.openRole! };
     return this;
   }
 
-  /** Starts an empty state with a whole conversation; a `gen` with `reply` continues it. */
+  #endOp(): EndOp {
+    const { openRole, closesWithReply, hasText } = this.#position;
+    if (openRole === undefined) throw new BadArgument("there is no open turn to end");
+    if (closesWithReply && !hasText) {
+      throw new BadArgument(
+        "the conversation waits for its answer: append a gen or assistant(…) first, or give all messages to converse",
+      );
+    }
+    return { op: "end", state: this.number };
+  }
+
+  /**
+   * Starts an empty state with a whole conversation, and opens the assistant's turn; if the last message is the
+   * assistant's, its turn continues. A `gen` with `reply` ends the turn, `assistant` fills it, and a turn of another
+   * role ends it if it is not empty. Without messages and tools, nothing is appended.
+   */
   converse(messages: readonly ChatMessage[], tools: readonly ToolSpec[] = [], choice?: ToolChoice): this {
+    if (this.#position.openRole !== undefined || this.#transcript.hasContent) {
+      throw new BadArgument("converse: a conversation begins a state, and this one has content");
+    }
+    if (!messages.length && !tools.length) return this; // the first call of a page that keeps its history elsewhere
     const parts = messages.map(written);
     const conversation: Conversation = { messages: parts.map(([message]) => message) };
     if (tools.length) conversation.tools = [...tools];
     if (choice) conversation.choice = choice;
     const images = parts.flatMap(([, files]) => files);
     this.#send({ op: "converse", state: this.number, conversation }, images);
-    this.#transcript.add({ messages }, { begin: { op: "begin", state: this.number, role: "assistant" } });
-    this.#position = { openRole: "assistant", closesWithReply: true };
+    this.#transcript.add({ messages: [...messages] });
+    const hasText = messages.at(-1)?.role === "assistant";
+    this.#position = { openRole: "assistant", closesWithReply: true, hasText };
     return this;
   }
 
@@ -261,9 +300,9 @@ export class State {
     const gen = (number: number): Op => ({ op: "gen", state: this.number, var: number, name, ...fields });
     const variable = this.#declare(name, gen, begin);
     if (fields.params.seed == null) this.#link.addPlace(variable, this.#seedPlace());
-    this.#transcript.add(options.reply ? { replyOf: variable } : variable);
+    this.#said(options.reply ? { replyOf: variable } : variable);
     this.#numGens++;
-    if (begin || (options.reply && this.#position.closesWithReply)) this.end();
+    if (begin.length || (options.reply && this.#position.closesWithReply)) this.end();
     return variable;
   }
 
@@ -276,8 +315,8 @@ export class State {
       return op;
     };
     const variable = this.#declare(name, select, begin);
-    this.#transcript.add(variable);
-    if (begin) this.end();
+    this.#said(variable);
+    if (begin.length) this.end();
     return variable;
   }
 
@@ -465,39 +504,39 @@ export class State {
   }
 
   #turn(role: BeginOp["role"], parts: Part[], call?: { id?: string; name: string }): this {
-    const begin = this.#beginOp(role, call);
+    const begin = this.#opening(role, call);
     const contents = this.#contentsOf(parts, role);
-    this.#prepare(contents, [begin]);
+    this.#prepare(contents, begin);
     return this.#open(begin).#append(contents).end();
   }
 
-  /** What opens the assistant's turn for a gen or select that stands outside of the turns. */
-  #beginningOf(what: string, isReply: boolean): BeginOp | undefined {
+  /** The ops that open the assistant's turn for a gen or select that stands outside of the turns. */
+  #beginningOf(what: string, isReply: boolean): TurnOp[] {
     const { openRole, lastRole, hasText } = this.#position;
     if (openRole !== undefined) {
       if (isReply && openRole !== "assistant") {
         throw new BadArgument(`${what}: the ${openRole} turn is open: end it first`);
       }
-      return undefined;
+      return [];
     }
     if (!isReply) {
-      if (lastRole === undefined) return undefined;
+      if (lastRole === undefined) return [];
       if (hasText) throw new BadArgument(`${what} follows text outside the turns: put both into one turn`);
       if (lastRole === "assistant") {
         throw new BadArgument(`${what} follows the end of the assistant's turn: append a user's turn first`);
       }
     }
-    return this.#beginOp("assistant");
+    return this.#opening("assistant");
   }
 
-  /** `begin`: is sent before the op, if both can be sent. */
-  #declare(name: string, opOf: (number: number) => Op, begin?: BeginOp): Variable {
+  /** `begin`: is sent before the op, if all can be sent. */
+  #declare(name: string, opOf: (number: number) => Op, begin: readonly TurnOp[] = []): Variable {
     this.#check();
     const number = this.#link.nextNumber();
     const variable = new Variable(this, number, name);
     const op = opOf(number);
-    if (begin) {
-      this.#prepare([{ op, said: [] }], [begin]);
+    if (begin.length) {
+      this.#prepare([{ op, said: [] }], begin);
       this.#open(begin);
     }
     this.#send(op);

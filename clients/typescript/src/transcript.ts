@@ -11,7 +11,7 @@ export interface ChatMessage extends Omit<Message, "content"> {
   content: string | readonly (string | Image)[];
 }
 
-/** A part of a state's text, or a boundary of its turns. */
+/** A part of a state's text, or a boundary of its turns. After `messages`, the assistant's turn is open. */
 export type Entry =
   | string
   | Reference
@@ -35,6 +35,11 @@ export class Transcript {
 
   add(...entries: Entry[]): void {
     this.#entries.push(...entries);
+  }
+
+  /** Whether there is anything but tools. */
+  get hasContent(): boolean {
+    return this.entries().some((entry) => typeof entry !== "object" || !("tools" in entry));
   }
 
   /** All entries so far, from the first state on. */
@@ -64,8 +69,11 @@ export async function messagesOf(
     open = undefined;
   };
   for (const entry of entries) {
-    if (typeof entry === "object" && "messages" in entry) messages.push(...entry.messages);
-    else if (typeof entry === "object" && "begin" in entry) {
+    if (typeof entry === "object" && "messages" in entry) {
+      messages.push(...entry.messages);
+      const last = messages.at(-1)?.role === "assistant" ? messages.pop()! : { role: "assistant", content: "" };
+      open = { message: { ...last }, parts: [last.content].flat() };
+    } else if (typeof entry === "object" && "begin" in entry) {
       const { role, tool_call_id, name } = entry.begin;
       const message: ChatMessage = { role, content: "" };
       if (tool_call_id != null) message.tool_call_id = tool_call_id;

@@ -11,6 +11,7 @@ import { OpQueue } from "../src/op_queue.js";
 import type { Op } from "../src/protocol.js";
 import { connect, type Session } from "../src/session.js";
 import type { State } from "../src/state.js";
+import type { ChatMessage } from "../src/transcript.js";
 import { FakeServer, settle, turn } from "./support/fake_server.js";
 
 const texts = new Map(["a", "b", "answer", "grade"].map((name) => [name, name]));
@@ -172,6 +173,78 @@ test("a conversation's turn ends with its reply", () => {
     { op: "gen", name: "answer", params: {}, reply: true },
     { op: "end" },
   ]);
+});
+
+const ASKED = [{ role: "user", content: "Cold?" }];
+const ANSWERED = [...ASKED, { role: "assistant", content: "Yes." }];
+
+test("f37: turns continue a conversation", () => {
+  const opsAfter = (messages: ChatMessage[], build: (state: State) => void): string[] =>
+    recorded(({ root }) => build(root.converse(messages))).map((op) => {
+      const { op: kind, role, parts } = op as { op: string; role?: string; parts?: string[] };
+      return [kind, role ?? parts ?? []].flat().join(" ");
+    });
+  const user = ["begin user", "text And Rome?", "end"];
+  const answer = ["begin assistant", "gen", "end"];
+  const append = (state: State): void => void state.user("And Rome?").gen("answer");
+  // What the conversation opened is the assistant's turn.
+  assert.deepEqual(opsAfter(ASKED, (state) => append(state.assistant("Yes."))), [
+    "converse", "text Yes.", "end", ...user, ...answer,
+  ]);
+  assert.deepEqual(opsAfter(ASKED, (state) => append(state.begin("assistant").text("Yes.").end())), [
+    "converse", "text Yes.", "end", ...user, ...answer,
+  ]);
+  // A turn of the user ends it, and so does a reply, after which there is no open turn.
+  assert.deepEqual(opsAfter(ASKED, (state) => append((state.text("It is ").gen("a"), state))), [
+    "converse", "text It is ", "gen", "end", ...user, ...answer,
+  ]);
+  assert.deepEqual(opsAfter(ANSWERED, append), ["converse", "end", ...user, ...answer]);
+  assert.deepEqual(opsAfter(ANSWERED, (state) => append((state.gen("a", { reply: true }), state))), [
+    "converse", "gen", "end", ...user, ...answer,
+  ]);
+  assert.deepEqual(opsAfter([], append), [...user, ...answer]);
+});
+
+test("f37: a conversation waits for its answer: no turn of the assistant is empty", () => {
+  const { root } = new Graph();
+  root.tools([]).converse(ASKED);
+  const [branch] = root.fork(1);
+  for (const state of [root, branch!]) {
+    assert.throws(() => state.end(), { code: "bad_argument" });
+    assert.throws(() => state.user("And Rome?"), { code: "bad_argument" });
+    assert.throws(() => state.begin("tool"), { code: "bad_argument" });
+    assert.throws(() => state.gen("answer", { regex: "a", choices: ["b"] }), { code: "bad_argument" });
+    assert.throws(() => state.end(), { code: "bad_argument" });
+    state.gen("answer", { reply: true });
+    assert.throws(() => state.end(), { code: "bad_argument" });
+    state.user("And Rome?");
+    assert.throws(() => state.converse(ASKED), { code: "bad_argument" });
+  }
+  assert.throws(() => new Graph().root.begin("user").converse(ASKED), { code: "bad_argument" });
+  assert.throws(() => new Graph().root.text("Hi").converse([]), { code: "bad_argument" });
+});
+
+test("f37: a turn of the user that cannot be sent leaves the conversation's turn open", async () => {
+  const server = new FakeServer(texts);
+  const session = await opened(server);
+  const state = session.state().converse(ANSWERED);
+  assert.throws(() => state.user("half a pair: \ud83d"), { code: "bad_argument" });
+  state.gen("answer", { reply: true });
+  await settle(server);
+  assert.deepEqual(server.accepted.map(({ op }) => op), ["open", "converse", "gen", "end"]);
+  await Promise.all([session.close(), settle(server)]);
+});
+
+test("f37: the messages of a conversation are not those that the page adds to its list later", async () => {
+  const server = new FakeServer(texts);
+  const session = await opened(server);
+  const history: ChatMessage[] = [...ANSWERED];
+  const state = session.state().converse(history);
+  assert.deepEqual(await state.messages(), ANSWERED);
+  state.text(" Very.").user("And Rome?");
+  history.push({ role: "user", content: "And Rome?" });
+  assert.deepEqual(await state.messages(), [...ASKED, { role: "assistant", content: "Yes. Very." }, history[2]]);
+  await Promise.all([session.close(), settle(server)]);
 });
 
 test("a gen has one constraint, and a schema a limit of its lengths", () => {

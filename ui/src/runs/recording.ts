@@ -379,6 +379,7 @@ export class RecordingReader {
     }
   }
 
+  /** The turn of the assistant is open then: a new one, or the last message. */
   private converse(messages: readonly Json[], state: RunState): void {
     state.firstText ||= lineOf(textOf(messages[0]?.["content"]));
     for (const message of messages) {
@@ -388,7 +389,8 @@ export class RecordingReader {
       const images = Array.isArray(message["images"]) ? message["images"].filter(isObject) : [];
       state.content.push({ role: textOf(message["role"]) }, ...cutAt(text, images), { end: true });
     }
-    state.content.push({ role: "assistant" });
+    if (messages.at(-1)?.["role"] === "assistant") state.content.pop();
+    else state.content.push({ role: "assistant" });
   }
 
   private declare(op: Json, kind: string, state: RunState, atS: number, base: number): boolean {

@@ -98,6 +98,20 @@ describe("the prompt of a call", () => {
     ]);
   });
 
+  it("f37: continues the last message of a conversation, if it is the assistant's", () => {
+    const messages = [{ role: "user", content: "Name a city." }, { role: "assistant", content: "It is " }];
+    const reader = read([
+      { at_s: 0, sent: { op: "open", state: 1 } },
+      { at_s: 0, sent: { op: "converse", state: 1, conversation: { messages } } },
+      { at_s: 0, sent: { op: "text", state: 1, parts: ["called "] } },
+      { at_s: 0, sent: gen(1, 1) },
+    ]);
+    expect(promptOf(callsOf(reader.runs)[0]!, reader)).toEqual([
+      { role: "user", text: "Name a city." },
+      { role: "assistant", text: "It is called " },
+    ]);
+  });
+
   it("marks where images and videos stand", () => {
     const image = { source: "https://example.com/a.png" };
     const images = [{ at: 2, image }, { at: 99, image, video: true }, { at: 1, image: "wrong" }];
