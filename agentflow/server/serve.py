@@ -257,8 +257,11 @@ def _is_certificate(path: Path) -> bool:
     return True
 
 
-def http_config(app: ASGIApp, limits: ServerLimits, tls: Tls | None) -> uvicorn.Config:
-    """Returns uvicorn's configuration. ``ServerError`` for a certificate that cannot be used."""
+def http_config(
+    app: ASGIApp, limits: ServerLimits, tls: Tls | None, *, max_message_bytes: int | None = None
+) -> uvicorn.Config:
+    """Returns uvicorn's configuration. ``max_message_bytes``: the limit of a websocket message that is read;
+    None: as ``limits.frame_bytes`` needs it. ``ServerError`` for a certificate that cannot be used."""
     if tls is not None:
         check_tls(tls)
     config = uvicorn.Config(
@@ -274,7 +277,7 @@ def http_config(app: ASGIApp, limits: ServerLimits, tls: Tls | None) -> uvicorn.
         access_log=False,
         server_header=False,
         ws="websockets-sansio",
-        ws_max_size=limits.frame_bytes * READ_LIMIT_FACTOR,
+        ws_max_size=max_message_bytes or limits.frame_bytes * READ_LIMIT_FACTOR,
         ws_per_message_deflate=False,
         ws_ping_interval=limits.ping_interval_s,
         ws_ping_timeout=limits.ping_interval_s,

@@ -19,6 +19,7 @@ from agentflow.server.config.limits import ServerLimits
 from agentflow.server.gateway.defaults import DEFAULT_PORT, DRAIN_S
 from agentflow.server.gateway.gateway import Gateway
 from agentflow.server.gateway.target import logger
+from agentflow.server.gateway.websocket_proxy import MAX_MESSAGE_BYTES
 from agentflow.server.http.acceptor import with_descriptors
 from agentflow.server.serve import DEFAULT_HOST, HttpServer, Signals, http_config, listen, listening_url
 
@@ -56,7 +57,8 @@ async def running_gateway(
     with contextlib.closing(listen(host, port)) as listener:
         async with aclosing(gateway):
             await _check_targets(gateway)
-            server = HttpServer(http_config(gateway, limits, None), limits, listener)
+            config = http_config(gateway, limits, None, max_message_bytes=MAX_MESSAGE_BYTES)
+            server = HttpServer(config, limits, listener)
             async with open_task_group() as group:
                 group.start_soon(server.run_shielded)
                 group.start_soon(gateway.watch)

@@ -36,6 +36,7 @@ from agentflow.server.gateway.target import CONNECT_TIMEOUT_S, HeaderList, Targe
 from agentflow.server.gateway.target_choice import TargetChoice
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""The limit of a message, in either direction; ``frame_bytes`` of a server should not be larger."""
 HANDSHAKE_S = 8.0
 """The time for a target's answer to a handshake, once it has accepted the connection. A server that shares a
 store with others may wait 7 s for it: it is not down. Clients wait 10 s, in which another target must be

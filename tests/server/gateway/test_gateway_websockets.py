@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from http import HTTPStatus
 
 import anyio
@@ -102,6 +102,26 @@ async def test_messages_of_both_kinds_pass_in_both_directions() -> None:
                 await client.send(message)
                 assert await client.recv() == message
         assert seen == ["/v1/realtime?model=m%20x", "Bearer k"]
+
+
+async def test_f37_a_message_has_the_same_limit_in_both_directions() -> None:
+    async def handler(socket: ServerConnection) -> None:
+        message = await socket.recv()
+        await socket.send(message)
+        await socket.send(b"y" * (websocket_proxy.MAX_MESSAGE_BYTES + 1))
+
+    async with before((handler, 101), (handler, 101)) as (route, _):
+        async with opened(route) as client:
+            message = b"x" * websocket_proxy.MAX_MESSAGE_BYTES
+            await client.send(message)
+            assert await client.recv() == message
+            await ended(client)
+        async with opened(route) as client:
+            with suppress(ConnectionClosed):
+                await client.send(message + b"x")
+            closed = await ended(client)
+            assert closed.rcvd is not None
+            assert closed.rcvd.code == 1009
 
 
 async def test_close_codes_pass_in_both_directions() -> None:
