@@ -17,6 +17,7 @@ from support.ui.screen import Screen
 from support.ui.stage import Stage, open_stage
 
 from agentflow.backends.scripted_generator import ScriptedGenerator
+from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models.models import Models, OneGenerator
 from agentflow.server.serve import running_server
 
@@ -508,6 +509,23 @@ def test_f37_a_typed_limit_of_tokens_is_whole_and_what_the_field_shows(stage: St
         expect(field).to_have_value(shown)
         say(screen, "A leaf?")
         expect(screen.page.locator(".chat-turn.is-assistant").nth(number)).to_contain_text("Green.")
+
+
+def test_f37_a_message_that_is_too_long_is_refused_and_leaves_no_state(visit: Visit) -> None:
+    with open_stage(ServerLimits(frame_bytes=10_000)) as stage:
+        screen = visit(stage.url)
+        open_chat(screen)
+        stage.answer("leaf", "Green.")
+        say(screen, "word " * 2_000)
+        expect(screen.page.locator(".chat-problem")).to_contain_text("shorten it")
+        screen.wait_status("open")
+        screen.page.get_by_role("link", name="Programs").click()
+        expect(screen.view("programs")).to_contain_text("No state is open")
+        screen.page.get_by_role("link", name="Chat").click()
+        screen.page.get_by_role("button", name="New chat").click()
+        say(screen, "A leaf?")
+        expect(screen.at("turns")).to_contain_text("Green.")
+        screen.page.goto("about:blank")
 
 
 def settle(screen: Screen, *, tools: str, max_tokens: int = 512) -> None:

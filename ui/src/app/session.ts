@@ -193,6 +193,8 @@ export function sentenceOf(error: unknown): string {
       return "The connection to the server was lost. What was streamed stays here.";
     case "cancelled":
       return "Cancelled.";
+    case "frame_too_large":
+      return "This is more text than the server accepts at once: shorten it.";
     default:
       return /[.!?]$/.test(error.message) ? error.message : `${error.message}.`;
   }

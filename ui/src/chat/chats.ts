@@ -1,5 +1,12 @@
 // The chats of this page: their conversations, and the replies that are being generated.
-import { AgentflowError, type CalledTool, type ChatMessage, type State, type Variable } from "agentflow-client";
+import {
+  AgentflowError,
+  type CalledTool,
+  type ChatMessage,
+  type Session,
+  type State,
+  type Variable,
+} from "agentflow-client";
 import { computed, signal } from "@preact/signals";
 import { announce } from "../app/announce";
 import { counted } from "../charts/numbers";
@@ -219,28 +226,16 @@ function ask(chat: number, parent: number): void {
     finish({ problem: refusal });
     return;
   }
-  const { system, tools, temperature, topP, maxTokens } = settings.peek();
-  const messages = messagesTo(withReply, parent, system, imageOf);
+  const { system, maxTokens } = settings.peek();
   const isReply = open.capabilities.conversations === true;
-  let state: State;
   let variable: Variable;
   try {
-    state = open.state({ program: "chat" });
-    if (isReply && tools !== "none") {
-      const mode = tools === "required" && messages.at(-1)?.role === "user" ? "required" : "auto";
-      state.converse(messages, SPECS, { mode });
-    } else if (isReply) state.converse(messages);
-    else withTurns(state, messages);
-    variable = state.gen("reply", {
-      maxTokens,
-      reply: isReply,
-      streamReasoning: true,
-      ...(temperature > 0 ? { temperature, topP } : {}),
-    });
+    variable = generate(open, messagesTo(withReply, parent, system, imageOf), isReply);
   } catch (error) {
     finish({ problem: sentenceOf(error) });
     return;
   }
+  const { state } = variable;
   live.value = new Map(live.peek()).set(key, { variable, isReply, stop: () => state.cancel() });
   const text = () => textOf(variable, isReply);
   const sentences = new SentenceReader();
@@ -271,6 +266,24 @@ function ask(chat: number, parent: number): void {
     });
     state.close();
   });
+}
+
+/** The reply to the messages, in a new state, which is closed if they cannot be sent. */
+function generate(open: Session, messages: readonly ChatMessage[], isReply: boolean): Variable {
+  const { tools, temperature, topP, maxTokens } = settings.peek();
+  const state = open.state({ program: "chat" });
+  try {
+    if (isReply && tools !== "none") {
+      const mode = tools === "required" && messages.at(-1)?.role === "user" ? "required" : "auto";
+      state.converse(messages, SPECS, { mode });
+    } else if (isReply) state.converse(messages);
+    else withTurns(state, messages);
+    const sampling = temperature > 0 ? { temperature, topP } : {};
+    return state.gen("reply", { maxTokens, reply: isReply, streamReasoning: true, ...sampling });
+  } catch (error) {
+    state.close();
+    throw error;
+  }
 }
 
 /** What has arrived of a reply's prose. A malformed notation is shown as it is. */
