@@ -444,11 +444,12 @@ def test_f37_lists_and_code_of_a_reply_from_right_to_left_fit_and_keep_their_ord
 ) -> None:
     screen = visit(stage.url, viewport={"width": 400, "height": 740})
     open_chat(screen)
-    stage.answer("leaf", "1. \u0623\u0648\u0644\n   - \u0639 $a_1$ \u0639\n2. second\n")
+    stage.answer("leaf", "1. \u0623\u0648\u0644\n   - \u0639 `a.b` \u0639 $a_1$ \u0639\n2. second\n")
     say(screen, "A leaf?")
     reply = screen.page.locator(".chat-turn.is-assistant .markdown")
-    expect(reply.locator("code")).to_have_css("direction", "ltr")
-    expect(reply.locator("code")).to_have_css("unicode-bidi", "isolate")
+    for part in (reply.locator(".formula"), reply.locator("code")):
+        expect(part).to_have_css("direction", "ltr")
+        expect(part).to_have_css("unicode-bidi", "isolate")
     column = reply.bounding_box()
     assert column is not None
     room = reply.get_by_role("listitem").evaluate_all(
@@ -509,6 +510,83 @@ def test_f37_a_typed_limit_of_tokens_is_whole_and_what_the_field_shows(stage: St
         expect(field).to_have_value(shown)
         say(screen, "A leaf?")
         expect(screen.page.locator(".chat-turn.is-assistant").nth(number)).to_contain_text("Green.")
+
+
+FORMULAS = r"""The root of \( x^2 = a_1 \) costs $5 or $10, and $\mathbb{R}$ is a set:
+\[
+\begin{aligned}
+f(x) &= \frac{a_1}{b_1} \\
+- g(x) &= \sqrt{c}
+\end{aligned}
+\]
+
+In code, `$a$` stays, and so does \( \frac{ \).
+"""
+
+
+def test_f37_formulas_are_drawn_and_copied_as_their_source(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url, permissions=["clipboard-read", "clipboard-write"])
+    open_chat(screen)
+    stage.answer("root", FORMULAS)
+    say(screen, "The root?")
+    reply = screen.page.locator(".chat-turn.is-assistant .markdown")
+    expect(reply.locator("math")).to_have_count(3)
+    expect(reply.locator("math[display=block]")).to_have_count(1)
+    expect(reply.locator("math[display=block] mfrac")).to_have_count(1)
+    expect(reply.get_by_role("listitem")).to_have_count(0)
+    expect(reply).to_contain_text("costs $5 or $10")
+    expect(reply.locator("code")).to_have_text(["$a$", r"\( \frac{ \)"])
+    for scheme in ("light", "dark"):
+        screen.page.emulate_media(color_scheme=scheme)
+        assert axe_violations(screen) == []
+    reply.evaluate("(text) => getSelection().selectAllChildren(text)")
+    screen.page.keyboard.press("Control+C")
+    copied = screen.page.evaluate("() => navigator.clipboard.readText()")
+    assert [line.strip() for line in copied.splitlines() if line.strip()] == [
+        line.replace("`", "") for line in FORMULAS.splitlines() if line
+    ]
+
+
+def test_f37_a_formula_that_streams_is_its_source_until_it_ends(stage: Stage, visit: Visit) -> None:
+    """Once it is drawn, it stays while the text goes on."""
+    screen = visit(stage.url)
+    open_chat(screen)
+    say(screen, "The root?")
+    stage.wait_running(1)
+    turn = screen.page.locator(".chat-turn.is-assistant")
+    stage.say("so \\( a_1 * b_1")
+    expect(turn.locator("code")).to_have_text("\\( a_1 * b_1")
+    stage.say(" * c \\) and")
+    expect(turn.locator("math")).to_have_count(1)
+    turn.evaluate("""(turn) => {
+      window.numWithout = 0;
+      new MutationObserver(() => { window.numWithout += turn.querySelector("math") ? 0 : 1; })
+        .observe(turn, {childList: true, subtree: true});
+    }""")
+    for number in range(3):
+        stage.say(f" part {number},")
+        expect(turn).to_contain_text(f"part {number},")
+    stage.end()
+    expect(turn.get_by_role("button", name="Another reply")).to_be_enabled()
+    assert screen.page.evaluate("() => window.numWithout") == 0
+
+
+def test_f37_a_wide_formula_scrolls_in_its_place(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url, viewport={"width": 400, "height": 740})
+    open_chat(screen)
+    wide = "a_1 + " * 80 + "b"
+    stage.answer("root", f"so \\({wide}\\) and\n\n\\[{wide}\\]\n\nin $x$")
+    say(screen, "The root?")
+    formulas = screen.page.locator(".formula")
+    expect(formulas).to_have_count(3)
+    assert scrolls_sideways(screen) == []
+    for number in range(2):
+        expect(formulas.nth(number)).to_have_attribute("tabindex", "0")
+        formulas.nth(number).focus()
+        screen.page.keyboard.press("ArrowRight")
+        screen.wait(f"() => document.querySelectorAll('.formula')[{number}].scrollLeft > 0")
+    expect(formulas.nth(2)).not_to_have_attribute("tabindex", "0")
+    assert axe_violations(screen) == []
 
 
 def test_f37_a_message_that_is_too_long_is_refused_and_leaves_no_state(visit: Visit) -> None:

@@ -30,6 +30,27 @@ MARKDOWN = (
     "| a | b |\n|---|---|\n| `<b>` | **x** |\n\n<div style='color: red'>\nblock\n</div>\n\n"
     "H<sub>2</sub>O <b style='color: red'>inline</b> &lt;i style='x'&gt;\n"
 )
+FORMULAS = "\n\n".join(
+    rf"\( {formula} \)"
+    for formula in (
+        r"\href{javascript:window.ran=6}{x} \url{http://127.0.0.2/}",
+        r"\includegraphics[height=1em]{http://127.0.0.2/pixel.png}",
+        r"\id{app}{x} \class{dialog}{y} \style{position: fixed}{z} \data{testid=run}{z}",
+        r"\htmlId{app}{x} \htmlClass{dialog}{y} \htmlStyle{position: fixed}{z} \htmlData{testid=run}{z}",
+        r"\text{<img src=x onerror=window.ran=7> </mtext><script>window.ran=8</script>}",
+        r"\def\a{\a\a}\a",
+        r"\newcommand{\b}[1]{#1#1#1#1}\b{\b{\b{\b{\b{\b{\b{x}}}}}}}",
+        r"\mathllap{" * 18 + "x" + "}" * 18,
+        r"\cancelto{y}{" * 18 + "x" + "}" * 18,
+        r"\sideset{_1^2}{_3^4}\sum \pmb{x}",
+        r"\rule{9999em}{9999em} \hspace{-9999em} \raisebox{9999em}{x}",
+        r"\sqrt{" * 200 + "x" + "}" * 200,
+        r"\left(" * 150 + "x" + r"\right)" * 150,
+        "x^{" * 300 + "x" + "}" * 300,
+        r"\unknown{x}",
+        r"\begin{matrix}" + "a & " * 400 + r"\end{matrix}",
+    )
+) + "\n\n".join(" ".join(f"$x_{{{n}}}$" for n in range(start, start + 100)) for start in range(0, 3_000, 100))
 OVERRIDES = "safe \u202egnp.exe\u202c \u2066\u2067\u2068 unclosed \u202e\u202e\u202e end"
 BROKEN = "a\ufffd\ufffdb\x00\x07\x1b[31m\u0000\ufeff\ufffe e\u0301\u0301\u0301 👩‍👩‍👧 \U000e0041"
 LONG_LINE = "0123456789abcdef" * 65_536  # 1 MB without a space
@@ -37,6 +58,7 @@ LONG_LINE = "0123456789abcdef" * 65_536  # 1 MB without a space
 HOSTILE = {
     "markup": MARKUP,
     "markdown": MARKDOWN,
+    "formulas": FORMULAS,
     "overrides": OVERRIDES,
     "broken": BROKEN,
     "long": LONG_LINE,
@@ -47,7 +69,8 @@ STATE = """() => ({
   ran: window.ran ?? null,
   links: [...document.links].map((a) => a.protocol).filter((p) => !/^https?:$/.test(p)),
   foreign: document.querySelectorAll(
-    "main script, main iframe, main style, main form[action], main img, base").length,
+    `main script, main iframe, main style, main form[action], main img, base,
+     math [href], math [id], math [data-testid], math .dialog`).length,
   isShown: getComputedStyle(document.body).display !== "none",
 })"""
 HARMLESS: dict[str, Any] = {"ran": None, "links": [], "foreign": 0, "isShown": True}

@@ -2,38 +2,73 @@
 // the web. The page's security policy forbids the same once more. HTML in the markdown is shown as text, so that
 // the sanitiser parses nothing that the policy would stop, with a message in the console.
 import DOMPurify from "dompurify";
-import { Lexer, Marked, type Token, type TokenizerAndRendererExtension } from "marked";
+import { Lexer, Marked, type Token, type TokenizerAndRendererExtension, type Tokens, type TokensList } from "marked";
 import { copyText } from "./copy";
+import { showFormulas } from "./formulas";
 
 /** Tags without attributes that models use where markdown has nothing. */
 const NOT_PLAIN = /<(?!\/?(?:br|sub|sup) *\/?>)/gi;
 
 const escaped = (text: string): string => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
-/** Formulas of TeX are shown as their source, in which markdown would find emphasis and escapes. */
+/** Formulas of TeX, in which markdown would find emphasis and escapes. In "$5 and $10" is none. */
 const FORMULA = /^(?:\\\(.{1,2000}?\\\)|\\\[[^]{1,2000}?\\\]|\$\$[^]{1,2000}?\$\$|\$(?!\s)[^$\n]{0,400}[^$\s]\$(?!\w))/;
+/** One that the end of the text breaks off. */
+const OPEN_FORMULA = /^(?:\\\(.*|(?:\\\[|\$\$)(?:[^\n]|\n(?!\s*\n))*)$/;
+const MAX_OPEN_CHARS = 2000;
+
 const FORMULAS: TokenizerAndRendererExtension[] = [
   {
     name: "displayed formula",
     level: "block",
-    tokenizer(source) {
-      const raw = /^(?:\\\[|\$\$)/.test(source) ? FORMULA.exec(source)?.[0] : undefined;
-      if (raw === undefined || !/^ *(?:\n|$)/.test(source.slice(raw.length))) return undefined;
-      return { type: "displayed formula", raw };
+    start(source) {
+      const end = source.indexOf("\n\n"); // of the paragraph, which the formula ends
+      const paragraph = source.slice(0, end < 0 ? undefined : end);
+      if (paragraph.length > MAX_RUN_CHARS) return undefined;
+      for (const { index } of paragraph.matchAll(/\n(?= {0,3}(?:\\\[|\$\$))/g)) {
+        if (displayedIn(this.lexer, source.slice(index + 1))) return index;
+      }
+      return undefined;
     },
-    renderer: ({ raw }) => `<pre><code>${escaped(raw)}</code></pre>`,
+    tokenizer(source) {
+      return displayedIn(this.lexer, source);
+    },
+    renderer: ({ text, isWhole }) => `<pre>${sourceOf(text, isWhole)}</pre>`,
   },
   {
     name: "formula",
     level: "inline",
     start: (source) => source.match(/\\[([]|\$/)?.index,
-    tokenizer(source) {
+    tokenizer(source, tokens) {
+      const isDollar = source.startsWith("$");
+      if (isDollar && /\w/.test(tokens.at(-1)?.raw.at(-1) ?? "")) return undefined; // 5$ and 10$
       const raw = FORMULA.exec(source)?.[0];
-      return raw === undefined ? undefined : { type: "formula", raw };
+      if (raw !== undefined) return { type: "formula", raw, isWhole: true };
+      return !isDollar && isOpen(this.lexer, source) ? { type: "formula", raw: source, isWhole: false } : undefined;
     },
-    renderer: ({ raw }) => `<code>${escaped(raw)}</code>`,
+    renderer: ({ raw, isWhole }) => sourceOf(raw, isWhole),
   },
 ];
+
+/** The displayed formula with which the source begins, alone on its lines. */
+function displayedIn(lexer: Lexer, source: string): Tokens.Generic | undefined {
+  const start = /^ {0,3}(?=\\\[|\$\$)/.exec(source)?.[0].length;
+  if (start === undefined) return undefined;
+  const rest = source.slice(start);
+  const whole = FORMULA.exec(rest)?.[0];
+  if (whole === undefined) {
+    return isOpen(lexer, rest) ? { type: "displayed formula", raw: source, text: rest, isWhole: false } : undefined;
+  }
+  if (!/^ *(?:\n|$)/.test(rest.slice(whole.length))) return undefined;
+  return { type: "displayed formula", raw: source.slice(0, start + whole.length), text: whole, isWhole: true };
+}
+
+const sourceOf = (text: string, isWhole: unknown): string =>
+  `<code${isWhole ? ' data-formula=""' : ""}>${escaped(text)}</code>`;
+
+/** Whether the rest of a run of text is an open formula at the end of the text. */
+const isOpen = (lexer: Lexer, rest: string): boolean =>
+  rest.length <= MAX_OPEN_CHARS && OPEN_FORMULA.test(rest) && (lexer as BoundedLexer).isLast(rest);
 
 const marked = new Marked({
   gfm: true,
@@ -58,6 +93,18 @@ const MAX_PARSE_MS = 300;
 /** Takes a bounded time: runs of text that are long, or come late, have no emphasis, code and links. */
 class BoundedLexer extends Lexer {
   readonly #endMs = performance.now() + MAX_PARSE_MS;
+  #text = "";
+
+  override lex(source: string): TokensList {
+    this.#text = source.trimEnd();
+    return super.lex(source);
+  }
+
+  /** Whether the text ends with the last line of `rest`. */
+  isLast(rest: string): boolean {
+    const text = rest.trimEnd();
+    return this.#text.endsWith(text.slice(text.lastIndexOf("\n") + 1));
+  }
 
   override inlineTokens(source: string, tokens: Token[] = []): Token[] {
     if (source.length <= MAX_RUN_CHARS && performance.now() < this.#endMs) return super.inlineTokens(source, tokens);
@@ -100,7 +147,7 @@ function purify(html: string): DocumentFragment {
   }
   return purifier.sanitize(html, {
     ALLOWED_TAGS: TAGS,
-    ALLOWED_ATTR: ["href", "start", "align"],
+    ALLOWED_ATTR: ["href", "start", "align", "data-formula"],
     ADD_URI_SAFE_ATTR: ["start", "align"],
     ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
     ALLOW_DATA_ATTR: false,
@@ -109,11 +156,12 @@ function purify(html: string): DocumentFragment {
   });
 }
 
+const CODE_BLOCK = "pre:not(:has([data-formula]))";
 /** Longer texts are shown as they are. */
 const MAX_MARKDOWN_CHARS = 60_000;
 
 /** Shows `source` in `host`. A page has one h1: the model's headings become smaller ones. `hasButtons`: blocks of code
- * can be copied. */
+ * can be copied. Formulas stand there as their source until they are drawn. */
 export function showMarkdown(host: HTMLElement, source: string, hasButtons: boolean): void {
   const html = source.length <= MAX_MARKDOWN_CHARS ? htmlOf(source) : null;
   host.classList.toggle("is-plain", html === null);
@@ -128,7 +176,8 @@ export function showMarkdown(host: HTMLElement, source: string, hasButtons: bool
     smaller.append(...heading.childNodes);
     heading.replaceWith(smaller);
   }
-  if (hasButtons) for (const block of fragment.querySelectorAll("pre")) addCopyButton(block);
+  showFormulas(fragment);
+  if (hasButtons) for (const block of fragment.querySelectorAll<HTMLPreElement>(CODE_BLOCK)) addCopyButton(block);
   host.replaceChildren(fragment);
 }
 

@@ -1,4 +1,5 @@
 import { describe, expect, test } from "vitest";
+import { isDrawable, texOf } from "./formulas";
 import { htmlOf } from "./markdown";
 import { SentenceReader } from "./sentences";
 import { shortened, startOf } from "./shorten";
@@ -62,15 +63,52 @@ describe("markdown", () => {
     expect(html).not.toMatch(/<(input|img)/);
   });
 
-  test("f37: formulas are shown as their source", () => {
+  const formula = (source: string): string => `<code data-formula="">${source.replaceAll("&", "&amp;")}</code>`;
+
+  test("f37: formulas keep their source, which markdown does not read", () => {
     const inline = ["\\( a_1 * b_1 \\)", "$a_1 * b_2 * c$", "$x$", "$$a_1 + a_2$$", "\\[ \\{x_1, x_2\\} \\]"];
-    for (const formula of inline) expect(htmlOf(`so ${formula}, too`)).toContain(`so <code>${formula}</code>, too`);
-    const display = "\\[\n\\int_0^1 a_1 * b_1\n- c\n\\]";
-    expect(htmlOf(`so\n\n${display}\n\ntoo`)).toContain(`<pre><code>${display}</code></pre>`);
-    for (const text of ["costs $5 and $10 more", "**$5**, **$6**", "$HOME and $PATH", "US$5-$10", "$a/$b"]) {
-      expect(htmlOf(text)).not.toContain("<code>");
+    for (const source of inline) expect(htmlOf(`so ${source}, too`)).toContain(`so ${formula(source)}, too`);
+    const displayed = "\\[\n\\begin{aligned} a_1 &= b_1\n- c\n+ d\n* e\n\\end{aligned}\n\\]";
+    for (const before of ["", "so\n\n", "so\n", "so\n  ", "# so\n"]) {
+      const html = htmlOf(`${before}${displayed}\ntoo`);
+      expect(html).toContain(`<pre>${formula(displayed)}</pre>`);
+      expect(html).toContain("<p>too</p>");
+      expect(html).not.toContain("<li>");
     }
-    expect(htmlOf("`\\(a\\)` and `$a_1$`")).toContain("<code>\\(a\\)</code> and <code>$a_1$</code>");
+    expect(htmlOf(`- so\n  ${displayed.replaceAll("\n", "\n  ")}\n- too`)).toContain(formula(displayed));
+  });
+
+  test("f37: prices, variables of a shell and code are no formulas", () => {
+    const prices = ["costs $5 and $10 more", "**$5**, **$6**", "US$5-$10", "5$, 6$.", "from 5$ to 6$", "$5 or \\$6, not $7"];
+    for (const text of [...prices, "$HOME and $PATH", "$a/$b", "`\\(a\\)` and `$a_1$`", "```\n$a$\n\\[a\\]\n```", "    \\[a\\]"]) {
+      expect(htmlOf(text)).not.toContain("data-formula");
+    }
+  });
+
+  test("f37: a formula that the text breaks off is shown as its source, also while the text grows", () => {
+    const text = "so \\( a_1 * b_1 * c \\) and\n\n- $$\n  a_1 * b\n  - c\n  $$\n\nor\n\\[\na_1\n- b * c * d\n\\]\nend";
+    for (let length = 0; length <= text.length; length++) {
+      expect(htmlOf(text.slice(0, length))).not.toMatch(/<em>|<(li|ul)>\s*(<p>)?[bc]/);
+    }
+    expect(htmlOf("so \\( a_1 * b_1")).toContain("<code>\\( a_1 * b_1</code>");
+    expect(htmlOf("\\[\na_1\n- b")).toContain("<pre><code>\\[\na_1\n- b</code></pre>");
+    expect(htmlOf("\\[ a\n\n- b")).toContain("<li>b</li>");
+    expect(htmlOf("an \\( *open* bracket\n\nin a text")).toContain("<em>open</em>");
+    expect(htmlOf("kill $$ *now*")).toContain("<em>now</em>");
+  });
+
+  test("f37: a formula is drawn without its delimiters, if that takes a bounded time", () => {
+    expect(["\\(a\\)", "$a$", "\\[a\\]", "$$a$$"].map(texOf)).toEqual(
+      [false, false, true, true].map((isDisplay) => ({ tex: "a", isDisplay })),
+    );
+    for (const tex of ["a \\longrightarrow \\defeq \\{ \\left( \\{ \\right)", `${"\\sqrt{".repeat(15)}x${"}".repeat(15)}`, "{a}".repeat(99)]) {
+      expect(isDrawable(tex)).toBe(true);
+    }
+    const nested = (open: string, close = "}"): string => `${open.repeat(25)}x${close.repeat(25)}`;
+    const large = [nested("\\sqrt{"), nested("\\left(", "\\right)"), nested("\\begin{matrix}", "\\end{matrix}")];
+    for (const tex of [...large, "\\llap{".repeat(4), "\\def\\a{b}", "\\newcommand{\\a}{b}", "\\gdef \\a{b}", "\\let\\a=b"]) {
+      expect(isDrawable(tex)).toBe(false);
+    }
   });
 
   test("f37: of quotes and lists that are too deep is none", () => {
