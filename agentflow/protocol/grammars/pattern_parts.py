@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Final
 
 _ESCAPE: Final = r"\\(?:[pPux]\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)"
@@ -22,26 +23,60 @@ def pattern_parts(pattern: str) -> Iterator[re.Match[str]]:
     return _PART.finditer(pattern)
 
 
+# Python and ECMAScript have different members of these classes. The first table has the characters that are
+# members in both, and the second one, for negated sets, the characters that are members in either. llguidance
+# reads ``\d`` and ``\w`` as ECMAScript does.
+_WORD: Final = "0-9A-Za-z_"
+_SPACE: Final = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_ANY_WORD: Final = r"\p{L}\p{N}_"
+_ANY_SPACE: Final = r"\s\x1c-\x1f\ufeff"
+_IN_BOTH: Final = {
+    r"\d": "[0-9]",
+    r"\D": r"\P{Nd}",
+    r"\w": f"[{_WORD}]",
+    r"\W": f"[^{_ANY_WORD}]",
+    r"\s": f"[{_SPACE}]",
+    r"\S": f"[^{_ANY_SPACE}]",
+}
+_IN_EITHER: Final = {
+    r"\d": r"\p{Nd}",
+    r"\D": "[^0-9]",
+    r"\w": f"[{_ANY_WORD}]",
+    r"\W": f"[^{_WORD}]",
+    r"\s": f"[{_ANY_SPACE}]",
+    r"\S": f"[^{_SPACE}]",
+}
+_DOT: Final = r"[^\n\r\u2028\u2029]"
+_DOT_FLAG: Final = re.compile(r"\(\?[a-zA-Z]*s")
+
+
 def rust_pattern(pattern: str) -> str:
-    r"""Returns the pattern for Rust's ``regex``, where it has the meaning that Python and ECMAScript share:
-    Rust reads sets in sets, differences of sets, and ``\<`` as a word boundary.
+    r"""Returns the pattern for Rust's ``regex``, where it matches texts that it matches both in Python and in
+    ECMAScript. Rust reads sets in sets, differences of sets, and ``\<`` as a word boundary.
 
-    >>> print(rust_pattern(r"[[&&-]\<{"))
-    [\[\&\&\-]<\{
+    >>> print(rust_pattern(r"[[&&-]\<{\d[\w-.]"))
+    [\[\&\&\-]<\{[0-9][[0-9A-Za-z_]\-.]
     """
-    return "".join([_rust_part(part[0], pattern, part.start()) for part in pattern_parts(pattern)])
+    dot = "." if _DOT_FLAG.search(pattern) else _DOT
+
+    def written(found: re.Match[str]) -> str:
+        part = found[0]
+        if part == ".":
+            return dot
+        if part in (r"\<", r"\>"):
+            return part[1]
+        if _NO_REPEAT.match(pattern, found.start()):
+            return r"\{"
+        if part[0] != "[" or part in ("[", "[]", "[^]"):  # the latter are refused: only ECMAScript has them
+            return _IN_BOTH.get(part, part)
+        begin, classes = (2, _IN_EITHER) if part.startswith("[^") else (1, _IN_BOTH)
+        return part[:begin] + _MEMBERS.sub(partial(_rust_members, classes), part[begin:-1]) + "]"
+
+    return "".join(map(written, pattern_parts(pattern)))
 
 
-def _rust_part(part: str, pattern: str, at: int) -> str:
-    if part in (r"\<", r"\>"):
-        return part[1]
-    if _NO_REPEAT.match(pattern, at):
-        return r"\{"
-    if part[0] != "[" or part in ("[", "[]", "[^]"):  # the latter are refused: only ECMAScript has them
-        return part
-    begin = 2 if part.startswith("[^") else 1
-    return part[:begin] + _MEMBERS.sub(_rust_members, part[begin:-1]) + "]"
-
-
-def _rust_members(found: re.Match[str]) -> str:
-    return "-".join([rf"\{char}" if char in "[]&~-" else char for char in found.groups() if char])
+def _rust_members(classes: Mapping[str, str], found: re.Match[str]) -> str:
+    """Returns one or two members of a set. A class is no end of a range: the hyphen before it is a member."""
+    members = [char for char in found.groups() if char]
+    written = [classes.get(char) or (rf"\{char}" if char in "[]&~-" else char) for char in members]
+    return (r"\-" if any(char in classes for char in members) else "-").join(written)

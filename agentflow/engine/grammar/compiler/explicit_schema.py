@@ -291,9 +291,18 @@ def for_llguidance(schema: Schema) -> Schema:
         if patterns:
             sub["allOf"] = [*sub.get("allOf", []), {"pattern": patterns.pop()}]
         if isinstance(named := sub.get("patternProperties"), dict):
-            sub["patternProperties"] = {rust_pattern(pattern): one for pattern, one in named.items()}
+            sub["patternProperties"] = _for_rust(named)
         _close_open_limits(sub)
     return narrower
+
+
+def _for_rust(named: Schema) -> Schema:
+    """Returns ``patternProperties`` whose patterns Rust reads. Some patterns may become equal."""
+    found: Schema = {}
+    for pattern, schema in named.items():
+        written = rust_pattern(pattern)
+        found[written] = {"allOf": [found[written], schema]} if written in found else schema
+    return found
 
 
 MOST_ALTERNATIVES: Final = 1_050

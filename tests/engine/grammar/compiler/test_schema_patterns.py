@@ -58,6 +58,10 @@ TEXTS = [
 ]
 
 
+def written(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 def matches(pattern: str) -> dict[str, bool]:
     schema = {"type": "string", "pattern": pattern}
     constraint = compile_constraint(Constraint("schema", json.dumps(schema)))
@@ -110,3 +114,61 @@ def test_f37_a_format_is_as_narrow_next_to_a_pattern(name: str, pattern: str, te
     for schema in ({"format": name}, {"format": name, "pattern": pattern}):
         constraint = compile_constraint(Constraint("schema", json.dumps({"type": "string", **schema})))
         assert not takes(constraint, json.dumps(text))
+
+
+WORD = "0-9A-Za-z_"
+SPACE = "\t-\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+CHARS = [*map(chr, range(0x20, 0x180)), *"\b\t\n\f\r\u0301\u0660\u0e33\u1680\u180e\u2000\u200b\u200d"]
+CHARS += [*"\u2028\u2029\u202f\u203f\u205f\u2165\u3000\u4e00\ufeff\U0001d7ce"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "in_ecmascript"),
+    [
+        (r"\d", "[0-9]"),
+        (r"\D", "[^0-9]"),
+        (r"\w", f"[{WORD}]"),
+        (r"\W", f"[^{WORD}]"),
+        (r"\s", f"[{SPACE}]"),
+        (r"\S", f"[^{SPACE}]"),
+        (".", "[^\n\r\u2028\u2029]"),
+        (r"[\w ]", f"[{WORD} ]"),
+        (r"[\D5]", "[^0-46-9]"),
+        (r"[^\d]", "[^0-9]"),
+        (r"[^\w.]", f"[^{WORD}.]"),
+        (r"[^\s]", f"[^{SPACE}]"),
+        (r"[^\W\d]", "[A-Za-z_]"),
+        (r"[^\Sa]", f"[{SPACE}]"),
+        (r"[^\D5]", "[0-46-9]"),
+        (r"[\s\S]", r"[\s\S]"),
+        (r"(?s:.)", r"[\s\S]"),
+    ],
+)
+def test_f37_classes_have_the_characters_of_python_and_ecmascript(pattern: str, in_ecmascript: str) -> None:
+    schema = {"type": "string", "pattern": f"^{pattern}$"}
+    constraint = compile_constraint(Constraint("schema", json.dumps(schema)))
+    any_string = compile_constraint(Constraint("schema", '{"type": "string", "pattern": ""}'))
+    every = [char for char in CHARS if takes(any_string, written(char))]
+    wanted = {char for char in every if re.fullmatch(pattern, char) and re.fullmatch(in_ecmascript, char)}
+    found = {char for char in every if takes(constraint, written(char))}
+    if pattern in (r"[\s\S]", r"(?s:.)"):
+        assert "\r" in found
+        assert found <= wanted
+    else:
+        assert found == wanted
+
+
+def test_f37_a_class_is_no_end_of_a_range() -> None:
+    """Python refuses it, and the hyphen is a character in ECMAScript, where most such patterns come from."""
+    assert matches(r"^[\w-.]$") == matches("^[0-9A-Za-z_.-]$")
+
+
+@pytest.mark.parametrize("others", [False, {"type": "string"}])
+def test_f37_patterns_of_names_that_become_equal_are_both_kept(others: object) -> None:
+    schema = {
+        "type": "object",
+        "patternProperties": {r"^a\<$": {"type": "integer"}, "^a<$": {"maximum": 5}},
+        "additionalProperties": others,
+    }
+    constraint = compile_constraint(Constraint("schema", json.dumps(schema)))
+    assert [takes(constraint, json.dumps({"a<": value})) for value in (3, 7, "x")] == [True, False, False]
