@@ -261,9 +261,12 @@ def _of_pattern(pattern: str) -> Regex | str:
         return _lark_of_pattern(_escaped(pattern))
 
 
+_UNESCAPED: Final = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+
+
 def _escaped(pattern: str) -> str:
-    """Returns a pattern that is put between slashes."""
-    return pattern.replace("/", r"\/")
+    """Returns a pattern that is put between slashes, where it has neither slashes nor line breaks."""
+    return re.sub(r"\\?([/\n\r])|\\.", lambda found: _UNESCAPED.get(found[1], found[0]), pattern)
 
 
 def _lark_of_pattern(pattern: str) -> str:

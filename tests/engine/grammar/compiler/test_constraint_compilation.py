@@ -576,6 +576,24 @@ def test_a_pattern_too_large_for_a_dfa_is_enforced_by_a_parser(pattern, good, ba
 
 
 @pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (r"\p{L}\/\p{L}", "é/é"),
+        (r"\p{L}[\/.]\p{L}", "é/é"),
+        (r"\p{L}[/.]\p{L}/", "é.é/"),
+        (r"\p{L}\\/", "é\\/"),
+        (r"\p{L}\\\/", "é\\/"),
+        ("\\p{L}\n\\p{L}\r", "é\né\r"),
+        ("\\p{L}\\\n", "é\n"),
+    ],
+)
+def test_f37_slashes_and_line_breaks_of_a_pattern_for_a_parser_are_characters(pattern, text):
+    assert takes(compiled("regex", pattern), text)
+    tag = {"begin": "<a>", "kind": "regex", "source": pattern, "end": "</a>"}
+    assert takes(compiled("tags", json.dumps([tag])), f"so <a>{text}</a>")
+
+
+@pytest.mark.parametrize(
     ("pattern", "words"),
     [
         (r"(a)\1", "regex: back-references"),
