@@ -33,9 +33,10 @@ MAX_MARK_CHARS = 200
 
 
 class TagRule(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One member of the list in the source of a ``tags`` constraint: the text between ``begin`` and the next
-    ``end`` satisfies a constraint of this ``kind`` and ``source``. ``lead``, such as a line break, must
-    follow ``begin``. The ``end`` of a schema may be empty, because a JSON object or list ends by itself."""
+    """One member of the list in the source of a ``tags`` constraint: the text between ``begin`` and the first
+    ``end`` after a whole text satisfies a constraint of this ``kind`` and ``source``. ``lead``, such as a
+    line break, must follow ``begin``. The ``end`` of a schema may be empty, because a JSON object or list
+    ends by itself."""
 
     begin: str
     kind: TaggedKind

@@ -106,6 +106,17 @@ def test_f37_a_body_ends_although_it_may_contain_the_beginning_of_the_end(kind, 
         assert follow(tags(CALL | body_of, WORD, **more), text) == (len(text.encode()), True)
 
 
+@pytest.mark.parametrize(("most", "longest"), [(None, "<baaa"), (2, "<baaa"), (1, "<ba")])
+def test_f37_a_tag_in_gbnf_ends_at_the_first_end_after_a_whole_text(most, longest):
+    """Also if its body could go on: otherwise, the tags could not be read from the text."""
+    constraint = tags(
+        {"begin": "<", "kind": "grammar", "source": 'root ::= "b" [^b]*', "end": "a"}, max_tags=most
+    )
+    assert follow(constraint, "<baaa") == (len(longest), True)
+    assert follow(constraint, "<ba<a") == ((3, True) if most == 1 else (4, False))
+    assert follow(constraint, "<ba<ba") == ((3, True) if most == 1 else (6, True))
+
+
 @given(st.randoms(use_true_random=False), st.text(st.sampled_from("<cal>a[b] "), max_size=20))
 def test_wherever_a_tag_begins_what_follows_is_of_its_kind(dice, prefix):
     text = walk(text_under(ALL), dice, prefix.encode())

@@ -38,6 +38,7 @@ from agentflow.engine.grammar.compiler.lark import (
     WithEnd,
     either_grammar,
     pattern_with_end,
+    regex_with_end,
     row_grammar,
     row_regex,
     tag_alone,
@@ -347,14 +348,15 @@ def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
 
 
 def _gbnf_body(tag: TagRule) -> TagBody:
-    """Returns a tag's grammar in GBNF: as an expression, whose masks need no parser, where each text has the
-    tag's end only after it."""
+    """Returns a tag's grammar in GBNF. It ends at the first ``end`` after a whole text. If it is regular and
+    small, it is one terminal, whose masks need no parser."""
     found = _of_grammar(tag.source)
     regex = None if isinstance(found, str) else found
-    if regex is not None and _ends_once(regex, tag.end) and num_positions(regex) <= MOST_POSITIONS:
-        with suppress(BadArgument):  # the lexer's limits are lower than the parser's
-            _checked(tag_alone(tag, regex), tag.kind, 0)
-            return regex
+    with suppress(BadArgument, RecursionError):  # the lexer's limits are lower than the parser's
+        if regex is not None and num_positions(regex) <= MOST_POSITIONS:
+            body = regex if _ends_once(regex, tag.end) else regex_with_end(regex, tag.end)
+            _checked(tag_alone(tag, body), tag.kind, 0)
+            return body
     body = WithEnd(_of_lark(tag.source, tag.end), regex)
     _checked(tag_alone(tag, body), tag.kind, 0)
     return body

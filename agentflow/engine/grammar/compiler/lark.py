@@ -180,6 +180,13 @@ def pattern_with_end(pattern: str, end: str) -> WithEnd:
     return WithEnd(f"start: BODY\nBODY: {_up_to(pattern, end)}\n{ALL_TOKENS_ALLOWED}")
 
 
+def regex_with_end(regex: Regex, end: str) -> WithEnd:
+    """Returns the grammar of the texts of an expression, each up to the first ``end`` after a whole text."""
+    ended = f"/{write_pattern(regex)}/ {_text(end)}"
+    lines = ["start: BODY", f"BODY: ({ended}) & ~({ended} /(?s:.+)/)", ALL_TOKENS_ALLOWED]
+    return WithEnd("\n".join(lines), regex)
+
+
 def _up_to(pattern: str, end: str) -> str:
     mark = _text(end)
     return f"(/{pattern}/ {mark}) & ~(/(?s:.*)/ {mark} /(?s:.+)/)" if end else f"/{pattern}/"
