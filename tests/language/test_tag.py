@@ -77,6 +77,25 @@ def test_a_tag_ends_where_its_pattern_is_complete_first():
 
 
 @pytest.mark.parametrize(
+    ("grammar", "text", "pieces"),
+    [
+        ('root ::= "a)b"', "(a)b)c", [InTag(0, "a)b"), "c"]),
+        ('root ::= "a" | "a)b"', "(a)b)", [InTag(0, "a"), "b)"]),
+        ('root ::= "(" root ")" | "x"', "((x))!", [InTag(0, "(x)"), "!"]),
+        ('root ::= "\\"" [^"]* "\\""', '(")"))', [InTag(0, '")"'), ")"]),
+        ("start: /a|b/", "(a)b)", [InTag(0, "a"), "b)"]),
+    ],
+)
+def test_f37_a_tag_ends_where_its_grammar_is_complete_first(grammar, text, pieces):
+    assert split_at_tags(text, (TagRule("(", "grammar", grammar, ")"),)) == pieces
+
+
+def test_f37_a_tag_whose_grammar_is_not_complete_is_not_closed():
+    with pytest.raises(ValueError, match="not followed by"):
+        split_at_tags("(ab)", (TagRule("(", "grammar", 'root ::= "a"', ")"),))
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "<age>",

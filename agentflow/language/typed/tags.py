@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Final
 
 import msgspec
 
@@ -20,7 +20,10 @@ from agentflow.language.typed.values import (
     warn_of_length,
     with_lengths,
 )
+from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.constraint import Constraint, TagRule
+from agentflow.protocol.grammars.gbnf import read_gbnf, rule_names
+from agentflow.protocol.grammars.recognition import Recognizer
 from agentflow.protocol.text.transform import REGEX_TIMEOUT_S
 
 
@@ -139,10 +142,10 @@ class InTag:
 
 def split_at_tags(text: str, rules: tuple[TagRule, ...]) -> list[str | InTag]:
     """The free text and the contents of tags, in order, without empty free text. ``ValueError`` if a tag is
-    not closed or its content is invalid; grammars are not checked.
+    not closed or its content is invalid; grammars in Lark's notation are not checked.
 
     The content may contain the tag's end, for example in a JSON string. A tag ends at the first ``end``
-    before which its content is complete."""
+    before which its content is complete; with a grammar in Lark's notation, at the first ``end``."""
     index_of = {rule.begin: index for index, rule in enumerate(rules)}
     begins = re.compile("|".join([re.escape(begin) for begin in index_of]))
     pieces: list[str | InTag] = []
@@ -183,7 +186,32 @@ def _find_end(text: str, start: int, rule: TagRule) -> int | None:
                 end = text.find(rule.end, end + 1)
         case "grammar":
             end = text.find(rule.end, start)
+            is_whole = _grammar_check(rule.source)
+            while end >= 0 and not is_whole(text[start:end]):
+                end = text.find(rule.end, end + 1)
     return end if end >= 0 else None
+
+
+MOST_STEPS: Final = 500_000
+"""The steps that reading the content of a tag may take at one ``end``, some tenths of a second."""
+
+
+@lru_cache(maxsize=32)
+def _grammar_check(source: str) -> Callable[[str], bool]:
+    """Returns a check whether a text is whole under a grammar. It accepts all texts of a grammar that is too
+    large, or not in GBNF."""
+    try:
+        recognizer = Recognizer(read_gbnf(source), "root") if rule_names(source) else None
+    except (BadArgument, CannotCheck, RecursionError):
+        recognizer = None
+
+    def is_whole(text: str) -> bool:
+        try:
+            return recognizer is None or recognizer.recognize(text, most_steps=MOST_STEPS) == "whole"
+        except CannotCheck:
+            return True
+
+    return is_whole
 
 
 def _end_of_json(text: str, start: int, end_mark: str) -> int | None:

@@ -19,11 +19,11 @@ import msgspec
 
 from agentflow.backends.apis.grammars.gbnf import read_pattern
 from agentflow.backends.apis.grammars.lark_grammar import read_grammar
-from agentflow.backends.apis.grammars.recognition import START, Recognizer
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.language.typed.tags import InTag, split_at_tags
 from agentflow.protocol.bounds.client_pattern import CannotCheck, InvalidPattern, compiled
 from agentflow.protocol.constraint import Constraint, ConstraintKind
+from agentflow.protocol.grammars.recognition import START, Recognizer
 from agentflow.protocol.sampling import GenParams
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from agentflow.backends.apis.answers import verification
 from agentflow.backends.apis.answers.verification import find_fault, found_fault, going_on
 from agentflow.backends.apis.grammars.gbnf import read_pattern
 from agentflow.backends.apis.grammars.lark_grammar import gbnf_of_grammar, read_grammar
-from agentflow.backends.apis.grammars.recognition import START, Recognizer
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.bounds import schema_check
 from agentflow.protocol.bounds.client_pattern import CannotCheck
 from agentflow.protocol.constraint import INTEGER_PATTERN, NUMBER_PATTERN, Constraint, TagRule
+from agentflow.protocol.grammars.recognition import START, Recognizer
 from agentflow.protocol.sampling import GenParams
 
 STEPS = 1_000_000

@@ -67,18 +67,20 @@ class Recognizer:
     """Recognizes the texts of one grammar. May be used in several threads.
 
     Args:
-        rules: The rules by name, among them ``start``.
+        rules: The rules by name.
+        start: The rule whose texts are the grammar's.
 
     Raises:
         CannotCheck: The grammar is too large.
 
-    >>> from agentflow.backends.apis.grammars.gbnf import read_pattern
-    >>> numbers = Recognizer({"start": read_pattern("[0-9]+(,[0-9]+)*")})
+    >>> from agentflow.protocol.grammars.gbnf import read_gbnf
+    >>> numbers = Recognizer(read_gbnf('root ::= [0-9]+ ("," [0-9]+)*'), "root")
     >>> [numbers.recognize(text, most_steps=100) for text in ("1,2", "1,", "1;")]
     ['whole', 'beginning', 'none']
     """
 
-    def __init__(self, rules: Mapping[str, GrammarPart]) -> None:
+    def __init__(self, rules: Mapping[str, GrammarPart], start: str = START) -> None:
+        self._start = start
         self._states: list[_State] = []
         self._classes: dict[Chars, _Class] = {}
         self._starts: dict[str, int] = {}
@@ -99,7 +101,7 @@ class Recognizer:
         # The rules that are read from each position on, and where reading goes on after them: the next state,
         # and the position where the rule around it began.
         waiting: list[dict[str, list[tuple[int, int]]]] = []
-        items = [(self._starts[START], 0)]
+        items = [(self._starts[self._start], 0)]
         steps_left = most_steps
         for at in range(len(text) + 1):
             here: dict[str, list[tuple[int, int]]] = {}
@@ -118,7 +120,7 @@ class Recognizer:
                     if began == at:
                         empty.add(state.ends)
                     found = waiting[began].get(state.ends, [])
-                    is_whole = is_whole or (state.ends == START and began == 0)
+                    is_whole = is_whole or (state.ends == self._start and began == 0)
                 elif state.rule:
                     if state.rule not in here:
                         here[state.rule] = []
