@@ -6,7 +6,7 @@ import json
 import operator
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,11 +42,6 @@ class Result:
         return bool(compare(self.value, float(bound)))
 
 
-def median_of(result_id: str, runs: list[float], unit: str, *, note: str = "", goal: str = "") -> Result:
-    """Returns a figure whose value is the median of its runs."""
-    return Result(result_id, round(statistics.median(runs), 4), unit, [round(r, 4) for r in runs], note, goal)
-
-
 def one_line(error: Exception) -> str:
     """Returns an error as one line of at most about 200 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -67,6 +62,17 @@ class Report:
     """The file for ``write``; None: nothing is written."""
     commit: str = field(default_factory=lambda: machine.commit())
     """The measured commit, read before ``write`` changes a tracked file."""
+
+    def add(
+        self, id: str, value: float, unit: str, runs: Sequence[float] = (), note: str = "", goal: str = ""
+    ) -> None:
+        """Adds a figure."""
+        self.results.append(Result(id, value, unit, [*runs], note, goal))
+
+    def median(self, id: str, runs: Sequence[float], unit: str, *, note: str = "", goal: str = "") -> None:
+        """Adds a figure whose value is the median of its runs."""
+        value, each = round(statistics.median(runs), 4), [round(run, 4) for run in runs]
+        self.add(id, value, unit, each, note, goal)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import httpx2
 
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.server.costs import WORDS, free_port, start_server
 
 MODEL = "smollm2-135m"
@@ -92,21 +92,17 @@ async def measure_decisions(report: Report, num_questions: int, num_words: int, 
         await server.wait()
     cold_s, warm_s, alone_s = sorted(times)[len(times) // 2]
     size = f"{num_questions} questions, {computed[0]:.0f} tokens with the text"
-    report.results.append(
-        median_of(
-            "apis.decisions_gain",
-            uncached,
-            "ratio",
-            note=f"{size}; {cold_s:.1f} s in one request; the single requests from a sample of {CONCURRENCY}",
-            goal=">= 20",
-        )
+    report.median(
+        "apis.decisions_gain",
+        uncached,
+        "ratio",
+        note=f"{size}; {cold_s:.1f} s in one request; the single requests from a sample of {CONCURRENCY}",
+        goal=">= 20",
     )
-    report.results.append(
-        median_of(
-            "apis.decisions_gain_cached",
-            cached,
-            "ratio",
-            note=f"{warm_s:.1f} s against {alone_s:.1f} s at concurrency {CONCURRENCY}",
-            goal=">= 1.3",
-        )
+    report.median(
+        "apis.decisions_gain_cached",
+        cached,
+        "ratio",
+        note=f"{warm_s:.1f} s against {alone_s:.1f} s at concurrency {CONCURRENCY}",
+        goal=">= 1.3",
     )

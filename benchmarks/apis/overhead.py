@@ -16,7 +16,7 @@ import msgspec
 
 import agentflow as af
 from benchmarks.apis.server_process import chat_server
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 PROMPT = "Where does the river go?"
 TOKENS_PER_S = 1000.0
@@ -105,8 +105,8 @@ async def measure_call_overhead(report: Report, calls: Calls, rounds: int) -> No
     bare_ms = [spent_s * 1e3 / calls.num for spent_s in bare]
     added_ms = [(our_s - bare_s) * 1e3 / calls.num for bare_s, our_s in zip(bare, ours, strict=True)]
     note = f"CPU time above a bare httpx2 loop, {calls.num} calls of {calls.num_tokens} token"
-    report.results.append(median_of("apis.call_overhead_ms", added_ms, "ms", note=note, goal="< 1"))
-    report.results.append(median_of("apis.bare_call_ms", bare_ms, "ms", note="the bare httpx2 loop"))
+    report.median("apis.call_overhead_ms", added_ms, "ms", note=note, goal="< 1")
+    report.median("apis.bare_call_ms", bare_ms, "ms", note="the bare httpx2 loop")
 
 
 async def measure_token_overhead(report: Report, calls: Calls, rounds: int) -> None:
@@ -117,5 +117,5 @@ async def measure_token_overhead(report: Report, calls: Calls, rounds: int) -> N
     bare_us = [spent_s * 1e6 / num for spent_s in bare]
     added_us = [(our_s - bare_s) * 1e6 / num for bare_s, our_s in zip(bare, ours, strict=True)]
     note = f"CPU time above a bare httpx2 loop, one stream of {num} tokens, {TOKENS_PER_S:.0f} a second"
-    report.results.append(median_of("apis.token_overhead_us", added_us, "us", note=note, goal="<= 60"))
-    report.results.append(median_of("apis.bare_token_us", bare_us, "us", note="the bare httpx2 loop"))
+    report.median("apis.token_overhead_us", added_us, "us", note=note, goal="<= 60")
+    report.median("apis.bare_token_us", bare_us, "us", note="the bare httpx2 loop")

@@ -24,7 +24,7 @@ from benchmarks.apis.decisions import measure_decisions
 from benchmarks.apis.forms import FIELDS, PEOPLE, page_of
 from benchmarks.apis.overhead import Calls, measure_call_overhead, measure_token_overhead
 from benchmarks.apis.server_process import chat_server, counters
-from benchmarks.report import Report, Result, median_of
+from benchmarks.report import Report
 from benchmarks.server.costs import WORDS, free_port, start_server
 from benchmarks.server.stalls import LoopWatch
 
@@ -118,7 +118,7 @@ async def measure_speculation(report: Report, size: Size) -> None:
             f"{spent} with speculation, {of} without; {len(PEOPLE)} forms of {len(FIELDS)} fields, "
             "equal values"
         )
-        report.results.append(Result(f"apis.{name}_share", share, "ratio", [], note=note, goal=goal))
+        report.add(f"apis.{name}_share", share, "ratio", note=note, goal=goal)
 
 
 async def measure_calls(report: Report, size: Size) -> None:
@@ -145,7 +145,7 @@ async def measure_stalls(report: Report, size: Size) -> None:
         f"{size.num_streams} streams of {size.stream_tokens} tokens, {STALL_TOKENS_PER_S:g} a second each; "
         f"until all had begun: {max(starts):.0f}"
     )
-    report.results.append(median_of("apis.max_stall_ms", runs, "ms", note=note, goal="<= 50"))
+    report.median("apis.max_stall_ms", runs, "ms", note=note, goal="<= 50")
 
 
 async def _longest_stalls(url: str, size: Size) -> tuple[float, float]:
@@ -209,7 +209,7 @@ async def measure_prefixes(report: Report, size: Size) -> None:
         server.terminate()
         await server.wait()
     note = f"of {NUM_BRANCHES} branches over a new prefix; {min(shares):.0%} of their prompts at least"
-    report.results.append(median_of("apis.fork_prefix_hits", hits, "branches", note=note, goal=">= 7"))
+    report.median("apis.fork_prefix_hits", hits, "branches", note=note, goal=">= 7")
 
 
 async def measure_questions(report: Report, size: Size) -> None:

@@ -32,7 +32,7 @@ from agentflow.cluster.routing.text_router import TextRouter
 from agentflow.cluster.simulated.published import RoundRobin
 from benchmarks.apis.server_process import chat_server
 from benchmarks.cluster.workloads import CASES, LOAD
-from benchmarks.report import Report, Result, median_of
+from benchmarks.report import Report
 
 NUM_REPLICAS = 4
 SECONDS = {"small": 3.0, "full": 10.0}
@@ -138,9 +138,9 @@ async def _overhead(report: Report) -> None:
         f"{statistics.median(direct):.2f} ms without the gateway; processor time of the gateway "
         f"{statistics.median(busy):.2f} ms a call; a prompt of {len(PROMPT):,} characters"
     )
-    report.results.append(median_of("cluster.gateway_overhead_ms", added, "ms", note=note))
+    report.median("cluster.gateway_overhead_ms", added, "ms", note=note)
     note = f"processor time of the gateway for each token of a stream of {TOKENS_PER_S:.0f} a second"
-    report.results.append(median_of("cluster.gateway_token_us", spent, "us", note=note))
+    report.median("cluster.gateway_token_us", spent, "us", note=note)
 
 
 # Hits
@@ -196,7 +196,7 @@ def _simulated_hits(report: Report, console: Console, served: Mapping[str, float
         f"the largest of {len(CASES)} workloads on {NUM_REPLICAS} replicas: the hit rate of the gateway's "
         f"router, which reads no reports, below the router that does: {'; '.join(notes)}"
     )
-    report.results.append(Result("cluster.gateway_hit_gap", round(max(gaps), 2), "points", [], note=note))
+    report.add("cluster.gateway_hit_gap", round(max(gaps), 2), "points", note=note)
 
 
 async def _real_hits(report: Report) -> None:
@@ -214,8 +214,7 @@ async def _real_hits(report: Report) -> None:
         f"cached tokens by prompt tokens of {CONVERSATIONS} conversations of {TURNS} turns on two servers; "
         f"in turns {shares['round robin']:.3f}"
     )
-    result = Result("cluster.gateway_real_hits", round(shares["gateway"], 3), "of the tokens", [], note=note)
-    report.results.append(result)
+    report.add("cluster.gateway_real_hits", round(shares["gateway"], 3), "of the tokens", note=note)
 
 
 async def _share(urls: Sequence[str]) -> float:

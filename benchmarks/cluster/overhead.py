@@ -20,7 +20,7 @@ from agentflow.engine.local_engine import engine_start, make_deadlines, open_eng
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.protocol.sampling import SamplingParams
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 KV_TOKENS = 16_384
 PROMPT_TOKENS = 512
@@ -49,25 +49,21 @@ async def _measure(report: Report) -> None:
             rate = {client: await _throughput(client, number + 1) for client in pair}
             waits_ms.append(1000 * (latency[routed] - latency[plain]))
             shares.append(rate[routed] / rate[plain])
-    report.results.append(
-        median_of(
-            "cluster.router_overhead_ms",
-            waits_ms,
-            "ms",
-            goal="<= 1",
-            note=f"p50 of {CALLS[report.scale]} requests for one token after {PROMPT_TOKENS} cached ones, "
-            "with the router minus without it, interleaved",
-        )
+    report.median(
+        "cluster.router_overhead_ms",
+        waits_ms,
+        "ms",
+        goal="<= 1",
+        note=f"p50 of {CALLS[report.scale]} requests for one token after {PROMPT_TOKENS} cached ones, "
+        "with the router minus without it, interleaved",
     )
-    report.results.append(
-        median_of(
-            "cluster.router_throughput_share",
-            shares,
-            "ratio",
-            goal=">= 0.98",
-            note=f"tokens a second of {STREAMS} streams of {LENGTH} tokens, with the router to without it, "
-            "interleaved",
-        )
+    report.median(
+        "cluster.router_throughput_share",
+        shares,
+        "ratio",
+        goal=">= 0.98",
+        note=f"tokens a second of {STREAMS} streams of {LENGTH} tokens, with the router to without it, "
+        "interleaved",
     )
 
 

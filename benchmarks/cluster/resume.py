@@ -23,7 +23,7 @@ from agentflow.engine.messages import Progress
 from agentflow.engine.options import EngineOptions
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.protocol.sampling import SamplingParams
-from benchmarks.report import Report, Result
+from benchmarks.report import Report
 
 NAME = "cluster.resume_s"
 WORKER = "agentflow.engine.process.worker"
@@ -43,8 +43,7 @@ def run(report: Report) -> None:
         f"the longest wait for the next token of {STREAMS} streams from when it is known that one of two "
         f"replicas was killed; {', '.join(map(str, moved))} of the streams continue on the other one"
     )
-    result = Result(NAME, round(max(waits_s), 3), "s", [round(one, 3) for one in waits_s], note, "<= 2")
-    report.results.append(result)
+    report.add(NAME, round(max(waits_s), 3), "s", [round(one, 3) for one in waits_s], note, "<= 2")
 
 
 async def _measure(rounds: int) -> tuple[list[float], list[int]]:

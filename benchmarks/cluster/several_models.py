@@ -20,7 +20,7 @@ from agentflow.engine.simulator.generators import chat, combined, few_shot, two_
 from agentflow.engine.simulator.workload import Arrival, Workload
 from benchmarks.cluster.workloads import TPOT_S
 from benchmarks.engine.programs import GPU
-from benchmarks.report import Report, Result
+from benchmarks.report import Report
 
 NUM_GPUS = 2
 KV_TOKENS = 100_000
@@ -43,7 +43,7 @@ def run(report: Report) -> None:
         f"the mean over workloads of two models on {NUM_GPUS} GPUs: the mean time of a request where the "
         f"routers know each other's work on a GPU, by that where they do not: {'; '.join(notes)}"
     )
-    report.results.append(Result(NAME, round(float(np.mean(parts)), 3), "ratio", [], note=note, goal="<= 1"))
+    report.add(NAME, round(float(np.mean(parts)), 3), "ratio", note=note, goal="<= 1")
 
 
 def _workloads(seed: int) -> list[tuple[str, Sequence[Arrival], int]]:

@@ -30,7 +30,7 @@ from benchmarks.cluster.decisions import NUM_REPLICAS, decide
 from benchmarks.cluster.gateway import measure_gateway
 from benchmarks.cluster.overhead import overhead
 from benchmarks.cluster.workloads import CASES, LARGE, LOAD, OURS, Case, Steady, goodput
-from benchmarks.report import Report, Result, median_of
+from benchmarks.report import Report, Result
 
 RAY = "ray"
 COMPARED = {"small": 2, "full": 4}
@@ -104,10 +104,9 @@ def _decisions(report: Report) -> None:
         f"{NUM_REPLICAS} replicas with 16 requests each, prompts of 2,240 tokens, of which 2,048 are shared; "
         f"processor time; afterwards first token, reports and end take {statistics.median(after):.0f} us"
     )
-    add = report.results.append
-    add(median_of("cluster.decisions_per_s", runs, "1/s", goal=">= 20000", note=note))
+    report.median("cluster.decisions_per_s", runs, "1/s", goal=">= 20000", note=note)
     note = "the same, where another model has an engine on each device"
-    add(median_of("cluster.decisions_per_s_shared", shared, "1/s", goal=">= 20000", note=note))
+    report.median("cluster.decisions_per_s_shared", shared, "1/s", goal=">= 20000", note=note)
 
 
 # In processes of the pool, where the garbage of a simulation is collected when it has ended.
@@ -168,10 +167,9 @@ def _measure(case: Case, report: Report, console: Console, running: _Running) ->
     num_seeds = len(SEEDS[report.scale])
     count = f"{ours.num_requests:,} requests of {num_seeds} seeds"
     note = f"{case.note}; {few} replicas, {count}: {'; '.join(waits)}"
-    add = report.results.append
-    add(Result(f"cluster.goodput_{case.name}", round(ours.goodput, 4), "of the requests", [], note=note))
+    report.add(f"cluster.goodput_{case.name}", round(ours.goodput, 4), "of the requests", note=note)
     gain = ours.goodput / max(of_each[RAY].goodput, 1e-3)
-    add(_ratio(f"goodput_gain_{case.name}", gain, "against Ray's router"))
+    _add_ratio(report, f"goodput_gain_{case.name}", gain, "against Ray's router")
     best = min(PUBLISHED_ROUTERS, key=lambda name: of_each[name].latency_s)
     part = ours.latency_s / of_each[best].latency_s
     each = [
@@ -184,18 +182,18 @@ def _measure(case: Case, report: Report, console: Console, running: _Running) ->
         f"the mean time of a request, by that with {best}; good requests {100 * missed:+.1f} points with "
         f"{best_goodput}"
     )
-    add(_ratio(f"of_best_published_{case.name}", part, text, "<= 1.03", each))
+    _add_ratio(report, f"of_best_published_{case.name}", part, text, "<= 1.03", each)
     hit_rates = [future.result().hit_rate for future in gap]
     points = 100 * (hit_rates[1] - hit_rates[0])
     text = f"{many} replicas {hit_rates[0]:.4f}, one engine {many} times as large {hit_rates[1]:.4f}"
-    add(Result(f"cluster.hit_rate_gap_{case.name}", round(points, 2), "points", [], note=text))
+    report.add(f"cluster.hit_rate_gap_{case.name}", round(points, 2), "points", note=text)
     served = [future.result() for future in overloaded]
     scaling = served[0] / served[1] / many
     text = (
         f"requests that {many} replicas end in a second under overload ({served[0]:,.0f}), by {many} times "
         f"the requests of one ({served[1]:.1f})"
     )
-    add(_ratio(f"scaling_{case.name}", scaling, text))
+    _add_ratio(report, f"scaling_{case.name}", scaling, text)
     console.print(f"{case.name}: simulated", style="dim")
     goodputs = {name: one.goodput for name, one in of_each.items()}
     return {"gap": points, "scaling": scaling, "part": part, "missed": missed, **goodputs}
@@ -203,21 +201,20 @@ def _measure(case: Case, report: Report, console: Console, running: _Running) ->
 
 def _summarise(report: Report, measured: list[Mapping[str, float]]) -> None:
     """Adds the figures over all workloads."""
-    add = report.results.append
     ours, ray = (float(np.mean([one[name] for one in measured])) for name in (OURS, RAY))
     others = ", ".join(f"{name} {np.mean([one[name] for one in measured]):.3f}" for name in PUBLISHED_ROUTERS)
     note = f"the mean part of good requests over {len(measured)} workloads: ours {ours:.3f}, {others}"
-    add(_ratio("goodput_gain_ray", ours / ray, note, ">= 1.3"))
+    _add_ratio(report, "goodput_gain_ray", ours / ray, note, ">= 1.3")
     text = (
         f"the most of {len(measured)} workloads; good requests at most "
         f"{100 * max(one['missed'] for one in measured):.1f} points under the best"
     )
-    add(_ratio("of_best_published", max(one["part"] for one in measured), text, "<= 1.03"))
+    _add_ratio(report, "of_best_published", max(one["part"] for one in measured), text, "<= 1.03")
     text = f"the largest of {len(measured)} workloads, against one large cache"
     gap = max(one["gap"] for one in measured)
-    add(Result("cluster.hit_rate_gap", round(gap, 2), "points", [], note=text, goal="<= 3"))
+    report.add("cluster.hit_rate_gap", round(gap, 2), "points", note=text, goal="<= 3")
     text = f"the least of {len(measured)} workloads, {REPLICAS[report.scale]} replicas"
-    add(_ratio("scaling_64", min(one["scaling"] for one in measured), text, ">= 0.9"))
+    _add_ratio(report, "scaling_64", min(one["scaling"] for one in measured), text, ">= 0.9")
 
 
 @dataclass(frozen=True)
@@ -258,11 +255,12 @@ def _add_many(report: Report, many: _Many) -> None:
         f"{many.num_requests:,} requests on {MANY[report.scale][0]} replicas, {many.elapsed_s:.0f} simulated "
         f"seconds, {many.num_steps:,} steps; the digest of all times is {many.digest}"
     )
-    add = report.results.append
-    add(Result("cluster.goodput_100", round(many.goodput, 4), "of the requests", [], note=note))
+    report.add("cluster.goodput_100", round(many.goodput, 4), "of the requests", note=note)
     if not report.is_exact:
-        add(Result("cluster.simulated_s", round(many.took_s, 1), "s", [], note="the same; processor time"))
+        report.add("cluster.simulated_s", round(many.took_s, 1), "s", note="the same; processor time")
 
 
-def _ratio(name: str, value: float, note: str = "", goal: str = "", runs: Sequence[float] = ()) -> Result:
-    return Result(f"cluster.{name}", round(value, 3), "ratio", [*runs], note=note, goal=goal)
+def _add_ratio(
+    report: Report, name: str, value: float, note: str, goal: str = "", runs: Sequence[float] = ()
+) -> None:
+    report.add(f"cluster.{name}", round(value, 3), "ratio", runs, note, goal)

@@ -25,7 +25,7 @@ from agentflow.engine.models.tensor_parallel.runner import TensorParallelRunner
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import ModelRunner, run_batch
 from agentflow.kernels.native_ops.team import part_seconds
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.step.work import Shape, batch_of, median_ms
 
 NUM_SLOTS, MAX_CONTEXT, NUM_THREADS = 16_384, 4_096, 2
@@ -89,7 +89,7 @@ def _compare(name: str, collective: str, alone: ModelRunner, runner: ModelRunner
         "another process"
     )
     prefix = "cluster.tensor_parallel" + ("" if collective == "shared" else f"_{collective}")
-    report.results.append(median_of(f"{prefix}_{name}", runs, "ratio", note=note))
+    report.median(f"{prefix}_{name}", runs, "ratio", note=note)
 
 
 def write_model(folder: Path, num_layers: int) -> None:

@@ -17,7 +17,7 @@ from agentflow.engine.messages import Finished
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.engine.foundation import engine
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 FIELDS = {
     "title": r'"[A-Z][A-Za-z0-9 ]{2,30}"',
@@ -120,17 +120,11 @@ async def measure_jump_forward(report: Report) -> None:
         f"{jump.num_steps} against {masked.num_steps} steps, "
         f"{sum(jump.num_tokens)} against {sum(masked.num_tokens)} tokens"
     )
-    report.results.append(
-        median_of("constrained.jump_forward_gain", gains, "ratio", note=note, goal=">= 1.6")
-    )
+    report.median("constrained.jump_forward_gain", gains, "ratio", note=note, goal=">= 1.6")
     note = f"{masked.tokens_per_s:.0f} against {free.tokens_per_s:.0f} tokens/s, the same number of tokens"
-    report.results.append(
-        median_of("constrained.masked_vs_free", masked_vs_free, "ratio", note=note, goal=">= 0.9")
-    )
+    report.median("constrained.masked_vs_free", masked_vs_free, "ratio", note=note, goal=">= 0.9")
     note = f"{jump.tokens_per_s:.0f} against {free_as_jump.tokens_per_s:.0f} tokens/s"
-    report.results.append(
-        median_of("constrained.jump_forward_vs_free", jump_vs_free, "ratio", note=note, goal=">= 1")
-    )
+    report.median("constrained.jump_forward_vs_free", jump_vs_free, "ratio", note=note, goal=">= 1")
 
 
 async def measure_reuse(report: Report) -> None:
@@ -153,4 +147,4 @@ async def measure_reuse(report: Report) -> None:
             alone = await records.run(own)
             gains.append((alone.seconds + compile_s) / reused.seconds)
     note = f"compiling {BATCH} times took {compile_s:.2f} s of {alone.seconds + compile_s:.2f} s"
-    report.results.append(median_of("constrained.reuse_gain", gains, "ratio", note=note))
+    report.median("constrained.reuse_gain", gains, "ratio", note=note)

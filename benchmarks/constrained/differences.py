@@ -13,7 +13,7 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.constrained.decoding import RECORD, THINGS
 from benchmarks.engine.foundation import engine
-from benchmarks.report import Report, Result
+from benchmarks.report import Report
 
 PATTERNS = {
     "a record": RECORD,
@@ -42,9 +42,7 @@ async def measure_differences(report: Report) -> None:
     total = counts.total()
     note = "; ".join(f"{count} {reason}" for reason, count in counts.most_common())
     same = counts[SAME_IDS] + counts[SAME_TEXT]
-    report.results.append(
-        Result("constrained.jump_same_text", round(same / total, 3), "share", [], f"of {total}: {note}")
-    )
+    report.add("constrained.jump_same_text", round(same / total, 3), "share", [], f"of {total}: {note}")
 
 
 async def _both(client: EngineClient, pattern: str, num_prompts: int) -> list[list[Finished]]:

@@ -16,7 +16,7 @@ from agentflow.errors import AgentflowError
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.engine.foundation import Prompts, engine
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 NUM_STREAMS = 4
 NUM_TOKENS = 96
@@ -149,6 +149,4 @@ async def measure_hostile(report: Report) -> None:
         f"without constraints, {alone_s * 1e3:.1f} alone; {counts.compiled} compiled, "
         f"{counts.refused} rejected, {counts.killed} killed"
     )
-    report.results.append(
-        median_of("constrained.hostile_tpot_ratio", ratios, "ratio", note=note, goal="<= 1.25")
-    )
+    report.median("constrained.hostile_tpot_ratio", ratios, "ratio", note=note, goal="<= 1.25")

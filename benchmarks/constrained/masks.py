@@ -25,7 +25,7 @@ from agentflow.engine.grammar.token_dfa import DfaMatcher
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.constraint import Constraint
-from benchmarks.report import Report, Result, median_of
+from benchmarks.report import Report
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -215,15 +215,15 @@ def measure_masks(report: Report) -> None:
         f"{name} {_median_us(peer):.3g} µs (99th percentile {_p99_us(peer):.3g})"
         for name, peer in peers.items()
     )
-    add = report.results.append
-    add(Result("constrained.mask_us_p50", _round(statistics.median(mask_us)), "µs", [], note, "<= 10"))
-    add(Result("constrained.mask_us_p99", _round(p99), "µs", [], "", "<= 200"))
+    report.add("constrained.mask_us_p50", _round(statistics.median(mask_us)), "µs", note=note, goal="<= 10")
+    report.add("constrained.mask_us_p99", _round(p99), "µs", goal="<= 200")
     first_ms = [s * 1e3 for s in costs.first_mask_s]
     note = f"the slowest of {len(first_ms)} states; median {statistics.median(first_ms):.2g} ms"
-    add(Result("constrained.first_mask_ms", _round(max(first_ms)), "ms", [], note, "<= 1"))
+    report.add("constrained.first_mask_ms", _round(max(first_ms)), "ms", note=note, goal="<= 1")
     note = "; ".join(f"{name} {peer.compile_s * 1e3:.3g} ms" for name, peer in peers.items())
-    add(median_of("constrained.compile_cold_ms", colds, "ms", note=note, goal="<= 50"))
-    add(Result("constrained.compile_again_ms", _round(again_s * 1e3), "ms", [], "found by its key", "<= 1"))
+    report.median("constrained.compile_cold_ms", colds, "ms", note=note, goal="<= 50")
+    again_ms = _round(again_s * 1e3)
+    report.add("constrained.compile_again_ms", again_ms, "ms", note="found by its key", goal="<= 1")
 
 
 def _peers(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> dict[str, Costs]:

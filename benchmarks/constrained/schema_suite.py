@@ -30,7 +30,7 @@ from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint, Whitespace
 from benchmarks.constrained.text_walks import MOST_BYTES, text_under, walk
-from benchmarks.report import Report, Result
+from benchmarks.report import Report
 
 REQUIREMENT = "jsonschema==4.26.0"
 ARCHIVE_SHA256 = "0c26707e2efad8aa1bfc5b7ce170f3fccc2e4918ff85989ba9ffa9facb2be326"
@@ -183,19 +183,11 @@ def run(report: Report, console: Console, only: str) -> None:
         total = _total(rows)
         for text in total.invalid:
             console.print(text, style="red", markup=False)
-        accepted, valid = total.machines + total.grammars, total.instances - len(total.invalid)
-        report.results += [
-            Result(f"schema_suite.{draft}.schemas", total.schemas, "schemas", [total.schemas]),
-            Result(f"schema_suite.{draft}.accepted", accepted, "schemas", [accepted]),
-            Result(
-                f"schema_suite.{draft}.valid",
-                valid / total.instances,
-                "ratio",
-                [valid / total.instances],
-                note=f"of {total.instances:,} instances; {total.unfinished} walks did not end",
-                goal=">= 1",
-            ),
-        ]
+        accepted, valid = total.machines + total.grammars, 1 - len(total.invalid) / total.instances
+        note = f"of {total.instances:,} instances; {total.unfinished} walks did not end"
+        report.add(f"schema_suite.{draft}.schemas", total.schemas, "schemas", [total.schemas])
+        report.add(f"schema_suite.{draft}.accepted", accepted, "schemas", [accepted])
+        report.add(f"schema_suite.{draft}.valid", valid, "ratio", [valid], note, ">= 1")
 
 
 def write_page() -> None:

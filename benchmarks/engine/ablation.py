@@ -35,7 +35,7 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from benchmarks.engine.program_shapes import SHAPES, UNSHARED, Shape
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 MODEL = "smollm2-135m"
 MAX_RUNNING = 8
@@ -301,24 +301,20 @@ def _report_shape(
             f"{computed:,}",
         )
         if name != "all on":
-            report.results.append(
-                median_of(
-                    f"ablation.{shape.name}.{name.replace(' ', '_')}",
-                    ratios,
-                    "ratio",
-                    note=f"time without it, divided by the time with everything on; hit rate {hit_rate:.1%}",
-                )
+            report.median(
+                f"ablation.{shape.name}.{name.replace(' ', '_')}",
+                ratios,
+                "ratio",
+                note=f"time without it, divided by the time with everything on; hit rate {hit_rate:.1%}",
             )
     console.print(table)
     ratios = [run.stats.hit_rate / optimum for run in runs["all on"]]
-    report.results.append(
-        median_of(
-            f"{HIT_RATE}.{shape.name}",
-            ratios,
-            "ratio",
-            goal=">= 0.99",
-            note=f"optimum {optimum:.1%} if the cache held everything",
-        )
+    report.median(
+        f"{HIT_RATE}.{shape.name}",
+        ratios,
+        "ratio",
+        goal=">= 0.99",
+        note=f"optimum {optimum:.1%} if the cache held everything",
     )
 
 
@@ -329,7 +325,7 @@ def _report_management(report: Report, runs: list[Run]) -> None:
         f"processor time of cache and policy; in the last run {last.engine.management_s * 1e3:.1f} ms "
         f"of {last.took_s:.1f} s; hit rate {last.stats.hit_rate:.1%}"
     )
-    report.results.append(median_of(MANAGEMENT, percents, "%", note=note, goal="<= 0.3"))
+    report.median(MANAGEMENT, percents, "%", note=note, goal="<= 0.3")
 
 
 def run(report: Report, console: Console, only: str) -> None:

@@ -26,7 +26,7 @@ from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.engine.request import Origin, Request, Submit
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 ROOT = Path(__file__).parents[2]
 NUM_WAITING = 10_000
@@ -148,14 +148,12 @@ def measure_deep_queue(report: Report) -> None:
         means = {name: float(np.median([parts[name] for parts in measured])) for name in measured[0]}
         note = ", ".join(f"{name} {ms:.2f}" for name, ms in means.items())
         note += f"; longest of {steps} steps {longest_ms:.1f}"
-        report.results.append(
-            median_of(
-                "scheduler.step_ms_at_10000_waiting" + ("" if queue == "fair-lpm" else f".{queue}"),
-                [sum(parts.values()) for parts in measured],
-                "ms",
-                goal=GOALS.get(queue, ""),
-                note=note,
-            ),
+        report.median(
+            "scheduler.step_ms_at_10000_waiting" + ("" if queue == "fair-lpm" else f".{queue}"),
+            [sum(parts.values()) for parts in measured],
+            "ms",
+            goal=GOALS.get(queue, ""),
+            note=note,
         )
 
 

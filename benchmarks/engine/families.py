@@ -33,7 +33,7 @@ from agentflow.engine.store.config_parts import text_config
 from agentflow.kernels.decoder_weights import Experts
 from agentflow.kernels.inputs import BlockMatrix
 from agentflow.kernels.platforms import kernels_for
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.step.limits import MemoryReads
 from benchmarks.step.random_llama import random_blocks
 from benchmarks.step.work import Shape, batch_of, median_ms
@@ -195,8 +195,8 @@ def measure(name: str, report: Report) -> None:
         f"{best[1]:.1f} kernel by kernel"
     )
     goal = GOALS.get(name, ">= 0.75")
-    report.results.append(median_of(f"models.decode_{name}_of_limit", shares, "ratio", note=note, goal=goal))
-    report.results.append(median_of(f"models.decode_{name}_gain", gains, "ratio", note=note))
+    report.median(f"models.decode_{name}_of_limit", shares, "ratio", note=note, goal=goal)
+    report.median(f"models.decode_{name}_gain", gains, "ratio", note=note)
 
 
 def random_model(name: str) -> tuple[DecoderConfig, Decoder]:

@@ -18,7 +18,7 @@ from agentflow.engine.options import EngineOptions
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.peers.transformers_peer import Transformers
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.server.costs import measure_server
 
 NUM_THREADS = 2
@@ -85,23 +85,19 @@ async def measure_decode(report: Report, peer: Transformers) -> None:
             batched.append(sixteen / peer_rate)
             notes.append((peer_rate, one, sixteen))
     peer_rate, one, sixteen = sorted(notes)[len(notes) // 2]
-    report.results.append(
-        median_of(
-            "foundation.single_stream_vs_transformers",
-            single,
-            "ratio",
-            goal=">= 1.5",
-            note=f"{one:.1f} against {peer_rate:.1f} tokens/s",
-        )
+    report.median(
+        "foundation.single_stream_vs_transformers",
+        single,
+        "ratio",
+        goal=">= 1.5",
+        note=f"{one:.1f} against {peer_rate:.1f} tokens/s",
     )
-    report.results.append(
-        median_of(
-            "foundation.batch16_vs_transformers",
-            batched,
-            "ratio",
-            goal=">= 8",
-            note=f"{sixteen:.1f} against {peer_rate:.1f} tokens/s",
-        )
+    report.median(
+        "foundation.batch16_vs_transformers",
+        batched,
+        "ratio",
+        goal=">= 8",
+        note=f"{sixteen:.1f} against {peer_rate:.1f} tokens/s",
     )
 
 
@@ -120,9 +116,7 @@ async def measure_prefill(report: Report, peer: Transformers) -> None:
             rates.append((ours, theirs))
     ours, theirs = sorted(rates)[len(rates) // 2]
     note = f"{ours:.0f} against {theirs:.0f} prompt tokens/s, {length} tokens"
-    report.results.append(
-        median_of("foundation.prefill_vs_transformers", ratios, "ratio", goal=">= 0.9", note=note)
-    )
+    report.median("foundation.prefill_vs_transformers", ratios, "ratio", goal=">= 0.9", note=note)
 
 
 async def measure_prefix_cache(report: Report) -> None:
@@ -146,7 +140,7 @@ async def measure_prefix_cache(report: Report) -> None:
         times.append((with_s, without_s))
     with_s, without_s = sorted(times)[len(times) // 2]
     note = f"{with_s:.1f} s with, {without_s:.1f} s without; {num_requests} x ({shared} + {own}) tokens"
-    report.results.append(median_of("foundation.prefix_cache_gain", ratios, "ratio", goal=">= 6", note=note))
+    report.median("foundation.prefix_cache_gain", ratios, "ratio", goal=">= 6", note=note)
 
 
 def run(report: Report, console: Console, only: str) -> None:

@@ -29,7 +29,7 @@ from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import run_batch
 from agentflow.engine.store.model_store import resolve_model
 from benchmarks.engine import families
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.server.costs import fill_pool, free_port, start_server
 from benchmarks.step.limits import Limits, measure_byte_flops, measure_limits
 from benchmarks.step.random_llama import RandomRunner, llama_config
@@ -95,9 +95,7 @@ def measure_shape(name: str, report: Report) -> None:
             f"last limits {limits.bytes_s / 1e9:.1f} GB/s, {limits.flops / 1e9:,.0f} GFLOP/s, of bytes "
             f"{byte_flops / 1e9:,.0f}: {bytes_ms:,.0f} ms for the bytes, {flops_ms:,.0f} for the operations"
         )
-        report.results.append(
-            median_of(f"models.{figure}_{name}_of_limit", shares, "ratio", note=note, goal=goal)
-        )
+        report.median(f"models.{figure}_{name}_of_limit", shares, "ratio", note=note, goal=goal)
 
 
 def least_ms(
@@ -147,7 +145,7 @@ def measure_adapters(report: Report) -> None:
         f"{BATCH}: {best[0]:.1f} ms at best without adapters, {best[1]:.1f} with {NUM_ADAPTERS} of rank "
         f"{RANK} on all projections"
     )
-    report.results.append(median_of("models.lora_batch_share", shares, "ratio", note=note))
+    report.median("models.lora_batch_share", shares, "ratio", note=note)
 
 
 def write_adapter(folder: Path, config: DecoderConfig, seed: int) -> Path:
@@ -196,7 +194,7 @@ async def measure_server(report: Report) -> None:
         f"{stats.cached_slots:,} of {stats.total_slots:,} KV tokens in use; the sum of the processes' peaks, "
         "in which shared pages count several times"
     )
-    report.results.append(median_of("models.server_gb", [peak_gb], "GB", note=note, goal="<= 2"))
+    report.median("models.server_gb", [peak_gb], "GB", note=note, goal="<= 2")
 
 
 def _peak_bytes(pid: int) -> int:

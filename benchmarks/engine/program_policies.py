@@ -19,7 +19,7 @@ from agentflow.engine.simulator.published import published_rules
 from agentflow.engine.simulator.simulation import Simulated, simulate
 from agentflow.engine.simulator.summary import program_times
 from agentflow.engine.simulator.workload import Arrival, Workload
-from benchmarks.report import Report, Result
+from benchmarks.report import Report
 
 SLOW = CostModel(base_s=5.1e-3, row_s=2.05e-4, logits_s=0.0, read_s=2.5e-7, pair_s=1.2e-7)
 """Contexts of a tenth take as long as on the GPU of ``programs``: the same times in a tenth of the work."""
@@ -72,32 +72,15 @@ def measure(shortage: Shortage, report: Report) -> None:
     published = [name for name in names if name not in (OURS, "clairvoyant")]
     best = min(published, key=mean_s.__getitem__)
     of_each = ", ".join([f"{name} {mean_s[name]:.0f} s and {again[name]:,} tokens again" for name in names])
-    report.results += [
-        Result(
-            f"programs.gain_over_lru_fcfs_{shortage.name}",
-            round(mean_s["lru-fcfs"] / mean_s[OURS], 3),
-            "ratio",
-            [],
-            note=f"the pool has half of the working set; mean of a session: {of_each}; simulated",
-            goal=">= 1.6",
-        ),
-        Result(
-            f"programs.of_best_published_{shortage.name}",
-            round(mean_s[OURS] / mean_s[best], 3),
-            "ratio",
-            [],
-            note=f"the mean time of a session, divided by the mean time with {best}",
-            goal="<= 1.03",
-        ),
-        Result(
-            f"programs.recomputed_of_clairvoyant_{shortage.name}",
-            round(again[OURS] / again["clairvoyant"], 3),
-            "ratio",
-            [],
-            note="clairvoyant: first come, first served; the tokens that are needed last are evicted first",
-            goal="<= 1.3",
-        ),
-    ]
+    gain = round(mean_s["lru-fcfs"] / mean_s[OURS], 3)
+    note = f"the pool has half of the working set; mean of a session: {of_each}; simulated"
+    report.add(f"programs.gain_over_lru_fcfs_{shortage.name}", gain, "ratio", note=note, goal=">= 1.6")
+    part = round(mean_s[OURS] / mean_s[best], 3)
+    note = f"the mean time of a session, divided by the mean time with {best}"
+    report.add(f"programs.of_best_published_{shortage.name}", part, "ratio", note=note, goal="<= 1.03")
+    part = round(again[OURS] / again["clairvoyant"], 3)
+    note = "clairvoyant: first come, first served; the tokens that are needed last are evicted first"
+    report.add(f"programs.recomputed_of_clairvoyant_{shortage.name}", part, "ratio", note=note, goal="<= 1.3")
 
 
 def run(report: Report, console: Console, only: str) -> None:

@@ -38,7 +38,7 @@ from agentflow.engine.simulator.summary import program_times
 from agentflow.engine.simulator.workload import Arrival, Workload
 from benchmarks.engine import program_policies
 from benchmarks.engine.real_programs import PROGRAMS, measure_real
-from benchmarks.report import Report, Result
+from benchmarks.report import Report
 
 GPU = CostModel(base_s=5.1e-3, row_s=20.5e-6, logits_s=0.0, read_s=2.5e-8, pair_s=1.2e-9)
 """Chosen by hand to follow the measured steps of a model with the shapes of Llama 3.1 8B on one NVIDIA H200
@@ -376,20 +376,19 @@ def measure(setting: Setting, report: Report) -> None:
     if name == "copilot":
         uncached = engines.run(name, alone, knows_programs=False, use_cache=False)
         note += f", without the prefix cache {mean_s(uncached):.2f}"
-    add = report.results.append
-    add(_ratio(f"latency_gain_{name}", times[1] / times[0], f"{note}; simulated", setting.goal))
-    add(_ratio(f"latency_gain_{name}_fcfs", times[2] / times[0]))
+
+    def add(figure: str, value: float, note: str = "", goal: str = "") -> None:
+        report.add(f"programs.{figure}", round(value, 3), "ratio", note=note, goal=goal)
+
+    add(f"latency_gain_{name}", times[1] / times[0], f"{note}; simulated", setting.goal)
+    add(f"latency_gain_{name}_fcfs", times[2] / times[0])
     if setting.has_round_trips:
         text = "against single requests without round trips: the gain of the scheduler alone"
-        add(_ratio(f"scheduler_gain_{name}", times[3] / times[0], text))
+        add(f"scheduler_gain_{name}", times[3] / times[0], text)
     throughput = "the time of the whole workload as single requests, by the time with programs"
-    add(_ratio(f"throughput_{name}", unaware.elapsed_s / aware.elapsed_s, throughput, ">= 0.97"))
+    add(f"throughput_{name}", unaware.elapsed_s / aware.elapsed_s, throughput, ">= 0.97")
     if others(aware):
         _add_waits(report, setting, driven, aware, unaware)
-
-
-def _ratio(name: str, value: float, note: str = "", goal: str = "") -> Result:
-    return Result(f"programs.{name}", round(value, 3), "ratio", [], note=note, goal=goal)
 
 
 def _add_waits(
@@ -417,7 +416,7 @@ def _add_waits(
     )
     goal = "" if target is None else f"<= {target}"
     name = f"programs.chat_tpot_p95_ms_{setting.name}"
-    report.results.append(Result(name, round(tpot[0], 2), "ms", [], note=note, goal=goal))
+    report.add(name, round(tpot[0], 2), "ms", note=note, goal=goal)
 
 
 RECOMPUTED_SEEDS = range(6)
@@ -454,7 +453,7 @@ def measure_recomputed(report: Report) -> None:
         "each workload; simulated"
     )
     value = round(tokens[0] / tokens[1], 3)
-    report.results.append(Result(f"programs.{name}", value, "ratio", each, note=note, goal="<= 1.3"))
+    report.add(f"programs.{name}", value, "ratio", each, note=note, goal="<= 1.3")
 
 
 def run(report: Report, console: Console, only: str) -> None:
@@ -476,5 +475,5 @@ def run(report: Report, console: Console, only: str) -> None:
         longest = max(report.seconds, key=report.seconds.__getitem__)
         note = f"the time to measure one setting; {longest} takes the longest"
         seconds = report.seconds[longest]
-        report.results.append(Result(LONGEST, seconds, "s", [*report.seconds.values()], note, "<= 180"))
+        report.add(LONGEST, seconds, "s", [*report.seconds.values()], note, "<= 180")
     report.results = [result for result in report.results if only in result.id]

@@ -29,7 +29,7 @@ from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.kernels.inputs import AttentionBatch, ForwardInput
 from benchmarks.peers.llamacpp_peer import VARIABLE, LlamaCpp
-from benchmarks.report import Report, Result, median_of
+from benchmarks.report import Report
 from benchmarks.step.work import Shape, batch_of, median_ms
 
 MODEL = "smollm2-135m"
@@ -103,7 +103,7 @@ def measure_steps(path: Path, report: Report) -> None:
             times.append((dense_ms, quantised_ms))
         best = [min(column) for column in zip(*times, strict=True)]
         note = f"{shape}: at best {best[0]:.1f} ms in bfloat16, {best[1]:.1f} ms quantised"
-        report.results.append(median_of(f"quantized.{name}", ratios, "ratio", note=note, goal=goal))
+        report.median(f"quantized.{name}", ratios, "ratio", note=note, goal=goal)
 
 
 def measure_against_llamacpp(path: Path, report: Report) -> None:
@@ -130,9 +130,7 @@ def measure_against_llamacpp(path: Path, report: Report) -> None:
             ratios.append(ours / speeds[-1][1])
         best = [max(column) for column in zip(*speeds, strict=True)]
         note = f"{shape}: at best {best[0]:,.0f} tokens/s, llama.cpp {best[1]:,.0f}"
-        report.results.append(
-            median_of(f"quantized.{name}_vs_llamacpp", ratios, "ratio", note=note, goal=goal)
-        )
+        report.median(f"quantized.{name}_vs_llamacpp", ratios, "ratio", note=note, goal=goal)
 
 
 def measure_loading(path: Path, report: Report) -> None:
@@ -146,9 +144,9 @@ def measure_loading(path: Path, report: Report) -> None:
         took.append(seconds)
         peaks.append(peak)
     note = f"{path.stat().st_size / 1e6:.0f} MB on disk, {size / 1e6:.0f} MB of weights"
-    report.results.append(median_of("quantized.load_s", took, "s", note=note))
+    report.median("quantized.load_s", took, "s", note=note)
     note = "growth of the resident memory at its peak, over the weights; the mapped file is part of it"
-    report.results.append(median_of("quantized.load_peak", peaks, "ratio", note=note, goal="<= 1.3"))
+    report.median("quantized.load_peak", peaks, "ratio", note=note, goal="<= 1.3")
 
 
 @dataclass
@@ -210,7 +208,7 @@ def measure_errors(path: Path, report: Report) -> None:
             (f"quantized.{name}perplexity", found.perplexity / perplexity, "ratio", goal and "<= 1.01", ""),
         )
         for figure, value, unit, wanted, remark in results:
-            report.results.append(Result(figure, round(value, 5), unit, [], remark, wanted))
+            report.add(figure, round(value, 5), unit, [], remark, wanted)
 
 
 @torch.inference_mode()

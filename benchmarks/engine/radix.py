@@ -20,7 +20,7 @@ from agentflow.engine.generator.prompt_changes import PromptChanges, outline
 from agentflow.engine.request import Origin, Request, Submit
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.protocol.chat import Message
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 NUM_TOKENS, NUM_NODES = 1_000_000, 20_000
 PROMPT = 2_000
@@ -167,31 +167,18 @@ def run(report: Report, console: Console, only: str) -> None:
     small_insert, small_evict, small_depth = measure(small, 200)
     console.print(f"a tree of {tree.cache.num_cached:,} tokens in {num_nodes:,} nodes")
     note = f"{num_nodes:,} nodes, {tree.cache.num_cached:,} tokens; {PROMPT} tokens along {depth:.0f} nodes"
-    results = [
-        median_of("radix.match_insert_us", match_insert, "us", goal="<= 200", note=note),
-        median_of("radix.evict_us", evict, "us", note="one leaf"),
-        median_of(
-            "radix.match_insert_vs_tenth",
-            [big / little for big, little in zip(match_insert, small_insert, strict=True)],
-            "ratio",
-            note=f"the same in a tree of a tenth of the size, along {small_depth:.0f} nodes",
-        ),
-        median_of(
-            "radix.evict_vs_tenth",
-            [big / little for big, little in zip(evict, small_evict, strict=True)],
-            "ratio",
-            note="the same in a tree of a tenth of the size",
-        ),
-    ]
+    report.median("radix.match_insert_us", match_insert, "us", goal="<= 200", note=note)
+    report.median("radix.evict_us", evict, "us", note="one leaf")
+    note = "the same in a tree of a tenth of the size"
+    inserts = [big / little for big, little in zip(match_insert, small_insert, strict=True)]
+    evictions = [big / little for big, little in zip(evict, small_evict, strict=True)]
+    report.median(
+        "radix.match_insert_vs_tenth", inserts, "ratio", note=f"{note}, along {small_depth:.0f} nodes"
+    )
+    report.median("radix.evict_vs_tenth", evictions, "ratio", note=note)
     misses = Misses()
+    note = f"why a prompt of {2 * misses.COMMON:,} tokens was not cached, {misses.NUM_SALTS} salts"
     for reason in ("first_seen", "salt", "evicted"):
-        results.append(
-            median_of(
-                f"radix.miss_{reason}_us",
-                [misses.median_us(reason, 40) for _ in range(RUNS)],
-                "us",
-                goal="<= 5",
-                note=f"why a prompt of {2 * misses.COMMON:,} tokens was not cached, {misses.NUM_SALTS} salts",
-            )
-        )
-    report.results += [result for result in results if only in result.id]
+        runs = [misses.median_us(reason, 40) for _ in range(RUNS)]
+        report.median(f"radix.miss_{reason}_us", runs, "us", goal="<= 5", note=note)
+    report.results = [result for result in report.results if only in result.id]

@@ -11,7 +11,7 @@ import anyio
 
 import agentflow as af
 from benchmarks.engine.program_shapes import words
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 MODEL = "smollm2-135m"
 ROUND_TRIP_S = 0.25
@@ -91,6 +91,4 @@ async def measure_real(report: Report) -> None:
                 f"{wired_s:.2f} s as one program, {driven_s:.2f} s driven by a client over {delay_ms} ms"
             )
             goal = ">= 1.2" if name == "chain" else ">= 1.0"
-            report.results.append(
-                median_of(f"programs.real_{name}_gain", ratios, "ratio", note=note, goal=goal)
-            )
+            report.median(f"programs.real_{name}_gain", ratios, "ratio", note=note, goal=goal)

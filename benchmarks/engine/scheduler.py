@@ -25,7 +25,7 @@ from agentflow.engine.simulator.workload import Workload
 from agentflow.engine.simulator.workload_file import read_workload
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.engine.deep_queue import measure_deep_queue
-from benchmarks.report import Report, Result, median_of
+from benchmarks.report import Report
 
 WORKLOADS = Path(__file__).parents[1] / "workloads"
 COST_FILE = Path("agentflow/engine/simulator/default_cost.json")
@@ -74,23 +74,12 @@ def measure_fairness(report: Report, cost: CostModel) -> None:
     """Measures the cold tail: requests that share nothing, in a burst of requests that share much."""
     workload = read_workload(WORKLOADS / "cold-tail.json")
     fair, lpm = (_simulated(workload, policy, cost) for policy in ("fair-lpm", "lpm"))
-    report.results += [
-        Result(
-            "scheduler.cold_tail_of_lpm",
-            round(_ttft_s(lpm, "cold", 99) / _ttft_s(lpm, "", 50), 2),
-            "ratio",
-            [],
-            note="the known failure: p99 TTFT of cold requests under plain lpm, divided by the median of all",
-        ),
-        Result(
-            "scheduler.fair_hit_rate_vs_lpm",
-            round(fair.hit_rate / lpm.hit_rate, 4),
-            "ratio",
-            [],
-            note=f"{fair.hit_rate:.1%} against {lpm.hit_rate:.1%}",
-            goal=">= 0.95",
-        ),
-    ]
+    tail = round(_ttft_s(lpm, "cold", 99) / _ttft_s(lpm, "", 50), 2)
+    note = "the known failure: p99 TTFT of cold requests under plain lpm, divided by the median of all"
+    report.add("scheduler.cold_tail_of_lpm", tail, "ratio", note=note)
+    share = round(fair.hit_rate / lpm.hit_rate, 4)
+    note = f"{fair.hit_rate:.1%} against {lpm.hit_rate:.1%}"
+    report.add("scheduler.fair_hit_rate_vs_lpm", share, "ratio", note=note, goal=">= 0.95")
 
 
 def measure_cold_tails(report: Report, cost: CostModel) -> None:
@@ -112,9 +101,7 @@ def measure_cold_tails(report: Report, cost: CostModel) -> None:
         f"median of {COLD_SEEDS} seeds, {min(runs):.2f} to {max(runs):.2f}; cold p99 {cold_fair:.0f} s "
         f"(fcfs {cold_fcfs:.0f}), median of all {all_fair:.1f} s ({all_fcfs:.0f})"
     )
-    report.results.append(
-        median_of("scheduler.cold_ttft_p99_vs_fcfs", runs, "ratio", note=note, goal="<= 1.5")
-    )
+    report.median("scheduler.cold_ttft_p99_vs_fcfs", runs, "ratio", note=note, goal="<= 1.5")
 
 
 def _simulated(workload: Workload, policy: str, cost: CostModel) -> Simulated:
@@ -139,11 +126,7 @@ def measure_overcommit(report: Report, cost: CostModel) -> None:
 
     (once, _), (twice, preemptions) = tokens_per_s(32), tokens_per_s(64)
     note = f"{twice:.0f} against {once:.0f} tokens/s; {preemptions} preemptions for 600 requests"
-    report.results.append(
-        Result(
-            "scheduler.overcommit_throughput", round(twice / once, 4), "ratio", [], note=note, goal=">= 0.8"
-        ),
-    )
+    report.add("scheduler.overcommit_throughput", round(twice / once, 4), "ratio", note=note, goal=">= 0.8")
 
 
 def run(report: Report, console: Console, only: str) -> None:

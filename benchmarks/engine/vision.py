@@ -30,7 +30,7 @@ from agentflow.engine.media_run import MediaPiece, PreparedMedium  # noqa: E402
 from agentflow.engine.models.torch_runner import TorchRunner  # noqa: E402
 from agentflow.engine.runner import run_batch  # noqa: E402
 from benchmarks.engine import vision_answers  # noqa: E402
-from benchmarks.report import Report, median_of  # noqa: E402
+from benchmarks.report import Report  # noqa: E402
 
 NUM_THREADS = 2
 TILE, TOKENS_OF_TILE = 512, 64
@@ -127,9 +127,9 @@ def measure_tower(runner: TorchRunner, report: Report) -> None:
         rates.append(flops * num_slices / took_s / 1e9)
         shares.append(flops / took_s / (2 * SIZE**3 / product_s))
     note = f"{flops * num_slices / 1e9:.0f} GFLOP a tile, at best {max(rates):.0f} GFLOP/s"
-    report.results.append(median_of("vision.tower_of_limit", shares, "ratio", note=note, goal=">= 0.6"))
+    report.median("vision.tower_of_limit", shares, "ratio", note=note, goal=">= 0.6")
     note = f"{num_slices} slices of {flops / 1e9:.1f} GFLOP a tile; the longest {max(slices_ms):.0f} ms"
-    report.results.append(median_of("vision.slice_ms", [float(np.median(slices_ms))], "ms", note=note))
+    report.median("vision.slice_ms", [float(np.median(slices_ms))], "ms", note=note)
 
 
 def measure_first_answer(runner: TorchRunner, theirs: Any, report: Report) -> None:
@@ -178,9 +178,7 @@ def measure_first_answer(runner: TorchRunner, theirs: Any, report: Report) -> No
         f"{len(pixels)} tiles, {len(ids):,} tokens: at best {best[0]:.2f} s, transformers {best[1]:.2f} s; "
         "goal with AMX: 1.8"
     )
-    report.results.append(
-        median_of("vision.first_answer_vs_transformers", ratios, "ratio", note=note, goal=">= 1.2")
-    )
+    report.median("vision.first_answer_vs_transformers", ratios, "ratio", note=note, goal=">= 1.2")
 
 
 def batch_of(ids: NDArray[np.int64], of_tokens: NDArray[np.int64], places: NDArray[np.int64]) -> Batch:

@@ -30,7 +30,7 @@ from agentflow.protocol.events import Usage
 from agentflow.protocol.images import image_file
 from agentflow.protocol.sampling import GenParams
 from benchmarks.engine.vision_loop import measure_sections
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 NUM_QUESTIONS = 8
 NUM_STREAMS = 4
@@ -154,9 +154,7 @@ class _Bench:
             f"tokens computed of {usage.prompt_tokens:,}; first answers at best after {best[0]:.2f} s, "
             f"then {1e3 * best[1]:.0f} ms"
         )
-        report.results.append(
-            median_of("vision.second_question_share", shares, "ratio", note=note, goal="<= 0.05")
-        )
+        report.median("vision.second_question_share", shares, "ratio", note=note, goal="<= 0.05")
 
     async def measure_fork(self, report: Report) -> None:
         """Measures how much faster questions over one image are than as many images with a question each,
@@ -174,7 +172,7 @@ class _Bench:
             f"{NUM_QUESTIONS} questions, answers of 8 tokens: over one image {best[0]:.2f} s, with nothing "
             f"cached {best[1]:.2f} s"
         )
-        report.results.append(median_of("vision.fork_gain", gains, "ratio", note=note, goal=">= 5"))
+        report.median("vision.fork_gain", gains, "ratio", note=note, goal=">= 5")
 
     async def _together(self, contexts: list[EngineContext]) -> float:
         """The seconds until all have an answer of 8 tokens."""
@@ -211,20 +209,18 @@ class _Bench:
             during = [after - one for one, after in pairs if began < after < ended]
             stalls.append(1e3 * max(during))
             gaps.append((1e3 * statistics.median(before), 1e3 * statistics.median(during)))
-        report.results.append(
-            median_of(
-                "vision.first_answer_beside_streams",
-                ratios,
-                "ratio",
-                note=f"next to {NUM_STREAMS} streams of text, against alone",
-                goal="<= 3",
-            )
+        report.median(
+            "vision.first_answer_beside_streams",
+            ratios,
+            "ratio",
+            note=f"next to {NUM_STREAMS} streams of text, against alone",
+            goal="<= 3",
         )
         before_ms, during_ms = (statistics.median(column) for column in zip(*gaps, strict=True))
         note = (
             f"the longest pause of a stream; between its tokens {during_ms:.0f} ms, before {before_ms:.0f} ms"
         )
-        report.results.append(median_of("vision.max_stall_ms", stalls, "ms", note=note, goal="<= 50"))
+        report.median("vision.max_stall_ms", stalls, "ms", note=note, goal="<= 50")
 
 
 def _noting(times: list[float], run_in: anyio.Event) -> Callable[[str], None]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.report import Report, Result, median_of
+from benchmarks.report import Report
 
 ROOT = Path(__file__).parents[2]
 # For each pipeline: its adapter, and the number of inputs.
@@ -51,12 +51,12 @@ def run(report: Report, console: Console, only: str) -> None:
                 taken = _measure(adapter, pipeline, route, options, sizes[pipeline])
                 found[pipeline][name].append(taken)
     for pipeline, runs in found.items():
-        report.results += _results(pipeline, sizes[pipeline], runs)
+        _report_pipeline(report, pipeline, sizes[pipeline], runs)
     if found:
-        report.results += _overall(report.results, found)
+        _report_all(report, found)
 
 
-def _results(pipeline: str, size: int, runs: Runs) -> list[Result]:
+def _report_pipeline(report: Report, pipeline: str, size: int, runs: Runs) -> None:
     """Reports one pipeline. Throughput is in inputs: both routes have the same inputs, but different
     outputs."""
     speeds = {name: [size / one["seconds"] for one in taken] for name, taken in runs.items()}
@@ -68,28 +68,20 @@ def _results(pipeline: str, size: int, runs: Runs) -> list[Result]:
     note = f"{size} inputs; inputs/s: {speed}; output tokens: {said}; malformed answers: {failed}"
     computed, asked = (runs["adapter"][0][name] for name in ("computed_tokens", "prompt_tokens"))
     share = [_computed(run["adapter"]) / _computed(run["openai"]) for run in _rounds({pipeline: runs})]
-    return [
-        median_of(f"adapters.{pipeline}_vs_openai_route", against, "ratio", note=note, goal=">= 0.97"),
-        median_of(f"adapters.{pipeline}_cache_gain", gain, "ratio", note="against no cache", goal=">= 1.5"),
-        median_of(
-            f"adapters.{pipeline}_computed_tokens_share",
-            share,
-            "ratio",
-            note=f"{computed:,} of {asked:,} prompt tokens computed through the adapter",
-            goal="<= 1",
-        ),
-    ]
+    report.median(f"adapters.{pipeline}_vs_openai_route", against, "ratio", note=note, goal=">= 0.97")
+    report.median(f"adapters.{pipeline}_cache_gain", gain, "ratio", note="against no cache", goal=">= 1.5")
+    note = f"{computed:,} of {asked:,} prompt tokens computed through the adapter"
+    report.median(f"adapters.{pipeline}_computed_tokens_share", share, "ratio", note=note, goal="<= 1")
 
 
-def _overall(results: list[Result], found: dict[str, Runs]) -> list[Result]:
+def _report_all(report: Report, found: dict[str, Runs]) -> None:
     """Reports the throughput of the worst pipeline, and the tokens that all pipelines computed."""
-    figures = []
     for name, goal in (("vs_openai_route", ">= 0.97"), ("cache_gain", ">= 1.5")):
-        of_each = [result.value for result in results if result.id.endswith(name)]
-        figures.append(Result(f"adapters.{name}", min(of_each), "ratio", of_each, "the worst pipeline", goal))
+        of_each = [result.value for result in report.results if result.id.endswith(name)]
+        report.add(f"adapters.{name}", min(of_each), "ratio", of_each, "the worst pipeline", goal)
     share = [_computed(run["adapter"]) / _computed(run["openai"]) for run in _rounds(found)]
     note = "all pipelines; the server shares prompts on both routes"
-    return [*figures, median_of("adapters.computed_tokens_share", share, "ratio", note=note, goal="< 1")]
+    report.median("adapters.computed_tokens_share", share, "ratio", note=note, goal="< 1")
 
 
 def _rounds(found: dict[str, Runs]) -> list[dict[str, list[Taken]]]:

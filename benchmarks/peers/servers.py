@@ -43,7 +43,7 @@ from agentflow.engine.store.model_store import resolve_model
 from benchmarks import machine
 from benchmarks.peers.llamacpp_peer import VARIABLE as LLAMA_CPP
 from benchmarks.peers.random_gguf import write_random_gguf
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.server.load_process import LoadProcess, load_process
 from benchmarks.soak.server import server_process
 
@@ -168,7 +168,7 @@ class Rates:
         best = f"at best {max(ours):,.4g} {self.workload.unit}, {TITLES[other]} {max(theirs):,.4g}"
         note = f"{file and f'{file}, '}{self.workload.what}: {best}"
         ratios = [one / their for one, their in zip(ours, theirs, strict=True)]
-        report.results.append(median_of(id, ratios, "ratio", note=note, goal=goal))
+        report.median(id, ratios, "ratio", note=note, goal=goal)
 
 
 def run(report: Report, console: Console, only: str) -> None:

@@ -11,7 +11,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 import psutil
 
 import agentflow as af
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 KV_TOKENS = 100_000
 PROMPT_WORDS = 400
@@ -86,7 +86,5 @@ async def measure_server(report: Report) -> None:
         server.terminate()
         await server.wait()
     note = f"{stats.cached_slots:,} of {stats.total_slots:,} KV tokens in use"
-    report.results.append(median_of("foundation.resident_gb", [resident_gb], "GB", goal="<= 4", note=note))
-    report.results.append(
-        median_of("foundation.idle_core_percent", idle, "%", goal="<= 2", note="one session connected")
-    )
+    report.median("foundation.resident_gb", [resident_gb], "GB", goal="<= 4", note=note)
+    report.median("foundation.idle_core_percent", idle, "%", goal="<= 2", note="one session connected")

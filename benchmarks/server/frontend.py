@@ -25,7 +25,7 @@ from agentflow.language.graphs.graph import Graph
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Event
-from benchmarks.report import Report, Result, median_of
+from benchmarks.report import Report
 
 CHAIN = 10
 NUM_STREAMING = 1000
@@ -118,7 +118,7 @@ async def measure_ops(url: str, report: Report) -> None:
             spent = await cpu_us(lambda: flow.run(conversation, turns))
             runs.append(spent / (counted.num_ops - before))
     note = f"turns of text and an awaited gen of one token; {turns} turns per run"
-    report.results.append(median_of("frontend.client_us_per_op", runs, "us", note=note, goal="<= 150"))
+    report.median("frontend.client_us_per_op", runs, "us", note=note, goal="<= 150")
 
 
 async def measure_tokens(url: str, report: Report) -> None:
@@ -142,7 +142,7 @@ async def measure_tokens(url: str, report: Report) -> None:
         f"one stream of {num_tokens} tokens; "
         "tokens that arrive while the reader is busy are merged into one delta"
     )
-    report.results.append(median_of("frontend.client_us_per_token", runs, "us", note=note, goal="<= 60"))
+    report.median("frontend.client_us_per_token", runs, "us", note=note, goal="<= 60")
 
 
 async def measure_stalls(url: str, report: Report) -> None:
@@ -173,7 +173,7 @@ async def measure_stalls(url: str, report: Report) -> None:
             group.cancel_scope.cancel()
         runs.append(longest * 1e3)
     note = f"{NUM_STREAMING} concurrent states of 30 tokens, server on the same machine"
-    report.results.append(median_of("frontend.max_stall_ms", runs, "ms", note=note, goal="<= 50"))
+    report.median("frontend.max_stall_ms", runs, "ms", note=note, goal="<= 50")
 
 
 async def measure_chain(url: str, report: Report) -> None:
@@ -192,9 +192,9 @@ async def measure_chain(url: str, report: Report) -> None:
             ratios.append(sum(compiled_us[chunk::5]) / sum(eager_us[chunk::5]))
     note = f"eager {trips[0]}, compiled {trips[1]}; {CHAIN} dependent gens"
     worst = float(max(trips))
-    report.results.append(Result("frontend.chain_round_trips", worst, "trips", [], note=note, goal="<= 1"))
+    report.add("frontend.chain_round_trips", worst, "trips", note=note, goal="<= 1")
     note = f"{min(compiled_us):.0f} us compiled, {min(eager_us):.0f} us eager, best runs"
-    report.results.append(median_of("frontend.compiled_cpu_share", ratios, "ratio", note=note, goal="<= 0.2"))
+    report.median("frontend.compiled_cpu_share", ratios, "ratio", note=note, goal="<= 0.2")
 
 
 async def measure_act(_url: str, report: Report) -> None:
@@ -232,7 +232,7 @@ async def measure_act(_url: str, report: Report) -> None:
     note = (
         f"over the same loop by hand; a round with a call takes {min(totals):.2f} ms in all, {rounds} rounds"
     )
-    report.results.append(median_of("frontend.act_ms_per_round", added, "ms", note=note, goal="<= 1"))
+    report.median("frontend.act_ms_per_round", added, "ms", note=note, goal="<= 1")
 
 
 async def measure_import(_url: str, report: Report) -> None:
@@ -251,7 +251,7 @@ async def measure_import(_url: str, report: Report) -> None:
             bare = await took_ms("pass")
             runs.append(await took_ms("import agentflow") - bare)
     note = "without the start of the interpreter"
-    report.results.append(median_of("frontend.import_ms", runs, "ms", note=note, goal="<= 150"))
+    report.median("frontend.import_ms", runs, "ms", note=note, goal="<= 150")
 
 
 async def _trips(counted: Counted, flow: af.Session, graph: Graph | None) -> int:

@@ -17,7 +17,7 @@ import psutil
 from agentflow.engine.options import EngineOptions
 from agentflow.server.models.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
-from benchmarks.report import Report, Result, median_of
+from benchmarks.report import Report
 from benchmarks.server.http_load import Outcome
 from benchmarks.server.load_process import LoadProcess
 
@@ -77,7 +77,7 @@ async def measure_overload(report: Report, clients: LoadProcess) -> None:
     goodputs = [one / peak for one, peak in zip(slices, around, strict=True)]
     note = f"overloads of {SLICE_S:.0f} s at {FACTOR} times the median peak, each between two peaks "
     note += f"of {min(peaks):.1f} to {max(peaks):.1f} good requests/s"
-    report.results.append(median_of("server.overload_goodput", goodputs, "ratio", goal=">= 0.9", note=note))
+    report.median("server.overload_goodput", goodputs, "ratio", goal=">= 0.9", note=note)
     _tell(report, long, duration_s)
 
 
@@ -153,31 +153,22 @@ def _tell(report: Report, long: LongOverload, duration_s: float) -> None:
     lost = len(long.outcomes) - refused - counts[200]
     note = f"neither answered nor rejected, of {len(long.outcomes)} in {duration_s:.0f} s: {good} good, "
     note += f"{counts[200] - good} late, {refused} rejected with 429 or 503"
-    report.results += [
-        Result("server.overload_lost", lost, "requests", [lost], note, "<= 0"),
-        median_of(
-            "server.overload_recovery_s",
-            [long.recovery_s],
-            "s",
-            goal="<= 5",
-            note="from the last answer until the time to first token is back to normal",
-        ),
-        _flatness(long.samples),
-    ]
+    report.add("server.overload_lost", lost, "requests", [lost], note, "<= 0")
+    note = "from the last answer until the time to first token is back to normal"
+    report.median("server.overload_recovery_s", [long.recovery_s], "s", goal="<= 5", note=note)
+    _report_growth(report, long.samples)
     refusals_ms = sorted(o.took_s * 1000 for o in long.outcomes if o.status in REFUSED)
     if refusals_ms:
         p99 = refusals_ms[int(len(refusals_ms) * 0.99)]
-        report.results.append(
-            median_of(
-                "server.refusal_ms_p99", [p99], "ms", note="from the request to the end of the rejection"
-            )
+        report.median(
+            "server.refusal_ms_p99", [p99], "ms", note="from the request to the end of the rejection"
         )
 
 
-def _flatness(samples: Sequence[int]) -> Result:
-    """Reports growth over the last two thirds of the overload, when all memory has been touched."""
+def _report_growth(report: Report, samples: Sequence[int]) -> None:
+    """Reports the growth of memory over the last two thirds, when all memory has been touched."""
     settled = samples[len(samples) // 3 :]
     third = max(1, len(settled) // 3)
     growth_mb = (statistics.median(settled[-third:]) - statistics.median(settled[:third])) / 1e6
     note = f"of {samples[-1] / 1e6:.0f} MB in the server and the engine, over the last two thirds of the run"
-    return median_of("server.overload_growth_mb", [growth_mb], "MB", goal="<= 10", note=note)
+    report.median("server.overload_growth_mb", [growth_mb], "MB", goal="<= 10", note=note)

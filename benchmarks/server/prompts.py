@@ -22,7 +22,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models.models import EngineModel
 from agentflow.server.models.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.server.http_load import Outcome
 from benchmarks.server.load_process import LoadProcess, load_process
 
@@ -67,16 +67,14 @@ async def measure_prompts(report: Report, clients: LoadProcess) -> None:
     alone, beside = sorted(waits, key=lambda pair: pair[1] / pair[0])[rounds // 2]
     note = f"{beside:.0f} against {alone:.0f} ms; {NUM_LONG} prompts of {LONG_TOKENS:,} words"
     ratios = [beside / alone for alone, beside in waits]
-    report.results.append(
-        median_of("server.short_ttft_beside_long", ratios, "ratio", goal="<= 10", note=note)
-    )
+    report.median("server.short_ttft_beside_long", ratios, "ratio", goal="<= 10", note=note)
     alone, beside = sorted(steps, key=lambda pair: pair[1] / pair[0])[rounds // 2]
     note = (
         f"{beside:.1f} against {alone:.1f} ms per token; "
         f"prompts of {PROMPT_TOKENS:,} words one after the other"
     )
     ratios = [beside / alone for alone, beside in steps]
-    report.results.append(median_of("server.tpot_beside_prefill", ratios, "ratio", goal="<= 3", note=note))
+    report.median("server.tpot_beside_prefill", ratios, "ratio", goal="<= 3", note=note)
 
 
 async def _short_beside_long(
@@ -154,6 +152,4 @@ async def measure_long_prompt(report: Report, clients: LoadProcess) -> None:
         ratios.append(unlimited_s / limited_s)
     runner.close()
     note = f"{LONG_TOKENS:,} tokens: {limited_s:.2f} against {unlimited_s:.2f} s without limit (last run)"
-    report.results.append(
-        median_of("server.long_prompt_throughput", ratios, "ratio", goal=">= 0.9", note=note)
-    )
+    report.median("server.long_prompt_throughput", ratios, "ratio", goal=">= 0.9", note=note)

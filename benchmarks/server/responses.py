@@ -14,7 +14,7 @@ import httpx2
 from agentflow.engine.options import EngineOptions
 from agentflow.server.models.open_models import open_models
 from agentflow.server.serve import running_server
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.server.http_load import WORDS
 from benchmarks.server.prompts import port_of
 
@@ -131,8 +131,6 @@ async def measure_responses(report: Report, _: object) -> None:
                 shares.append(min(pair[0].cached_shares))
                 ratios.append(statistics.median(times[0]) / statistics.median(times[1]))
     note = f"the least of {TURNS - 1} turns that name the previous response"
-    report.results.append(
-        median_of("server.responses_cached_share", shares, "share", goal=">= 0.99", note=note)
-    )
+    report.median("server.responses_cached_share", shares, "share", goal=">= 0.99", note=note)
     note = f"a turn with {ANSWER_TOKENS} tokens of output, against the same turn of /v1/chat/completions"
-    report.results.append(median_of("server.responses_vs_chat", ratios, "ratio", goal="<= 1.05", note=note))
+    report.median("server.responses_vs_chat", ratios, "ratio", goal="<= 1.05", note=note)

@@ -11,7 +11,7 @@ import psutil
 from websockets.asyncio.client import ClientConnection, connect
 
 from agentflow.protocol.wire import SESSION_PATH, VERSION, Bye, Hello, Welcome, encode, server_frames
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.server.load_process import LoadProcess
 
 NUM_SESSIONS = 1000
@@ -25,7 +25,7 @@ async def measure_sessions(report: Report, _: LoadProcess) -> None:
         f"resident memory of a server with {NUM_SESSIONS} idle websocket sessions "
         "minus that without, per session"
     )
-    report.results.append(median_of("server.idle_session_kb", runs, "KB", goal="<= 50", note=note))
+    report.median("server.idle_session_kb", runs, "KB", goal="<= 50", note=note)
 
 
 async def _session_kb() -> float:

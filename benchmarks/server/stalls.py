@@ -28,7 +28,7 @@ from agentflow.protocol.bounds.json_bounds import OBJECT_BOUNDS
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec
 from agentflow.protocol.text.transform import Transform
 from agentflow.protocol.wire import SESSION_PATH, VERSION, Hello, Ops, encode
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 MODEL = b"smollm2-135m"
 BODY_BYTES = 15_900_000
@@ -307,7 +307,7 @@ async def measure_stalls(report: Report, port: int) -> None:
         raise RuntimeError("the client of the benchmark failed")
     worst = sorted(stalls.items(), key=lambda item: -item[1][0])
     note = "; ".join([f"{name}: {ms:.0f} ({status})" for name, (ms, status) in worst])
-    report.results.append(median_of("server.max_stall_ms", [worst[0][1][0]], "ms", goal="<= 50", note=note))
+    report.median("server.max_stall_ms", [worst[0][1][0]], "ms", goal="<= 50", note=note)
 
 
 if __name__ == "__main__":

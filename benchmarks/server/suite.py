@@ -21,7 +21,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models.models import EngineModel
 from agentflow.server.models.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.server.http_load import WORDS
 from benchmarks.server.load_process import LoadProcess, load_process
 from benchmarks.server.overload import measure_overload
@@ -128,7 +128,7 @@ async def measure_throughput(report: Report, clients: LoadProcess) -> None:
             ratios.append(http / alone)
     http, alone = sorted(rates)[len(rates) // 2]
     note = f"{http:.0f} against {alone:.0f} output tokens/s, {NUM_STREAMS} streams"
-    report.results.append(median_of("server.http_vs_engine", ratios, "ratio", goal=">= 0.9", note=note))
+    report.median("server.http_vs_engine", ratios, "ratio", goal=">= 0.9", note=note)
 
 
 async def measure_ttft(report: Report, clients: LoadProcess) -> None:
@@ -148,7 +148,7 @@ async def measure_ttft(report: Report, clients: LoadProcess) -> None:
                 alone.append(watch.ttft_ms)
                 added.append(outcome.ttft_s * 1000 - watch.ttft_ms)
     note = f"median of {rounds}, on top of {statistics.median(alone):.1f} ms in the engine"
-    report.results.append(median_of("server.http_ttft_ms", added, "ms", goal="<= 5", note=note))
+    report.median("server.http_ttft_ms", added, "ms", goal="<= 5", note=note)
 
 
 async def measure_max_stall(report: Report, clients: LoadProcess) -> None:

@@ -31,7 +31,7 @@ from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.kernels.native_ops import team
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 
 KERNEL_PARTS = tuple(part for part in team.PARTS if part != "plan")
 NUM_STEPS = 40
@@ -79,7 +79,7 @@ def _measure_runner(
                 name = "_".join(
                     ["overhead_share", *([kind] if kind else []), *(["batch32"] if num > 1 else [])]
                 )
-                report.results.append(median_of(f"step.{name}", shares, "ratio", note=note, goal=goal))
+                report.median(f"step.{name}", shares, "ratio", note=note, goal=goal)
 
 
 @contextmanager

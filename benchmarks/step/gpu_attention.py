@@ -19,7 +19,7 @@ from agentflow.engine.models.config import DecoderConfig
 from agentflow.kernels.attention.backend import AttentionRule
 from agentflow.kernels.inputs import AttentionBatch, SharedPrefix
 from agentflow.kernels.platforms import triton_kernels
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.step.device_time import kernels_ms, timed_ms
 
 Levels = tuple[tuple[int, int], ...]
@@ -134,9 +134,7 @@ def measure(report: Report, device: torch.device, config: DecoderConfig, read_by
             f"so the most is {statistics.median(each) / limit_ms:.1f}"
         )
         gains = [more / less for more, less in zip(each, once, strict=True)]
-        report.results.append(
-            median_of(f"gpu.{name}_attention_gain", gains, "ratio", note=note, goal=">= 4.0")
-        )
+        report.median(f"gpu.{name}_attention_gain", gains, "ratio", note=note, goal=">= 4.0")
     _measure_unshared(report, device, config)
     _measure_8_bit_keys(report, device, config)
 
@@ -151,7 +149,7 @@ def _measure_unshared(report: Report, device: torch.device, config: DecoderConfi
         plan_off = timed_ms(case.plan, device, RUNS)
     note = f"{NUM_REQUESTS} x {UNSHARED[0][0]:,}: {1e3 * statistics.median(on):.0f} us with sharing on"
     gains = [without / with_it for with_it, without in zip(on, off, strict=True)]
-    report.results.append(median_of("gpu.unshared_attention_gain", gains, "ratio", note=note, goal=">= 0.98"))
+    report.median("gpu.unshared_attention_gain", gains, "ratio", note=note, goal=">= 0.98")
     layers = config.num_layers
     gains = [
         (planned_off + layers * without) / (planned_on + layers * with_it)
@@ -161,7 +159,7 @@ def _measure_unshared(report: Report, device: torch.device, config: DecoderConfi
         f"a plan and {layers} layers; the plan takes {statistics.median(plan_on):.2f} ms, and "
         f"{statistics.median(plan_off):.2f} ms without sharing"
     )
-    report.results.append(median_of("gpu.unshared_attention_gain_with_plan", gains, "ratio", note=note))
+    report.median("gpu.unshared_attention_gain_with_plan", gains, "ratio", note=note)
 
 
 def _measure_8_bit_keys(report: Report, device: torch.device, config: DecoderConfig) -> None:
@@ -174,4 +172,4 @@ def _measure_8_bit_keys(report: Report, device: torch.device, config: DecoderCon
     gains = [more / less for more, less in zip(*took, strict=True)]
     us = [1e3 * statistics.median(each) for each in took]
     note = f"{NUM_REQUESTS} x {UNSHARED[0][0]:,}: {us[1]:.0f} us instead of {us[0]:.0f} in bfloat16"
-    report.results.append(median_of("gpu.fp8_kv_attention_gain", gains, "ratio", note=note))
+    report.median("gpu.fp8_kv_attention_gain", gains, "ratio", note=note)

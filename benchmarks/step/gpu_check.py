@@ -69,15 +69,12 @@ class Check:
     @cached_property
     def limits(self) -> Any:
         """The limits of this GPU, measured and reported when they are first needed."""
-        from benchmarks.report import median_of
         from benchmarks.step.limits import Limits
 
         bytes_s = _read_bytes_s(self.device, self.is_small)
         flops = _multiply_flops(self.device, self.is_small)
-        self.report.results += [
-            median_of("gpu.read_gb_s", [bytes_s / 1e9], "GB/s", note="the best of some sums"),
-            median_of("gpu.bf16_tflops", [flops / 1e12], "TFLOP/s", note="square product"),
-        ]
+        self.report.median("gpu.read_gb_s", [bytes_s / 1e9], "GB/s", note="the best of some sums")
+        self.report.median("gpu.bf16_tflops", [flops / 1e12], "TFLOP/s", note="square product")
         return Limits(bytes_s, flops)
 
 
@@ -315,7 +312,6 @@ def measure_steps(check: Check) -> None:
     """Compares steps with this GPU's memory bandwidth and matrix throughput, and with torch's kernels."""
     import torch
 
-    from benchmarks.report import median_of
     from benchmarks.step.random_llama import RandomRunner
     from benchmarks.step.work import Shape, batch_of, work_of
 
@@ -343,7 +339,7 @@ def measure_steps(check: Check) -> None:
             if kernels:
                 gains = [torch_ms / ms for torch_ms, ms in zip(steps, took[name], strict=True)]
                 note = f"torch's kernels: {statistics.median(steps):.2f} ms"
-                report.results.append(median_of(f"gpu.{name}_over_torch", gains, "ratio", note=note))
+                report.median(f"gpu.{name}_over_torch", gains, "ratio", note=note)
                 continue
             took[name], work = steps, work_of(shape, config)
             note = (
@@ -351,13 +347,10 @@ def measure_steps(check: Check) -> None:
                 f"{work.flops / 1e12:.2f} TFLOP need {limits.ms(work):.2f}"
             )
             shares = [limits.ms(work) / ms for ms in steps]
-            report.results.append(median_of(f"gpu.{name}_of_limit", shares, "ratio", note=note, goal=goal))
+            report.median(f"gpu.{name}_of_limit", shares, "ratio", note=note, goal=goal)
             if name in outside_goals and (found := _outside_kernels(runner, batch, device)):
-                note = f"{shape}: of a step while the next one is launched"
-                result = median_of(
-                    f"gpu.{name}_outside_kernels", found, "ratio", note=note, goal=outside_goals[name]
-                )
-                report.results.append(result)
+                note, goal = f"{shape}: of a step while the next one is launched", outside_goals[name]
+                report.median(f"gpu.{name}_outside_kernels", found, "ratio", note=note, goal=goal)
         check.write()
         del runner
         gc.collect()  # a model and its graphs refer to each other
@@ -373,7 +366,6 @@ def measure_quantised(check: Check) -> None:
 
     from agentflow.kernels.inputs import BlockMatrix
     from agentflow.kernels.platforms import kernels_for
-    from benchmarks.report import median_of
     from benchmarks.step.device_time import kernels_ms
 
     report, device, config, read_bytes_s = check.report, check.device, check.config, check.limits.bytes_s
@@ -437,10 +429,10 @@ def measure_quantised(check: Check) -> None:
             shares = [num_bytes / read_bytes_s * 1e6 / us for us in took]
             note = f"{num} rows, {num_bytes / 1e6:.0f} MB: {statistics.median(took):.0f} us a layer"
             if num in few:
-                report.results.append(median_of(f"gpu.{name}_{num}_of_limit", shares, "ratio", note=note))
+                report.median(f"gpu.{name}_{num}_of_limit", shares, "ratio", note=note)
             gains = [plain[num] / us for us in took]
             note = f"bfloat16: {plain[num]:.0f} us a layer"
-            report.results.append(median_of(f"gpu.{name}_{num}_over_bf16", gains, "ratio", note=note))
+            report.median(f"gpu.{name}_{num}_over_bf16", gains, "ratio", note=note)
 
 
 def measure_choice(check: Check) -> None:
@@ -450,7 +442,6 @@ def measure_choice(check: Check) -> None:
 
     from agentflow.kernels.inputs import ChoiceRows
     from agentflow.kernels.platforms import kernels_for
-    from benchmarks.report import median_of
     from benchmarks.step.device_time import kernels_ms
 
     device, read_s = check.device, check.limits.bytes_s
@@ -478,9 +469,7 @@ def measure_choice(check: Check) -> None:
                 f"{1e3 * statistics.median(took):.1f} us; reading the logits once takes {1e3 * limit_ms:.1f}"
             )
             shares = [limit_ms / ms for ms in took]
-            check.report.results.append(
-                median_of(f"gpu.choice_{name}_{num_rows}_of_limit", shares, "ratio", note=note)
-            )
+            check.report.median(f"gpu.choice_{name}_{num_rows}_of_limit", shares, "ratio", note=note)
 
 
 def _measure_sharing(check: Check) -> None:

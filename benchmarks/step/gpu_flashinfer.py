@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.engine.models.config import DecoderConfig
-from benchmarks.report import Report, median_of, one_line
+from benchmarks.report import Report, one_line
 from benchmarks.step.device_time import Repeated, alternated_ms
 from benchmarks.step.gpu_attention import LAYOUTS, REPEATS, RUNS, UNSHARED, Case, Levels
 
@@ -158,4 +158,4 @@ def _compare(report: Report, name: str, case: Case, theirs: dict[str, Repeated])
         if found := [each for each_kind, each in took.items() if each_kind.startswith(kind)]:
             fastest = min(found, key=statistics.median)
             ratios = [their_ms / our_ms for their_ms, our_ms in zip(fastest, ours, strict=True)]
-            report.results.append(median_of(f"gpu.{name}_{figure}", ratios, "ratio", note=note, goal=goal))
+            report.median(f"gpu.{name}_{figure}", ratios, "ratio", note=note, goal=goal)

@@ -20,7 +20,7 @@ from agentflow.kernels.inputs import Adapter, AdapterRows, LayerAdapter, LowRank
 from agentflow.kernels.linear.method import LinearMethod
 from agentflow.kernels.linear.routing import routed
 from agentflow.kernels.platforms import kernels_for
-from benchmarks.report import Report, Result, median_of
+from benchmarks.report import Report
 from benchmarks.step.device_time import kernels_ms, timed_ms
 from benchmarks.step.limits import Limits
 from benchmarks.step.work import Work
@@ -185,7 +185,7 @@ def measure(
         experts = random_experts(shape, linear, torch.bfloat16, device)
         for num_rows in (1, 4) if is_small else (1, 16, 64, 512):
             case = _MixtureCase(name, shape, experts, linear, device, num_rows)
-            report.results += case.results(limits, is_small=is_small)
+            case.measure(report, limits, is_small=is_small)
         write()
         del experts, case
         if device.type == "cuda":
@@ -196,7 +196,7 @@ def measure(
         adapted = Adapted.random(
             *(linear, torch.bfloat16, device, num_rows, num_adapters, sizes), num_layers=NUM_INPUTS
         )
-        report.results += _adapter_results(adapted, limits, is_small=is_small)
+        _measure_adapters(report, adapted, limits, is_small=is_small)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class _MixtureCase:
     device: torch.device
     num_rows: int
 
-    def results(self, limits: Limits, *, is_small: bool) -> list[Result]:
+    def measure(self, report: Report, limits: Limits, *, is_small: bool) -> None:
         shape, experts, linear, device = self.shape, self.experts, self.linear, self.device
         mixture = linear.group_experts(experts, "silu")
         assert mixture is not None
@@ -237,15 +237,12 @@ class _MixtureCase:
         )
         of_limit, name = [limit_ms / ms for ms in took], f"gpu.{self.name}_{self.num_rows}"
         over = [before_ms / ms for ms in took]
-        return [
-            median_of(f"{name}_of_limit", of_limit, "ratio", note=note),
-            median_of(
-                f"{name}_over_in_turn", over, "ratio", note=f"expert after expert: {1e3 * before_ms:.0f} us"
-            ),
-        ]
+        report.median(f"{name}_of_limit", of_limit, "ratio", note=note)
+        note = f"expert after expert: {1e3 * before_ms:.0f} us"
+        report.median(f"{name}_over_in_turn", over, "ratio", note=note)
 
 
-def _adapter_results(case: Adapted, limits: Limits, *, is_small: bool) -> list[Result]:
+def _measure_adapters(report: Report, case: Adapted, limits: Limits, *, is_small: bool) -> None:
     num_rows, num_adapters = len(case.x), len(case.rows)
     num_out, num_in = case.weights[0].shape
 
@@ -272,7 +269,5 @@ def _adapter_results(case: Adapted, limits: Limits, *, is_small: bool) -> list[R
     of_plain = [before / ms for before, ms in zip(plain, together, strict=True)]
     over = [before / ms for before, ms in zip(in_turn, together, strict=True)]
     before = f"adapter after adapter, in a graph too: {1e3 * statistics.median(in_turn):.1f} us"
-    return [
-        median_of(f"gpu.lora_{num_rows}_of_plain", of_plain, "ratio", note=note),
-        median_of(f"gpu.lora_{num_rows}_over_in_turn", over, "ratio", note=before),
-    ]
+    report.median(f"gpu.lora_{num_rows}_of_plain", of_plain, "ratio", note=note)
+    report.median(f"gpu.lora_{num_rows}_over_in_turn", over, "ratio", note=before)

@@ -31,7 +31,7 @@ from agentflow.engine.scheduling.defaults import CPU_TOKEN_BUDGET, DEFAULT_POLIC
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.sampling import SamplingParams
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.step.gpu_attention import sharing
 from benchmarks.step.random_llama import RandomRunner
 
@@ -333,7 +333,7 @@ def _report(report: Report, name: str, rounds: list[dict[str, Run]]) -> None:
         f"{statistics.median([run.took_s for run in base]):.2f} s, hit rate {base[0].hit_rate:.1%}"
     )
     speeds = [run.num_output / run.took_s for run in base]
-    report.results.append(median_of(f"gpu.{name}_tokens_s", speeds, "tokens/s", note=note))
+    report.median(f"gpu.{name}_tokens_s", speeds, "tokens/s", note=note)
     for part in rounds[0]:
         if part == ALL_ON.name:
             continue
@@ -344,4 +344,4 @@ def _report(report: Report, name: str, rounds: list[dict[str, Run]]) -> None:
             f"time without it over the time with everything on; {took_s:.2f} s, "
             f"hit rate {pairs[0][0].hit_rate:.1%}"
         )
-        report.results.append(median_of(f"gpu.{name}_without_{part}", ratios, "ratio", note=note))
+        report.median(f"gpu.{name}_without_{part}", ratios, "ratio", note=note)

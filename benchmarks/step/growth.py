@@ -17,7 +17,7 @@ from agentflow.engine.batch import Batch
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import run_batch
 from benchmarks.engine.deep_queue import DeepQueue
-from benchmarks.report import Report, Result
+from benchmarks.report import Report
 from benchmarks.step.growth_plot import Curve, plot
 from benchmarks.step.work import Shape, batch_of, median_ms
 
@@ -51,9 +51,7 @@ def measure(runner: TorchRunner, report: Report) -> None:
         values = ", ".join(f"{x:,}: {y:.3g}" for x, y in zip(curve.xs, curve.ys, strict=True))
         slope = round(curve.exponent, 3)
         note = f"exponent of {curve.unit} over {curve.label}; {values}"
-        report.results.append(
-            Result(f"step.growth_{curve.name}", slope, "exponent", [slope], note, "<= 1.05")
-        )
+        report.add(f"step.growth_{curve.name}", slope, "exponent", [slope], note, "<= 1.05")
     if report.scale == "full":
         PLOT.write_text(plot(curves), encoding="utf-8")
 

@@ -26,7 +26,7 @@ from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import run_batch
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.kernels.native_ops import team
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.step import engine as step_engine
 from benchmarks.step import growth as step_growth
 from benchmarks.step import http as step_http
@@ -132,7 +132,7 @@ def measure_kernels(runner: TorchRunner, config: DecoderConfig, report: Report, 
                     f"{limits.bytes_ms(work):.2f} + {limits.flops_ms(work):.2f} ms; took {parts[part]:.2f}"
                 )
         for part, values in shares.items():
-            report.results.append(median_of(f"step.kernel_{part}_{label}", values, "ratio", note=notes[part]))
+            report.median(f"step.kernel_{part}_{label}", values, "ratio", note=notes[part])
 
 
 def measure_figures(runner: TorchRunner, config: DecoderConfig, report: Report, runs: int) -> None:
@@ -154,10 +154,10 @@ def measure_figures(runner: TorchRunner, config: DecoderConfig, report: Report, 
             f"{work.flops / 1e9:.1f} GFLOP; last limits {limits.bytes_s / 1e9:.1f} GB/s, "
             f"{limits.flops / 1e9:.0f} GFLOP/s"
         )
-        report.results.append(median_of(f"step.{name}", shares, "ratio", note=note, goal=goal))
+        report.median(f"step.{name}", shares, "ratio", note=note, goal=goal)
     first_token = [step_ms(runner, PROMPT, 3)[0] for _ in range(runs)]
     note = "a prompt of 128 tokens, the runner's step; the goal is for a processor with AMX"
-    report.results.append(median_of("step.prompt128_ms", first_token, "ms", note=note, goal="< 30"))
+    report.median("step.prompt128_ms", first_token, "ms", note=note, goal="< 30")
     gains = []
     for _ in range(runs):
         together = step_ms(runner, SHARED, 2)[1]["attention"]
@@ -167,7 +167,7 @@ def measure_figures(runner: TorchRunner, config: DecoderConfig, report: Report, 
         f"attention, {apart:.1f} ms with separate prefixes and {together:.1f} ms with a shared one "
         f"(last run); {SHARED}"
     )
-    report.results.append(median_of("step.shared_prefix_gain", gains, "ratio", note=note, goal=">= 5"))
+    report.median("step.shared_prefix_gain", gains, "ratio", note=note, goal=">= 5")
 
 
 def _limit_ms(name: str, limits: Limits, shape: Shape, config: DecoderConfig) -> float:
@@ -189,7 +189,7 @@ def measure_against_torch(runner: TorchRunner, report: Report, runs: int) -> Non
             ours, theirs = step_ms(runner, shape, 3)[0], step_ms(other, shape, 3)[0]
             ratios.append(theirs / ours)
         note = f"{shape}: {ours:.1f} against {theirs:.1f} ms (last run)"
-        report.results.append(median_of(f"step.{name}_vs_torch", ratios, "ratio", note=note))
+        report.median(f"step.{name}_vs_torch", ratios, "ratio", note=note)
     slower, theirs = [], 0.0
     for _ in range(runs):
         quiet = step_ms(runner, SINGLE, 5)[0]
@@ -200,7 +200,7 @@ def measure_against_torch(runner: TorchRunner, report: Report, runs: int) -> Non
         f"{SINGLE}: a step next to a busy process, against one without; 1.5 is a fair "
         f"share of the cores. Last run: {slower[-1] * quiet:.1f} ms next to it, torch's kernels {theirs:.1f}"
     )
-    report.results.append(median_of("step.busy_neighbour_slowdown", slower, "ratio", note=note))
+    report.median("step.busy_neighbour_slowdown", slower, "ratio", note=note)
     other.close()
 
 

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, CDPSession, Page
 from rich.console import Console
 
 from benchmarks.browser import open_browser
-from benchmarks.report import Report, Result, median_of
+from benchmarks.report import Report
 from benchmarks.ui.watch_cost import measure_watch_cost
 
 STATIC = Path(__file__).parents[2] / "agentflow" / "server" / "ui" / "static"
@@ -39,9 +39,7 @@ def measure_weight(report: Report) -> None:
     files = [file for file in STATIC.rglob("*") if file.is_file()]
     num_bytes = sum(len(gzip.compress(file.read_bytes(), 9)) for file in files)
     note = f"{len(files)} files, gzip"
-    report.results.append(
-        Result("ui.page_kb", round(num_bytes / 1000, 1), "kB", [num_bytes / 1000], note, "< 300")
-    )
+    report.add("ui.page_kb", round(num_bytes / 1000, 1), "kB", [num_bytes / 1000], note, "< 300")
 
 
 def measure_first_paint(report: Report, browser: Browser) -> None:
@@ -54,9 +52,7 @@ def measure_first_paint(report: Report, browser: Browser) -> None:
             page.goto(url)
             runs.append(page.evaluate(FIRST_PAINT))
             context.close()
-    report.results.append(
-        median_of("ui.first_paint_ms", runs, "ms", note="empty cache, loopback", goal="< 1000")
-    )
+    report.median("ui.first_paint_ms", runs, "ms", note="empty cache, loopback", goal="< 1000")
 
 
 # The columns that stream concurrently, and steps per second: a token for each column in each step.
@@ -98,7 +94,7 @@ def measure_frames(report: Report, browser: Browser) -> None:
             assert page.evaluate(STREAMED) - before > NUM_COLUMNS * STEPS_PER_S, "the columns did not stream"
             page.close()
     note = f"{STEPS_PER_S} tokens/s in each column"
-    report.results.append(median_of("ui.frames_s_200_columns", runs, "frames/s", note=note, goal=">= 30"))
+    report.median("ui.frames_s_200_columns", runs, "frames/s", note=note, goal=">= 30")
 
 
 def measure_main_thread(report: Report, browser: Browser) -> None:
@@ -118,7 +114,7 @@ def measure_main_thread(report: Report, browser: Browser) -> None:
             runs.append((after_s - before_s) * 1000 / (more - tokens) * 100)
             page.close()
     note = f"{NUM_COLUMNS} columns, {STEPS_PER_S} tokens/s in each"
-    report.results.append(median_of("ui.main_thread_ms_per_100_tokens", runs, "ms", note=note, goal="< 16"))
+    report.median("ui.main_thread_ms_per_100_tokens", runs, "ms", note=note, goal="< 16")
 
 
 def _task_s(session: CDPSession) -> float:

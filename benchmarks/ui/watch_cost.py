@@ -8,7 +8,7 @@ from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from benchmarks.report import Report, median_of
+from benchmarks.report import Report
 from benchmarks.server.load_process import load_process
 from benchmarks.server.prompts import port_of
 from benchmarks.server.suite import NUM_STREAMS, over_http, served
@@ -52,4 +52,4 @@ async def measure_watch_cost(report: Report) -> None:
             losses.append((1 - watched / alone) * 100)
     watched, alone = sorted(rates)[len(rates) // 2]
     note = f"{watched:.0f} against {alone:.0f} output tokens/s, {NUM_STREAMS} streams; steps and tree"
-    report.results.append(median_of("ui.watch_cost", losses, "%", goal="< 2", note=note))
+    report.median("ui.watch_cost", losses, "%", goal="< 2", note=note)
