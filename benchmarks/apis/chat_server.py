@@ -12,13 +12,16 @@ import asyncio
 import sys
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import anyio.to_thread
+import httpx2
 import msgspec
 
 from benchmarks.apis.forms import form_of, person_on, tokens_of
+from benchmarks.serving import serving
 
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -148,6 +151,19 @@ def _event(
 
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@contextmanager
+def chat_server(tokens_per_s: float = 0.0) -> Iterator[str]:
+    """Runs a server whose streams have this rate (0: no limit). Yields the address of its API."""
+    with serving("benchmarks.apis.chat_server", f"{tokens_per_s}") as (url, _):
+        yield url
+
+
+async def counters(url: str) -> Counters:
+    """Returns the calls and tokens that the server has counted so far."""
+    async with httpx2.AsyncClient() as http:
+        return msgspec.json.decode((await http.get(f"{url}/counters")).content, type=Counters)
 
 
 async def main(tokens_per_s: float) -> None:

@@ -10,7 +10,8 @@ import anyio
 import httpx2
 
 from benchmarks.report import Report
-from benchmarks.server.costs import WORDS, free_port, start_server
+from benchmarks.server.http_load import WORDS
+from benchmarks.serving import serving_model
 
 MODEL = "smollm2-135m"
 CONCURRENCY = 16
@@ -44,10 +45,8 @@ async def measure_decisions(report: Report, num_questions: int, num_words: int, 
     cached: list[float] = []
     computed: list[float] = []
     times: list[tuple[float, float, float]] = []
-    port = free_port()
-    server = await start_server(port, kv_tokens=60_000)
-    try:
-        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=900.0) as client:
+    with serving_model(kv_tokens=60_000) as (url, _):
+        async with httpx2.AsyncClient(base_url=url.replace("ws", "http", 1), timeout=900.0) as client:
 
             async def decide(text: str, asked: list[dict[str, Any]], salt: str) -> dict[str, Any]:
                 body = {"model": MODEL, "input": text, "questions": asked, "cache_salt": salt}
@@ -87,9 +86,6 @@ async def measure_decisions(report: Report, num_questions: int, num_words: int, 
                 uncached.append(sampled_s / cold_s)
                 cached.append(alone_s / warm_s)
                 times.append((cold_s, warm_s, alone_s))
-    finally:
-        server.terminate()
-        await server.wait()
     cold_s, warm_s, alone_s = sorted(times)[len(times) // 2]
     size = f"{num_questions} questions, {computed[0]:.0f} tokens with the text"
     report.median(

@@ -15,7 +15,7 @@ import httpx2
 import msgspec
 
 import agentflow as af
-from benchmarks.apis.server_process import chat_server
+from benchmarks.apis.chat_server import chat_server
 from benchmarks.report import Report
 
 PROMPT = "Where does the river go?"

@@ -19,14 +19,14 @@ from rich.console import Console
 
 import agentflow as af
 from agentflow.engine.machine.resources import collect_garbage_rarely
-from benchmarks.apis.chat_server import Counters
+from benchmarks.apis.chat_server import Counters, chat_server, counters
 from benchmarks.apis.decisions import measure_decisions
 from benchmarks.apis.forms import FIELDS, PEOPLE, page_of
 from benchmarks.apis.overhead import Calls, measure_call_overhead, measure_token_overhead
-from benchmarks.apis.server_process import chat_server, counters
 from benchmarks.report import Report
-from benchmarks.server.costs import WORDS, free_port, start_server
+from benchmarks.server.http_load import WORDS
 from benchmarks.server.stalls import LoopWatch
+from benchmarks.serving import serving_model
 
 STALL_TOKENS_PER_S = 3.0
 NUM_BRANCHES = 8
@@ -195,19 +195,15 @@ async def measure_prefixes(report: Report, size: Size) -> None:
     rng = random.Random(5)
     hits: list[float] = []
     shares: list[float] = []
-    port = free_port()
-    server = await start_server(port, kv_tokens=20_000)
-    try:
-        async with af.session(backend=af.OpenAICompatible(f"http://127.0.0.1:{port}/v1")) as flow:
+    with serving_model(kv_tokens=20_000) as (url, _):
+        api = af.OpenAICompatible(f"{url.replace('ws', 'http', 1)}/v1")
+        async with af.session(backend=api) as flow:
             for _ in range(size.rounds):
                 prefix = " ".join([rng.choice(WORDS) for _ in range(size.prefix_words)])
                 usages = await flow.run(branches, prefix)
                 found = sorted([usage.cached_tokens / usage.prompt_tokens for usage in usages])
                 hits.append(sum([share >= FOUND_SHARE for share in found]))
                 shares += found[-NUM_BRANCHES + 1 :]
-    finally:
-        server.terminate()
-        await server.wait()
     note = f"of {NUM_BRANCHES} branches over a new prefix; {min(shares):.0%} of their prompts at least"
     report.median("apis.fork_prefix_hits", hits, "branches", note=note, goal=">= 7")
 

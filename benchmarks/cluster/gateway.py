@@ -11,12 +11,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import anyio
 import httpx2
@@ -30,9 +28,10 @@ from agentflow.cluster.routing.load import RoutedRequest
 from agentflow.cluster.routing.prefix_tree import ReplicaNumber
 from agentflow.cluster.routing.text_router import TextRouter
 from agentflow.cluster.simulated.published import RoundRobin
-from benchmarks.apis.server_process import chat_server
+from benchmarks.apis.chat_server import chat_server
 from benchmarks.cluster.workloads import CASES, LOAD
 from benchmarks.report import Report
+from benchmarks.serving import serving
 
 NUM_REPLICAS = 4
 SECONDS = {"small": 3.0, "full": 10.0}
@@ -61,21 +60,6 @@ def measure_gateway(report: Report, console: Console, only: str, served: Mapping
 
 
 # Times
-
-
-@contextmanager
-def _process(*arguments: str) -> Iterator[tuple[str, int]]:
-    """Runs a command of agentflow. Yields the address that it prints, and its process id."""
-    command = [sys.executable, "-m", "agentflow", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            url = next(word for word in line.split() if "://" in word)
-            yield url.replace("ws", "http", 1) if url.startswith("ws") else url, process.pid
-        finally:
-            process.terminate()
-            process.communicate()
 
 
 @asynccontextmanager
@@ -119,8 +103,8 @@ async def _overhead(report: Report) -> None:
             stack.enter_context(chat_server(rate)).removesuffix("/v1") for rate in (0, TOKENS_PER_S)
         )
         options = ("--port", "0", "--log-level", "error")
-        url, pid = stack.enter_context(_process("route", "--to", fast, *options))
-        slow_url, slow_pid = stack.enter_context(_process("route", "--to", slow, *options))
+        url, pid = stack.enter_context(serving("agentflow", "route", "--to", fast, *options))
+        slow_url, slow_pid = stack.enter_context(serving("agentflow", "route", "--to", slow, *options))
         gateway, slow_gateway = psutil.Process(pid), psutil.Process(slow_pid)
         async with _client(fast) as plain, _client(url) as routed, _client(slow_url) as streamed:
             for http in (plain, routed):
@@ -201,14 +185,14 @@ def _simulated_hits(report: Report, console: Console, served: Mapping[str, float
 
 async def _real_hits(report: Report) -> None:
     shares: dict[str, float] = {}
-    options = ("serve", "--port", "0", "--kv-tokens", "16384", "--log-level", "error")
+    options = ("--port", "0", "--log-level", "error")
+    serve = ("agentflow", "serve", "--kv-tokens", "16384", *options)
     for name in ("gateway", "round robin"):
         with ExitStack() as servers:
-            urls = [servers.enter_context(_process(*options))[0] for _ in range(2)]
+            urls = [servers.enter_context(serving(*serve))[0].replace("ws", "http", 1) for _ in range(2)]
             if name == "gateway":
                 targets = [text for url in urls for text in ("--to", url)]
-                route = ("route", *targets, "--port", "0", "--log-level", "error")
-                urls = [servers.enter_context(_process(*route))[0]]
+                urls = [servers.enter_context(serving("agentflow", "route", *targets, *options))[0]]
             shares[name] = await _share(urls)
     note = (
         f"cached tokens by prompt tokens of {CONVERSATIONS} conversations of {TURNS} turns on two servers; "

@@ -30,7 +30,8 @@ from agentflow.engine.runner import run_batch
 from agentflow.engine.store.model_store import resolve_model
 from benchmarks.engine import families
 from benchmarks.report import Report
-from benchmarks.server.costs import fill_pool, free_port, start_server
+from benchmarks.server.costs import fill_pool
+from benchmarks.serving import serving_model
 from benchmarks.step.limits import Limits, measure_byte_flops, measure_limits
 from benchmarks.step.random_llama import RandomRunner, llama_config
 from benchmarks.step.work import Shape, Work, batch_of, median_ms, work_of_parts
@@ -178,18 +179,13 @@ def write_adapter(folder: Path, config: DecoderConfig, seed: int) -> Path:
 
 async def measure_server(report: Report) -> None:
     """Measures the peak memory of ``agentflow serve`` with the default model in the format of its file."""
-    port = free_port()
-    server = await start_server(port, SERVER_KV_TOKENS, "auto")
-    try:
-        process = psutil.Process(server.pid)
-        async with af.session(f"ws://127.0.0.1:{port}") as flow:
+    with serving_model(kv_tokens=SERVER_KV_TOKENS, dtype="auto") as (url, pid):
+        process = psutil.Process(pid)
+        async with af.session(url) as flow:
             await fill_pool(flow, int(SERVER_KV_TOKENS * (0.97 if report.scale == "full" else 0.05)))
             stats = await flow.stats()
         processes = [process, *process.children(recursive=True)]  # the engine's and the compiler's
         peak_gb = sum(_peak_bytes(each.pid) for each in processes) / 1e9
-    finally:
-        server.terminate()
-        await server.wait()
     note = (
         f"{stats.cached_slots:,} of {stats.total_slots:,} KV tokens in use; the sum of the processes' peaks, "
         "in which shared pages count several times"

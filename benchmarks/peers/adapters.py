@@ -7,18 +7,15 @@ environments, which ``make test-adapters`` creates.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.report import Report
+from benchmarks.serving import serving
 
 ROOT = Path(__file__).parents[2]
 # For each pipeline: its adapter, and the number of inputs.
@@ -101,24 +98,11 @@ def _measure(adapter: str, pipeline: str, route: str, options: tuple[str, ...], 
     python = ROOT / "adapters" / adapter / ".venv" / "bin" / "python"
     if not python.exists():
         raise SystemExit(f"there is no environment for {adapter}: run `make test-adapters` first")
-    with _served(*options) as url:
+    serve = ("agentflow", "serve", "--port", "0", "--dtype", "bfloat16", *options)
+    with serving(*serve, errors=subprocess.DEVNULL) as (url, _):
         command = [str(python), "-P", str(ROOT / "benchmarks" / "adapter_pipelines.py"), pipeline, route, url]
         done = subprocess.run([*command, str(size)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{pipeline} through {route} failed:\n{done.stderr}")
     taken: Taken = json.loads(done.stdout.splitlines()[-1])
     return taken
-
-
-@contextmanager
-def _served(*options: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "agentflow", "serve", "--port", "0", "--dtype", "bfloat16", *options]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as server:
-        assert server.stdout is not None
-        lines = iter(server.stdout)
-        yield next("ws://" + line.partition("ws://")[2].split()[0] for line in lines if "ws://" in line)
-        server.terminate()
-        server.communicate()

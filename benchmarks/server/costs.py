@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import socket
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 
+import anyio
 import psutil
 
 import agentflow as af
 from benchmarks.report import Report
+from benchmarks.server.http_load import WORDS
+from benchmarks.serving import serving_model
 
 KV_TOKENS = 100_000
 PROMPT_WORDS = 400
 IDLE_S = 10.0
-WORDS = ["river", "stone", "light", "window", "paper", "garden", "seven", "morning", "bridge", "copper"]
-
-
-def free_port() -> int:
-    """Returns a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-async def start_server(port: int, kv_tokens: int = KV_TOKENS, dtype: str = "bfloat16") -> Process:
-    """Runs ``agentflow serve`` with the default model, and waits until it is ready."""
-    command = [sys.executable, "-m", "agentflow", "serve", "--port", str(port)]
-    server = await asyncio.create_subprocess_exec(
-        *command,
-        "--kv-tokens",
-        str(kv_tokens),
-        "--threads",
-        "2",
-        "--dtype",
-        dtype,
-        stdout=PIPE,
-        stderr=DEVNULL,
-    )
-    assert server.stdout is not None
-    while line := await server.stdout.readline():
-        if b"ws://" in line:
-            return server
-    raise RuntimeError("the server ended before it was ready")
 
 
 async def fill_pool(flow: af.Session, num_tokens: int) -> None:
@@ -67,11 +36,9 @@ def busy_s(processes: list[psutil.Process]) -> float:
 
 async def measure_server(report: Report) -> None:
     """Measures ``resident_gb`` with a full pool, and ``idle_core_percent`` with a client connected."""
-    port = free_port()
-    server = await start_server(port)
-    try:
-        process = psutil.Process(server.pid)
-        async with af.session(f"ws://127.0.0.1:{port}") as flow:
+    with serving_model(kv_tokens=KV_TOKENS) as (url, pid):
+        process = psutil.Process(pid)
+        async with af.session(url) as flow:
             share = 0.97 if report.scale == "full" else 0.05
             await fill_pool(flow, int(KV_TOKENS * share))
             stats = await flow.stats()
@@ -80,11 +47,8 @@ async def measure_server(report: Report) -> None:
             idle: list[float] = []
             for _ in range(3):
                 before = busy_s(processes)
-                await asyncio.sleep(IDLE_S)  # noqa: TID251 - the benchmark measures idle time
+                await anyio.sleep(IDLE_S)  # noqa: TID251 - the benchmark measures idle time
                 idle.append(100 * (busy_s(processes) - before) / IDLE_S)
-    finally:
-        server.terminate()
-        await server.wait()
     note = f"{stats.cached_slots:,} of {stats.total_slots:,} KV tokens in use"
     report.median("foundation.resident_gb", [resident_gb], "GB", goal="<= 4", note=note)
     report.median("foundation.idle_core_percent", idle, "%", goal="<= 2", note="one session connected")

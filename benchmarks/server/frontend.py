@@ -8,11 +8,10 @@ CPU time of this process, not wall time, except for the import.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,21 +25,11 @@ from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Event
 from benchmarks.report import Report
+from benchmarks.server.stalls import LoopWatch
+from benchmarks.serving import serving
 
 CHAIN = 10
 NUM_STREAMING = 1000
-TICK_S = 0.005
-
-
-@contextmanager
-def scripted_server() -> Iterator[str]:
-    """Runs a server in a separate process, and yields its address."""
-    command = [sys.executable, "-m", "benchmarks.server.scripted_server"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        yield server.stdout.readline().strip()
-        assert server.stdin is not None
-        server.stdin.close()
 
 
 class Counted:
@@ -146,17 +135,10 @@ async def measure_tokens(url: str, report: Report) -> None:
 
 
 async def measure_stalls(url: str, report: Report) -> None:
-    """Measures the delay of a timer of 5 ms while a thousand states stream."""
+    """Measures the delay of a timer while a thousand states stream."""
     runs = []
     for _ in range(3):
-        longest = 0.0
-
-        async def watch() -> None:
-            nonlocal longest
-            while True:
-                start = time.perf_counter()
-                await anyio.sleep(TICK_S)  # noqa: TID251 - this is the timer that is measured
-                longest = max(longest, time.perf_counter() - start - TICK_S)
+        watch = LoopWatch()
 
         @af.program
         async def stream(s: af.State) -> None:
@@ -165,13 +147,13 @@ async def measure_stalls(url: str, report: Report) -> None:
                 pass
 
         async with af.session(url) as flow, anyio.create_task_group() as group:
-            group.start_soon(watch)
+            group.start_soon(watch.run)
             async with anyio.create_task_group() as programs:
                 for _ in range(NUM_STREAMING):
                     programs.start_soon(flow.run, stream)
                     await anyio.lowlevel.checkpoint()
             group.cancel_scope.cancel()
-        runs.append(longest * 1e3)
+        runs.append(watch.longest_s * 1e3)
     note = f"{NUM_STREAMING} concurrent states of 30 tokens, server on the same machine"
     report.median("frontend.max_stall_ms", runs, "ms", note=note, goal="<= 50")
 
@@ -273,7 +255,7 @@ def run(report: Report, console: Console, only: str) -> None:
         "act_ms_per_round": measure_act,
         "import_ms": measure_import,
     }
-    with scripted_server() as url:
+    with serving("benchmarks.server.scripted_server") as (url, _):
         for names, measure in measures.items():
             if not only or any(only in f"frontend.{name}" for name in names.split()):
                 with console.status(names):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from asyncio.subprocess import PIPE, Process
 from contextlib import AsyncExitStack
 
 import psutil
@@ -13,6 +11,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from agentflow.protocol.wire import SESSION_PATH, VERSION, Bye, Hello, Welcome, encode, server_frames
 from benchmarks.report import Report
 from benchmarks.server.load_process import LoadProcess
+from benchmarks.serving import serving
 
 NUM_SESSIONS = 1000
 AT_ONCE = 50
@@ -29,25 +28,15 @@ async def measure_sessions(report: Report, _: LoadProcess) -> None:
 
 
 async def _session_kb() -> float:
-    server = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.server.scripted_server", stdin=PIPE, stdout=PIPE
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    try:
-        url = (await server.stdout.readline()).decode().strip() + SESSION_PATH
+    with serving("benchmarks.server.scripted_server") as (url, pid):
+        server = psutil.Process(pid)
         async with AsyncExitStack() as warm_up:
-            await _open(warm_up, url, 20)
-        await _settled(server)
-        before = _resident(server)
+            await _open(warm_up, url + SESSION_PATH, 20)
+        before = await _settled(server)
         async with AsyncExitStack() as stack:
             for _ in range(0, NUM_SESSIONS, AT_ONCE):
-                await _open(stack, url, AT_ONCE)
-            await _settled(server)
-            return (_resident(server) - before) / NUM_SESSIONS / 1000
-    finally:
-        server.stdin.close()
-        await server.wait()
+                await _open(stack, url + SESSION_PATH, AT_ONCE)
+            return (await _settled(server) - before) / NUM_SESSIONS / 1000
 
 
 async def _open(stack: AsyncExitStack, url: str, count: int) -> None:
@@ -73,14 +62,10 @@ async def _leave(socket: ClientConnection) -> None:
     await socket.wait_closed()
 
 
-def _resident(server: Process) -> int:
-    memory: int = psutil.Process(server.pid).memory_info().rss
-    return memory
-
-
-async def _settled(server: Process) -> None:
-    """Waits until the memory of the process is constant."""
+async def _settled(server: psutil.Process) -> int:
+    """Waits until the memory of the process is constant, and returns it in bytes."""
     last = -1
-    while (now := _resident(server)) != last:
+    while (now := server.memory_info().rss) != last:
         last = now
         await asyncio.sleep(0.5)  # noqa: TID251  between two samples
+    return last

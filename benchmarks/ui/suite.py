@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.console import Console
 
 from benchmarks.browser import open_browser
 from benchmarks.report import Report
+from benchmarks.serving import serving
 from benchmarks.ui.watch_cost import measure_watch_cost
 
 STATIC = Path(__file__).parents[2] / "agentflow" / "server" / "ui" / "static"
@@ -26,12 +25,9 @@ FIRST_PAINT = """() => new Promise((resolve) => new PerformanceObserver((entries
 
 @contextmanager
 def streaming_server(steps_per_s: float) -> Iterator[str]:
-    """Runs a server in another process whose generations advance in step. Yields the address of its page."""
-    command = [sys.executable, "-m", "benchmarks.ui.streaming_server", str(steps_per_s)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip().replace("ws://", "http://", 1) + "/ui/"
-        process.communicate()
+    """Runs a server whose generations advance in step. Yields the address of its page."""
+    with serving("benchmarks.ui.streaming_server", f"{steps_per_s}") as (url, _):
+        yield url.replace("ws://", "http://", 1) + "/ui/"
 
 
 def measure_weight(report: Report) -> None:
