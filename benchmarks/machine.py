@@ -22,9 +22,7 @@ def describe() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
-        "cpu_features": [
-            name for name in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16") if name in _flags()
-        ],
+        "cpu_features": [name for name in FEATURES if name in _flags()],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),

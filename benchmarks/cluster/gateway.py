@@ -31,6 +31,7 @@ from agentflow.cluster.simulated.published import RoundRobin
 from benchmarks.apis.chat_server import chat_server
 from benchmarks.cluster.workloads import CASES, LOAD
 from benchmarks.report import Report
+from benchmarks.server.costs import busy_s
 from benchmarks.serving import serving
 
 NUM_REPLICAS = 4
@@ -90,11 +91,6 @@ async def _median_ms(http: httpx2.AsyncClient, count: int) -> float:
     return statistics.median(times)
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
 async def _overhead(report: Report) -> None:
     count, rounds, num_tokens = CALLS[report.scale], ROUNDS[report.scale], STREAMED[report.scale]
     added, direct, busy, spent = [], [], [], []
@@ -105,18 +101,18 @@ async def _overhead(report: Report) -> None:
         options = ("--port", "0", "--log-level", "error")
         url, pid = stack.enter_context(serving("agentflow", "route", "--to", fast, *options))
         slow_url, slow_pid = stack.enter_context(serving("agentflow", "route", "--to", slow, *options))
-        gateway, slow_gateway = psutil.Process(pid), psutil.Process(slow_pid)
+        gateway, slow_gateway = [psutil.Process(pid)], [psutil.Process(slow_pid)]
         async with _client(fast) as plain, _client(url) as routed, _client(slow_url) as streamed:
             for http in (plain, routed):
                 await _median_ms(http, 20)
             for _ in range(rounds):
                 direct.append(await _median_ms(plain, count))
-                before_s = _cpu_s(gateway)
+                before_s = busy_s(gateway)
                 added.append(await _median_ms(routed, count) - direct[-1])
-                busy.append(1e3 * (_cpu_s(gateway) - before_s) / count)
-                before_s = _cpu_s(slow_gateway)
+                busy.append(1e3 * (busy_s(gateway) - before_s) / count)
+                before_s = busy_s(slow_gateway)
                 await _call(streamed, num_tokens)
-                spent.append(1e6 * (_cpu_s(slow_gateway) - before_s) / num_tokens)
+                spent.append(1e6 * (busy_s(slow_gateway) - before_s) / num_tokens)
     note = (
         f"the median of {count} streamed calls, one after the other, above the "
         f"{statistics.median(direct):.2f} ms without the gateway; processor time of the gateway "

@@ -8,20 +8,16 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 
-from agentflow.engine.options import EngineOptions
-from agentflow.server.models.open_models import open_models
-from agentflow.server.serve import RunningServer, running_server
 from benchmarks.report import Report
 from benchmarks.server.http_load import Outcome
 from benchmarks.server.load_process import LoadProcess
+from benchmarks.server.served import port_of, served
 
-MODEL = "smollm2-135m"
 MAX_RUNNING = 16
 # The machine's speed changes within a minute by more than the cost of an overload. So goodput is measured in
 # short overloads, each between two peaks, and slow failures in a long one.
@@ -40,16 +36,6 @@ FACTOR = 3
 REFUSED = {429, 503}
 
 
-@asynccontextmanager
-async def served() -> AsyncIterator[RunningServer]:
-    """Runs a server that rejects requests that would wait longer than ``MAX_WAIT_S``."""
-    engine = EngineOptions(
-        MODEL, dtype="bfloat16", device="cpu", threads=2, max_running=MAX_RUNNING, kv_tokens=20_000
-    )
-    async with running_server(lambda: open_models({MODEL: engine}, max_wait_s=MAX_WAIT_S)) as server:
-        yield server
-
-
 @dataclass
 class LongOverload:
     """The results of a long overload."""
@@ -63,8 +49,8 @@ async def measure_overload(report: Report, clients: LoadProcess) -> None:
     """Measures ``overload_goodput`` (good requests per second against the peak), lost requests, memory growth
     and recovery."""
     num_slices, duration_s = (NUM_SLICES, LONG_S) if report.scale == "full" else (2, 10.0)
-    async with served() as server:
-        port = int(server.url.rpartition(":")[2])
+    async with served(max_wait_s=MAX_WAIT_S, max_running=MAX_RUNNING, kv_tokens=20_000) as (server, _):
+        port = port_of(server)
         await _peak_per_s(clients, port, 1)
         alone_s = statistics.median([await _alone_ttft_s(clients, port) for _ in range(5)])
         peaks, slices = [await _peak_per_s(clients, port, 2)], []

@@ -12,32 +12,23 @@ from unittest.mock import patch
 import numpy as np
 
 from agentflow.engine.local_engine import limit_spinning
-from agentflow.engine.options import EngineOptions
 from agentflow.engine.request import Request, Submit
 from agentflow.engine.runner import run_batch
 from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.models.models import EngineModel
-from agentflow.server.models.open_models import open_models
-from agentflow.server.serve import RunningServer, running_server
 from benchmarks.report import Report
 from benchmarks.server.http_load import Outcome
 from benchmarks.server.load_process import LoadProcess, load_process
+from benchmarks.server.served import MODEL, port_of, served
 
-MODEL = "smollm2-135m"
 NUM_LONG = 3
 LONG_TOKENS = 7_600
 SHORT_WORDS = 40
 PROMPT_TOKENS = 2_000
 STREAM_TOKENS = 150
 KV_TOKENS = 40_000
-
-
-def port_of(server: RunningServer) -> int:
-    """Returns the port of the server."""
-    return int(server.url.rpartition(":")[2])
 
 
 def _ttft_ms(outcomes: list[Outcome]) -> float:
@@ -56,10 +47,8 @@ async def measure_prompts(report: Report, clients: LoadProcess) -> None:
     rounds = 5 if report.scale == "full" else 2
     waits: list[tuple[float, float]] = []
     steps: list[tuple[float, float]] = []
-    engine = EngineOptions(MODEL, dtype="bfloat16", device="cpu", threads=2, kv_tokens=KV_TOKENS)
-    async with running_server(lambda: open_models({MODEL: engine})) as server, load_process() as others:
-        port, [model] = port_of(server), server.service.models
-        assert isinstance(model, EngineModel)
+    async with served(kv_tokens=KV_TOKENS) as (server, _), load_process() as others:
+        port = port_of(server)
         await clients.put(port=port, requests=3, prompt_words=SHORT_WORDS, max_tokens=2, seed=999)
         for number in range(1, rounds + 1):
             waits.append(await _short_beside_long(clients, others, port, number))

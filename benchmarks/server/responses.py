@@ -11,14 +11,10 @@ from typing import Any
 
 import httpx2
 
-from agentflow.engine.options import EngineOptions
-from agentflow.server.models.open_models import open_models
-from agentflow.server.serve import running_server
 from benchmarks.report import Report
 from benchmarks.server.http_load import WORDS
-from benchmarks.server.prompts import port_of
+from benchmarks.server.served import MODEL, served
 
-MODEL = "smollm2-135m"
 TURNS = 6
 FIRST_WORDS = 600
 TURN_WORDS = 20
@@ -114,10 +110,9 @@ async def measure_responses(report: Report, _: object) -> None:
     rounds = 7 if report.scale == "full" else 2
     shares: list[float] = []
     ratios: list[float] = []
-    engine = EngineOptions(MODEL, dtype="bfloat16", device="cpu", threads=2, kv_tokens=20_000)
     async with (
-        running_server(lambda: open_models({MODEL: engine})) as server,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port_of(server)}", timeout=120) as client,
+        served(kv_tokens=20_000) as (server, _),
+        httpx2.AsyncClient(base_url=server.http_url, timeout=120) as client,
     ):
         for number in range(-1, rounds):
             pair = (_Responses(client, random.Random(number)), _Chat(client, random.Random(number + 1_000)))

@@ -7,45 +7,30 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from agentflow.engine.machine.child_process import lower_priority
 from agentflow.engine.messages import FromEngine, Progress
-from agentflow.engine.options import EngineOptions
 from agentflow.engine.request import Submit
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models.models import EngineModel
-from agentflow.server.models.open_models import open_models
-from agentflow.server.serve import RunningServer, running_server
 from benchmarks.report import Report
 from benchmarks.server.http_load import WORDS
 from benchmarks.server.load_process import LoadProcess, load_process
 from benchmarks.server.overload import measure_overload
-from benchmarks.server.prompts import measure_long_prompt, measure_prompts, port_of
+from benchmarks.server.prompts import measure_long_prompt, measure_prompts
 from benchmarks.server.responses import measure_responses
+from benchmarks.server.served import port_of, served
 from benchmarks.server.sessions import measure_sessions
 from benchmarks.server.stalls import measure_stalls
 
-MODEL = "smollm2-135m"
 NUM_STREAMS = 32
 PROMPT_WORDS = 40
 NUM_TOKENS = 64
-
-
-@asynccontextmanager
-async def served() -> AsyncIterator[tuple[RunningServer, EngineModel]]:
-    """Runs a server in this process with its engine in another, as ``agentflow serve`` does."""
-    engine = EngineOptions(
-        MODEL, dtype="bfloat16", device="cpu", threads=2, max_running=NUM_STREAMS, kv_tokens=20_000
-    )
-    async with running_server(lambda: open_models({MODEL: engine})) as server:
-        [model] = server.service.models
-        assert isinstance(model, EngineModel)
-        yield server, model
+ENGINE = {"max_running": NUM_STREAMS, "kv_tokens": 20_000}
 
 
 class InProcess:
@@ -100,10 +85,10 @@ def _hear(progress: Progress) -> None:
     """Reads the answer, as a caller would."""
 
 
-async def over_http(clients: LoadProcess, port: int, seed: int) -> float:
+async def over_http(clients: LoadProcess, port: int, seed: int, num_words: int = PROMPT_WORDS) -> float:
     """Returns the output tokens per second of ``NUM_STREAMS`` streams."""
     wall_s, outcomes = await clients.put(
-        port=port, streams=NUM_STREAMS, prompt_words=PROMPT_WORDS, max_tokens=NUM_TOKENS, seed=seed
+        port=port, streams=NUM_STREAMS, prompt_words=num_words, max_tokens=NUM_TOKENS, seed=seed
     )
     num_tokens = sum(outcome.num_tokens for outcome in outcomes)
     assert num_tokens == NUM_STREAMS * NUM_TOKENS, [outcome.status for outcome in outcomes]
@@ -115,7 +100,7 @@ async def measure_throughput(report: Report, clients: LoadProcess) -> None:
     rounds = 7 if report.scale == "full" else 2
     ratios: list[float] = []
     rates: list[tuple[float, float]] = []
-    async with served() as (server, model):
+    async with served(**ENGINE) as (server, model):
         port, engine = port_of(server), InProcess(model)
         await engine.throughput()
         await over_http(
@@ -137,7 +122,7 @@ async def measure_ttft(report: Report, clients: LoadProcess) -> None:
     rounds = 60 if report.scale == "full" else 15
     added: list[float] = []
     alone: list[float] = []
-    async with served() as (server, model):
+    async with served(**ENGINE) as (server, model):
         watch = EngineWatch()
         model.client.observe(watch)
         for number in range(-3, rounds):
@@ -153,7 +138,7 @@ async def measure_ttft(report: Report, clients: LoadProcess) -> None:
 
 async def measure_max_stall(report: Report, clients: LoadProcess) -> None:
     """Measures ``max_stall_ms``, with a separate client."""
-    async with served() as (server, _):
+    async with served(**ENGINE) as (server, _):
         await measure_stalls(report, port_of(server))
 
 

@@ -10,10 +10,9 @@ from agentflow.engine.machine.child_process import lower_priority
 from agentflow.server.models.models import EngineModel
 from benchmarks.report import Report
 from benchmarks.server.load_process import LoadProcess, load_process
-from benchmarks.server.prompts import port_of
-from benchmarks.server.suite import InProcess, served
+from benchmarks.server.served import port_of, served
+from benchmarks.server.suite import ENGINE, NUM_STREAMS, NUM_TOKENS, InProcess, over_http
 
-NUM_STREAMS, NUM_TOKENS = 32, 64
 PROMPT_TOKENS, SHORT_PROMPT_TOKENS = 256, 128
 
 
@@ -23,11 +22,11 @@ def measure(report: Report) -> None:
 
 
 async def _measure(report: Report, runs: int) -> None:
-    async with load_process() as clients, served() as (server, model):
+    async with load_process() as clients, served(**ENGINE) as (server, model):
         lower_priority()
-        port = port_of(server)
+        port, words = port_of(server), _words_for(model, PROMPT_TOKENS)
         # Each seed once: its prompts would otherwise be in the cache.
-        rates = [await _rate(clients, port, model, seed) for seed in range(1, runs + 2)][1:]
+        rates = [await over_http(clients, port, seed, words) for seed in range(1, runs + 2)][1:]
         first = [await _ttft_ms(clients, port, model, 100 + seed) for seed in range(5 * runs + 3)][3:]
     note = f"{NUM_STREAMS} unshared requests of {PROMPT_TOKENS} + {NUM_TOKENS} tokens; the goal is for AMX"
     report.median("step.http_tokens_s", rates, "tokens/s", note=note, goal=">= 650")
@@ -41,16 +40,6 @@ def _words_for(model: EngineModel, num_tokens: int) -> int:
     token."""
     in_template = len(InProcess(model, 1).prompt()) - 1
     return num_tokens - in_template
-
-
-async def _rate(clients: LoadProcess, port: int, model: EngineModel, seed: int) -> float:
-    words = _words_for(model, PROMPT_TOKENS)
-    wall_s, outcomes = await clients.put(
-        port=port, streams=NUM_STREAMS, prompt_words=words, max_tokens=NUM_TOKENS, seed=seed
-    )
-    num_tokens = sum(outcome.num_tokens for outcome in outcomes)
-    assert num_tokens == NUM_STREAMS * NUM_TOKENS, [outcome.status for outcome in outcomes]
-    return num_tokens / wall_s
 
 
 async def _ttft_ms(clients: LoadProcess, port: int, model: EngineModel, seed: int) -> float:

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 from benchmarks.report import Report
 from benchmarks.server.load_process import load_process
-from benchmarks.server.prompts import port_of
-from benchmarks.server.suite import NUM_STREAMS, over_http, served
+from benchmarks.server.served import port_of, served
+from benchmarks.server.suite import ENGINE, NUM_STREAMS, over_http
 
 INTERVAL_S = 0.5  # the interval of the page's watch
 
@@ -36,7 +36,7 @@ async def measure_watch_cost(report: Report) -> None:
     rounds = 14 if report.scale == "full" else 2
     losses: list[float] = []
     rates: list[tuple[float, float]] = []
-    async with served() as (server, _), load_process() as clients:
+    async with served(**ENGINE) as (server, _), load_process() as clients:
         port = port_of(server)
         await over_http(clients, port, 2 * rounds)
         for number in range(rounds):
