@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agentflow.engine.models.forward.decoder import Decoder
-from benchmarks.step import gpu_attention, gpu_check, gpu_workloads
+from benchmarks.step import gpu_attention, gpu_sections, gpu_workloads
 from benchmarks.step.gpu_flashinfer import pages_of
 from benchmarks.step.gpu_workloads import ALL_ON, WITHOUT, Words
 from benchmarks.step.random_llama import TINY, RandomRunner
@@ -25,8 +25,8 @@ PARTS = ("prefix_cache", "launching_ahead", "fair_policy")  # the others need a 
 
 @pytest.mark.full
 def test_the_check_of_a_device_finds_nothing_on_this_one() -> None:
-    assert gpu_check.differing_tokens(CPU, num_tokens=8) == []
-    assert gpu_check.differing_choices(CPU, 10, 300) == 0
+    assert gpu_sections.differing_tokens(CPU, num_tokens=8) == []
+    assert gpu_sections.differing_choices(CPU, 10, 300) == 0
 
 
 @pytest.mark.full
@@ -38,10 +38,10 @@ def test_f42q_the_check_of_8_bit_floats_finds_nothing_under_the_interpreter(
     from agentflow.kernels.triton_ops.linear import fp8
 
     monkeypatch.setenv("AGENTFLOW_KERNELS", "triton")
-    assert gpu_check.wrong_8_bit_floats(CPU) == []
+    assert gpu_sections.wrong_8_bit_floats(CPU) == []
     really = fp8.dequantised_rows
     monkeypatch.setattr(fp8, "dequantised_rows", lambda *args: really(*args) * 1.03)
-    assert len(gpu_check.wrong_8_bit_floats(CPU)) >= 4
+    assert len(gpu_sections.wrong_8_bit_floats(CPU)) >= 4
 
 
 def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyP
             self.model = Decoder(self.kernels, weights, self.model._head)
 
     monkeypatch.setattr(RandomRunner, "__post_init__", wrong_at_last)
-    assert "instead of" in gpu_check.differing_tokens(CPU, num_tokens=8)[0]
+    assert "instead of" in gpu_sections.differing_tokens(CPU, num_tokens=8)[0]
 
 
 def test_chosen_sections_are_written_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_chosen_sections_are_written_one_by_one(tmp_path: Path, monkeypatch: pyt
         measure(report, device, config, num_slots, written, seconds=0, **options)
 
     monkeypatch.setattr(gpu_workloads, "measure", measured)
-    assert gpu_check.run("cpu", True, ["workloads", "limits", "flashinfer"], file) == 0
+    assert gpu_sections.run("cpu", True, ["workloads", "limits", "flashinfer"], file) == 0
     expected = [{f"gpu.{name}_tokens_s", *(f"gpu.{name}_without_{part}" for part in PARTS)} for name in NAMES]
     assert seen[0] == expected[0] | {"gpu.read_gb_s", "gpu.bf16_tflops"}
     assert [now - before for before, now in pairwise(seen)] == expected[1:]
@@ -85,12 +85,12 @@ def test_chosen_sections_are_written_one_by_one(tmp_path: Path, monkeypatch: pyt
 def test_a_section_that_fails_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(check: gpu_check.Check) -> None:
+    def failing(check: gpu_sections.Check) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setitem(gpu_check.SECTIONS, "sharing", failing)
+    monkeypatch.setitem(gpu_sections.SECTIONS, "sharing", failing)
     file = tmp_path / "gpu.json"
-    assert gpu_check.run("cpu", True, ["sharing", "limits"], file) == 1
+    assert gpu_sections.run("cpu", True, ["sharing", "limits"], file) == 1
     written = json.loads(file.read_text())
     assert written["failed"] == {"sharing": "RuntimeError: no kernel"}
     assert [result["id"] for result in written["results"]] == ["gpu.read_gb_s", "gpu.bf16_tflops"]
