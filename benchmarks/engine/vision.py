@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,12 +26,13 @@ limit_spinning()  # as the engine sets it; before torch is loaded
 
 import torch  # noqa: E402
 
-from agentflow.engine.batch import Batch, BatchMedia, SampledRows  # noqa: E402
+from agentflow.engine.batch import Batch, BatchMedia  # noqa: E402
 from agentflow.engine.media_run import MediaPiece, PreparedMedium  # noqa: E402
 from agentflow.engine.models.torch_runner import TorchRunner  # noqa: E402
 from agentflow.engine.runner import run_batch  # noqa: E402
 from benchmarks.engine import vision_answers  # noqa: E402
 from benchmarks.report import Report  # noqa: E402
+from benchmarks.step.work import Shape, batch_of  # noqa: E402
 
 NUM_THREADS = 2
 TILE, TOKENS_OF_TILE = 512, 64
@@ -153,7 +155,7 @@ def measure_first_answer(runner: TorchRunner, theirs: Any, report: Report) -> No
         ids += [IMAGE_TOKEN] * TOKENS_OF_TILE + rng.integers(0, 49_000, NUM_TEXT).tolist()
         of_tokens += [0] * TOKENS_OF_TILE + [-1] * NUM_TEXT
         places += [*range(TOKENS_OF_TILE * tile, TOKENS_OF_TILE * (tile + 1)), *[0] * NUM_TEXT]
-    batch = batch_of(np.array(ids), np.array(of_tokens), np.array(places))
+    batch = image_batch(np.array(ids), np.array(of_tokens), np.array(places))
     ratios, times = [], []
     for _ in range(3):
         began = time.perf_counter()
@@ -181,30 +183,8 @@ def measure_first_answer(runner: TorchRunner, theirs: Any, report: Report) -> No
     report.median("vision.first_answer_vs_transformers", ratios, "ratio", note=note, goal=">= 1.2")
 
 
-def batch_of(ids: NDArray[np.int64], of_tokens: NDArray[np.int64], places: NDArray[np.int64]) -> Batch:
+def image_batch(ids: NDArray[np.int64], of_tokens: NDArray[np.int64], places: NDArray[np.int64]) -> Batch:
     """Returns a whole prompt with one image, of which the likeliest next token is wanted."""
-    num, one = len(ids), np.ones(1, dtype=np.int64)
-    positions = np.arange(num)
-    row = np.zeros(1, dtype=np.float32)
-    return Batch(
-        token_ids=ids,
-        positions=positions,
-        write_slots=positions,
-        req_to_token=np.arange(num, dtype=np.int32)[None],
-        req_rows=0 * one,
-        query_lens=num * one,
-        kv_lens=num * one,
-        num_decode=0,
-        sampled=SampledRows(
-            rows=(num - 1) * one,
-            target_ids=-one,
-            temperatures=row,
-            top_ps=row + 1,
-            top_ks=0 * one,
-            min_ps=row,
-            seeds=np.zeros(1, dtype=np.uint64),
-            positions=num * one,
-            needs_logprobs=False,
-        ),
-        media=BatchMedia(positions[None], ("image",), of_tokens, places),
-    )
+    num = len(ids)
+    media = BatchMedia(np.arange(num)[None], ("image",), of_tokens, places)
+    return replace(batch_of(Shape(1, 0, num), num, num), token_ids=ids, media=media)
