@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import io
 import json
 import socket
 import struct
@@ -51,7 +53,6 @@ class Answer:
     """An answer of the server."""
 
     status: int
-    headers: dict[str, str]  # names in lower case
     body: bytes
 
     def json(self) -> Any:
@@ -89,33 +90,27 @@ async def read_all(stream: SocketStream) -> bytes:
 
 def parse(data: bytes) -> Answer:
     """Parses a whole answer, whose body may be chunked."""
-    head, found, body = data.partition(b"\r\n\r\n")
-    lines = head.decode("latin-1").split("\r\n")
-    status = lines[0].split(" ")
-    if not found or len(status) < 2 or not status[1].isdigit():
-        raise BadAnswer(f"no HTTP: {data[:80]!r}")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-    if headers.get("transfer-encoding") == "chunked":
-        body = _unchunked(body)
-    elif len(body) < int(headers.get("content-length", "0")):
-        raise BadAnswer("the answer ended too early")
-    return Answer(int(status[1]), headers, body)
+    response = http.client.HTTPResponse(_Received(data))  # type: ignore[arg-type]
+    try:
+        if b"\r\n\r\n" not in data:
+            raise http.client.IncompleteRead(data)
+        response.begin()
+        return Answer(response.status, response.read())
+    except http.client.HTTPException as error:
+        raise BadAnswer(f"no whole answer: {error!r}, {data[:80]!r}") from error
+
+
+class _Received:
+    """Looks like a socket from which the data can be read."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def makefile(self, _mode: str) -> io.BytesIO:
+        return io.BytesIO(self._data)
 
 
 def reset(stream: SocketStream) -> None:
     """Makes closing the socket reset the connection."""
     raw: socket.socket = stream.extra(SocketAttribute.raw_socket)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
-def _unchunked(data: bytes) -> bytes:
-    parts: list[bytes] = []
-    while True:
-        size, found, data = data.partition(b"\r\n")
-        if not found:
-            raise BadAnswer("the answer ended too early")
-        num_bytes = int(size, 16)
-        if num_bytes == 0:
-            return b"".join(parts)
-        parts.append(data[:num_bytes])
-        data = data[num_bytes + 2 :]
