@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import anyio.lowlevel
+import httpx2
 import numpy as np
 from PIL import Image
 
@@ -90,12 +91,13 @@ async def measure_sections(generator: EngineGenerator, report: Report) -> None:
 
     app, sections = create_app(one_model(opened)), Sections()
     found: dict[str, tuple[float, int]] = {}
-    async with app.router.lifespan_context(app):
+    client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost")
+    async with app.router.lifespan_context(app), client:
         sent = [*bodies(generator.capabilities.model)]
-        await _sent(app, sent[-1][1])  # loads the modules for the first request
+        await _sent(client, sent[-1][1])  # loads the modules for the first request
         for name, body in sent:
             with sections.watching():
-                status = await asyncio.create_task(_sent(app, body))  # noqa: TID251 - a separate task
+                status = await asyncio.create_task(_sent(client, body))  # noqa: TID251 - a separate task
             found[name] = 1e3 * sections.longest_s, status
             sections.reset()
     worst = sorted(found.items(), key=lambda one: -one[1][0])
@@ -105,39 +107,13 @@ async def measure_sections(generator: EngineGenerator, report: Report) -> None:
     )
 
 
-async def _sent(app: Any, body: bytes) -> int:
+async def _sent(client: httpx2.AsyncClient, body: bytes) -> int:
     """Sends a body in pieces, as a socket delivers it. Returns the status of the answer."""
-    pieces = iter(range(0, len(body), PIECE_BYTES))
-    status = 0
 
-    async def receive() -> dict[str, Any]:
-        await anyio.lowlevel.checkpoint()
-        at = next(pieces, None)
-        if at is None:
-            await asyncio.get_running_loop().create_future()  # the client stays
-        assert at is not None
-        more = at + PIECE_BYTES < len(body)
-        return {"type": "http.request", "body": body[at : at + PIECE_BYTES], "more_body": more}
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(body), PIECE_BYTES):
+            await anyio.lowlevel.checkpoint()
+            yield body[at : at + PIECE_BYTES]
 
-    async def send(message: dict[str, Any]) -> None:
-        nonlocal status
-        status = message.get("status", status)
-
-    headers = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body))}
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": PATH,
-        "raw_path": PATH.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        "client": ("127.0.0.1", 1),
-        "server": ("localhost", 80),
-        "state": {},
-    }
-    await app(scope, receive, send)
-    return status
+    headers = {"content-type": "application/json", "content-length": str(len(body))}
+    return (await client.post(PATH, content=pieces(), headers=headers, timeout=None)).status_code
