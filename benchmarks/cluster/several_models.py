@@ -6,7 +6,7 @@ The small model takes 0.3 of the time of the large one. Engines on one GPU share
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from agentflow.cluster.routing.router import Router
 from agentflow.cluster.simulated.several_models import SimulatedModel, SimulatedModels
 from agentflow.cluster.simulated.simulation import MODEL
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.generators import chat, combined, few_shot, two_models
 from agentflow.engine.simulator.workload import Arrival, Workload
 from benchmarks.cluster.workloads import TPOT_S
@@ -67,14 +68,7 @@ def _mean_s(arrivals: Sequence[Arrival], num_large: int, *, knows: bool) -> floa
     config = SchedulerConfig(max_running=MAX_RUNNING, token_budget=2048)
     models = {}
     for name, factor in SPEED.items():
-        cost = replace(
-            GPU,
-            base_s=GPU.base_s * factor,
-            row_s=GPU.row_s * factor,
-            logits_s=GPU.logits_s * factor,
-            read_s=GPU.read_s * factor,
-            pair_s=GPU.pair_s * factor,
-        )
+        cost = CostModel(*[factor * part for part in astuple(GPU)])
         router = Router(EngineShape(cost, MAX_RUNNING, KV_TOKENS, TPOT_S), MODEL)
         devices = gpus[:num_large] if name == "large" else gpus
         models[name] = SimulatedModel(router, cost, config, KV_TOKENS, devices)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from agentflow.cluster.routing.router import Router, RoutingPolicy
 from agentflow.cluster.simulated.published import PUBLISHED_ROUTERS, RoundRobin
 from agentflow.cluster.simulated.simulation import MODEL, SimulatedCluster
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.engine.simulator.generators import (
     agent_sessions,
     chat,
@@ -96,13 +97,7 @@ class Case:
 
     def run_one_large(self, workload: Workload, scale: int, until_s: float) -> Simulated:
         """Simulates one engine with ``scale`` times the pool, the batch and the speed until ``until_s``."""
-        cost = replace(
-            GPU,
-            row_s=GPU.row_s / scale,
-            logits_s=GPU.logits_s / scale,
-            read_s=GPU.read_s / scale,
-            pair_s=GPU.pair_s / scale,
-        )
+        cost = replace(CostModel(*[part / scale for part in astuple(GPU)]), base_s=GPU.base_s)
         return SimulatedCluster(
             Workload(workload.name, workload.arrivals, workload.kv_tokens * scale),
             self.config(scale),
