@@ -26,7 +26,7 @@ FIRST_PAINT = """() => new Promise((resolve) => new PerformanceObserver((entries
 @contextmanager
 def streaming_server(steps_per_s: float) -> Iterator[str]:
     """Runs a server whose generations advance in step. Yields the address of its page."""
-    with serving("benchmarks.ui.streaming_server", f"{steps_per_s}") as (url, _):
+    with serving("benchmarks.server.scripted_server", f"{steps_per_s}") as (url, _):
         yield url.replace("ws://", "http://", 1) + "/ui/"
 
 
