@@ -100,15 +100,9 @@ def _measure(adapter: str, pipeline: str, route: str, options: tuple[str, ...], 
         raise SystemExit(f"there is no environment for {adapter}: run `make test-adapters` first")
     serve = ("agentflow", "serve", "--port", "0", "--dtype", "bfloat16", *options)
     with serving(*serve, errors=subprocess.DEVNULL) as (url, _):
-        command = [
-            str(python),
-            "-P",
-            str(ROOT / "benchmarks" / "peers" / "adapter_pipelines.py"),
-            pipeline,
-            route,
-            url,
-        ]
-        done = subprocess.run([*command, str(size)], capture_output=True, text=True, check=False)
+        script = Path(__file__).with_name("adapter_pipelines.py")
+        command = [str(python), "-P", str(script), pipeline, route, url, str(size)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{pipeline} through {route} failed:\n{done.stderr}")
     taken: Taken = json.loads(done.stdout.splitlines()[-1])
