@@ -70,54 +70,35 @@ class CallTree(BaseCallback):
             self._programs[call_id] = program
             oldest = next(iter(self._programs)) if len(self._programs) > MAX_CALLS else None
         if oldest is not None:
-            self._end(oldest)
+            self.on_module_end(oldest)
 
-    def _end(self, call_id: str) -> None:
+    def on_module_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        """Records the call of a module."""
+        self._begin(call_id, is_module=not isinstance(instance, dspy.BaseLM))
+
+    def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        """Records the call of an LM, or of a tool, which may call modules."""
+        self._begin(call_id)
+
+    on_tool_start = on_lm_start
+
+    def on_evaluate_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        """Records an evaluation or an optimizer, which calls a module many times."""
+        self._begin(call_id, has_many=True)
+
+    on_compile_start = on_evaluate_start
+
+    def on_module_end(
+        self, call_id: str, outputs: Any = None, exception: BaseException | None = None
+    ) -> None:
+        """Records the end of a call."""
         with self._lock:
             program = self._programs.pop(call_id, None)
         if program is not None and program.name == call_id:
             for connection in program.connections:
                 connection.end_program(call_id)
 
-    def on_module_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """Records the call of a module."""
-        self._begin(call_id, is_module=not isinstance(instance, dspy.BaseLM))
-
-    def on_module_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """Ends a call."""
-        self._end(call_id)
-
-    def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """Records the call of an LM."""
-        self._begin(call_id)
-
-    def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """Ends a call."""
-        self._end(call_id)
-
-    def on_tool_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """Records a tool, which may call modules."""
-        self._begin(call_id)
-
-    def on_tool_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """Ends a call."""
-        self._end(call_id)
-
-    def on_evaluate_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """Records an evaluation, which calls a module many times."""
-        self._begin(call_id, has_many=True)
-
-    def on_evaluate_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """Ends a call."""
-        self._end(call_id)
-
-    def on_compile_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """Records an optimizer, which calls a module many times."""
-        self._begin(call_id, has_many=True)
-
-    def on_compile_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """Ends a call."""
-        self._end(call_id)
+    on_lm_end = on_tool_end = on_evaluate_end = on_compile_end = on_module_end
 
     def on_adapter_format_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
         """Records that an adapter formats a prompt for a signature."""

@@ -97,67 +97,28 @@ class RunTree(BaseCallbackHandler):
             if root in self._roots:
                 self._at_end.setdefault(root, set()).add(connection)
 
-    def _begin(self, run_id: UUID, parent_run_id: UUID | None) -> None:
+    def on_chain_start(
+        self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
+    ) -> None:
+        """Records a chain, a graph, an agent, a retriever, or a tool, which may call models."""
         with self._lock:
             self._roots[run_id] = run_id if parent_run_id is None else self._roots.get(parent_run_id, run_id)
             oldest = next(iter(self._roots)) if len(self._roots) > MAX_RUNS else None
         if oldest is not None:
-            self._end(oldest)
+            self.on_chain_end(run_id=oldest)
 
-    def _end(self, run_id: UUID) -> None:
+    on_tool_start = on_retriever_start = on_chain_start
+
+    def on_chain_end(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
+        """Records the end of a run, which may have failed or been cancelled."""
         with self._lock:
             is_root = self._roots.pop(run_id, None) == run_id
             connections = self._at_end.pop(run_id, set()) if is_root else set()
         for connection in connections:
             connection.end_program(str(run_id))
 
-    def on_chain_start(
-        self, serialized: Any, inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
-    ) -> None:
-        """Records a chain, a graph or an agent."""
-        self._begin(run_id, parent_run_id)
-
-    def on_tool_start(
-        self,
-        serialized: Any,
-        input_str: str,
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Records a tool, which may call models."""
-        self._begin(run_id, parent_run_id)
-
-    def on_retriever_start(
-        self, serialized: Any, query: str, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
-    ) -> None:
-        """Records a retriever."""
-        self._begin(run_id, parent_run_id)
-
-    def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a chain."""
-        self._end(run_id)
-
-    def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a chain that failed or was cancelled."""
-        self._end(run_id)
-
-    def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a tool."""
-        self._end(run_id)
-
-    def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a tool that failed."""
-        self._end(run_id)
-
-    def on_retriever_end(self, documents: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a retriever."""
-        self._end(run_id)
-
-    def on_retriever_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Ends a retriever that failed."""
-        self._end(run_id)
+    on_tool_end = on_retriever_end = on_chain_end
+    on_chain_error = on_tool_error = on_retriever_error = on_chain_end
 
 
 RUNS: Final = RunTree()
