@@ -14,13 +14,13 @@ decodes cannot be counted, a step handles all of them one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from agentflow.engine.batch import BatchOutput
-from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.request import SAMPLED_ONCE, Objective, Request, Row, Status, make_rows
 from agentflow.engine.scheduling.admission import Admission
 from agentflow.engine.scheduling.in_flight import COMMIT_RUN
@@ -30,35 +30,10 @@ from agentflow.engine.simulator.cost_model import Amounts
 
 
 class CountingScheduler(Scheduler):
-    """Like ``Scheduler``, with ``next_step`` and ``complete_step`` instead of ``schedule`` and ``complete``.
+    """Like ``Scheduler``; ``next_step`` and ``complete_step`` replace ``schedule`` and ``complete``."""
 
-    Args:
-        num_slots: The size of the KV pool in tokens.
-        max_context: The longest sequence in tokens.
-        config: The options.
-        model: The identity of the model.
-        on_blocks: As in ``RadixCache``.
-        clock: Seconds.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_slots: int,
-        max_context: int,
-        config: SchedulerConfig,
-        model: str,
-        on_blocks: OnBlocks | None,
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(
-            num_slots=num_slots,
-            max_context=max_context,
-            config=config,
-            model=model,
-            on_blocks=on_blocks,
-            clock=clock,
-        )
+    def __init__(self, *, config: SchedulerConfig, **options: Any) -> None:
+        super().__init__(config=config, **options)
         self._end_of: dict[int, int] = {}  # by request: its tokens when it ends
         self._num_admitted = 0
         self._admission_of: dict[int, int] = {}  # numbers the running requests, by id, in their order
