@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
 import anyio
+import httpx2
 import msgspec
 
 from agentflow.backends.apis.batches.batch_api import (
@@ -97,12 +97,11 @@ class OpenAIBatches:
 
     async def create(self, path: str, lines: Sequence[bytes], tag: str, *, is_shielded: bool) -> str:
         """Uploads the requests and begins the batch; returns its id."""
-        boundary = secrets.token_hex(16)
-        form = _form(boundary, b"\n".join(lines))
-        sent = await self._transport.post("files", form, f"multipart/form-data; boundary={boundary}")
-        file = self._converted(sent, _Batch)  # only its id is needed
+        file = ("requests.jsonl", b"\n".join([*lines, b""]), "application/jsonl")
+        form = httpx2.Request("POST", "", data={"purpose": "batch"}, files={"file": file})
+        sent = await self._transport.post("files", form.read(), form.headers["content-type"])
         wanted = {
-            "input_file_id": file.id,
+            "input_file_id": self._converted(sent, _Batch).id,
             "endpoint": f"/v1/{path}",
             "completion_window": "24h",
             "metadata": {TAG: tag},
@@ -193,13 +192,3 @@ class OpenAIBatches:
             return msgspec.convert(found, kind)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"{self._errors.server} answered without a valid batch: {error}") from error
-
-
-def _form(boundary: str, content: bytes) -> bytes:
-    """The upload of a file of requests."""
-    purpose = f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-    head = (
-        f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="requests.jsonl"\r\n'
-        "Content-Type: application/jsonl\r\n\r\n"
-    )
-    return b"".join([purpose.encode(), head.encode(), content, f"\n\r\n--{boundary}--\r\n".encode()])
