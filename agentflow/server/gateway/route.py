@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 
 import anyio
 
@@ -24,14 +23,6 @@ from agentflow.server.http.acceptor import with_descriptors
 from agentflow.server.serve import DEFAULT_HOST, HttpServer, Signals, http_config, listen, listening_url
 
 
-@dataclass(frozen=True, slots=True)
-class RunningGateway:
-    """A gateway that listens at ``url``."""
-
-    url: str
-    gateway: Gateway
-
-
 @asynccontextmanager
 async def running_gateway(
     gateway: Gateway,
@@ -39,8 +30,9 @@ async def running_gateway(
     host: str = DEFAULT_HOST,
     port: int = 0,
     limits: ServerLimits | None = None,
-) -> AsyncIterator[RunningGateway]:
-    """Serves while the scope lasts, without signal handlers, and closes the gateway. Needs asyncio.
+) -> AsyncIterator[str]:
+    """Serves while the scope lasts, without signal handlers, and closes the gateway. Yields the address. For
+    asyncio.
 
     Args:
         gateway: The application.
@@ -63,7 +55,7 @@ async def running_gateway(
                 group.start_soon(server.run_shielded)
                 group.start_soon(gateway.watch)
                 try:
-                    yield RunningGateway(listening_url(listener, "http"), gateway)
+                    yield listening_url(listener, "http")
                 finally:
                     gateway.is_draining = True
                     await server.end()
@@ -96,11 +88,11 @@ def route(
 
     async def main() -> None:
         with anyio.CancelScope() as scope, Signals(scope) as signals:
-            async with running_gateway(gateway, host=host, port=port, limits=limits) as running:
+            async with running_gateway(gateway, host=host, port=port, limits=limits) as url:
                 collect_garbage_rarely()
                 shown = ", ".join(target.base for target in gateway.targets)
                 logger.info("routes to %s", shown)
-                print(f"agentflow routes {running.url} to {shown}", flush=True)
+                print(f"agentflow routes {url} to {shown}", flush=True)
                 await signals.until_stop()
                 gateway.is_draining = True
                 with anyio.move_on_after(drain_s) as draining:

@@ -49,10 +49,10 @@ async def routed(
     targets = parse_targets(list(urls))
     gateway = Gateway(targets, Connections(None, 60.0), limits=limits or GatewayLimits(), **options)
     async with (
-        running_gateway(gateway) as running,
-        httpx2.AsyncClient(base_url=running.url, timeout=20) as http,
+        running_gateway(gateway) as url,
+        httpx2.AsyncClient(base_url=url, timeout=20) as http,
     ):
-        yield Routed(running.url, gateway, http)
+        yield Routed(url, gateway, http)
 
 
 @asynccontextmanager
