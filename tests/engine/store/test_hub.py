@@ -27,7 +27,7 @@ from agentflow.engine.store.embedding_folder import read_embedding_folder
 from agentflow.engine.store.hub_errors import explained
 from agentflow.engine.store.hub_names import HubName, cached_models, repository_folder
 from agentflow.engine.store.model_store import fetch_model, pull_model, resolve_model
-from agentflow.engine.store.pull_progress import Silent
+from agentflow.engine.store.pull_progress import PullListener
 from agentflow.errors import PullFailed, UnknownModel
 
 
@@ -118,7 +118,7 @@ def test_the_token_goes_to_the_hub_and_not_to_its_storage(
 def test_the_listener_gets_the_bytes(tiny: HubServer) -> None:
     events: list[tuple[str, int, int]] = []
 
-    class Recorder(Silent):
+    class Recorder(PullListener):
         phase = ""
 
         def begin(self, phase: str) -> None:
@@ -310,14 +310,14 @@ def test_offline_a_pulled_model_is_used_and_another_is_not_pulled(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_model(NAME) == fetch_model(NAME) == snapshot
     with pytest.raises(PullFailed, check=has_param("HF_HUB_OFFLINE")):
-        fetch_model("someone/other", Silent())
+        fetch_model("someone/other", PullListener())
 
 
 def test_a_connection_that_breaks_is_resumed(tiny: HubServer, caplog: pytest.LogCaptureFixture) -> None:
     tiny.faults.append(Fault("GET .*/model.safetensors", cut_at=1000, times=2))
     notes: list[str] = []
 
-    class Recorder(Silent):
+    class Recorder(PullListener):
         def note(self, text: str) -> None:
             notes.append(text)
 
@@ -371,7 +371,7 @@ def test_an_interrupted_pull_leaves_no_model_and_continues(
     class Stop(Exception):
         pass
 
-    class Stopper(Silent):
+    class Stopper(PullListener):
         def __init__(self, last: int) -> None:
             self.left = last
 

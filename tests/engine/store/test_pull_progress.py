@@ -20,7 +20,7 @@ def _ordinary_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _play(listener: PullListener) -> None:
-    listener.waiting()
+    listener.note("waiting for another pull of the same model")
     for phase in get_args(Phase):
         listener.begin(phase)
         listener.advance(1_000_000, 3_000_000)

@@ -66,8 +66,8 @@ class Narrator:
         self.events: list[str] = []
         self._at_event = at_event
 
-    def waiting(self) -> None:
-        self._tell("waiting")
+    def note(self, text: str) -> None:
+        self._tell(text.split()[0])
 
     def begin(self, phase: str) -> None:
         self._tell(phase)
