@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 import anyio
@@ -36,11 +36,9 @@ from agentflow.errors import (
     ServerUnreachable,
     UnknownModel,
 )
-from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.decisions import Question, question_text
 from agentflow.protocol.events import Stats, Usage
-from agentflow.protocol.images import Image, Video
 from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import (
     Decided,
@@ -52,7 +50,6 @@ from agentflow.runtime.generator import (
     Scored,
     StateHint,
     Upcoming,
-    View,
 )
 from agentflow.runtime.payer import PAYER, Settle
 from agentflow.server.models.alias import AliasModel
@@ -191,8 +188,14 @@ class TenantGenerator:
         self.capabilities = msgspec.structs.replace(
             model.inner.capabilities, model=name, embedding_models=embedding_models
         )
-        self._inner = model.inner
+        self._inner = inner = model.inner
         self._own = Usage()
+        # The methods that count nothing.
+        self.fill, self.begin_role, self.end_role = inner.fill, inner.begin_role, inner.end_role
+        self.image, self.video = inner.image, inner.video
+        self.converse, self.offer_tools = inner.converse, inner.offer_tools
+        self.fork, self.free, self.watching = inner.fork, inner.free, inner.watching
+        self.text, self.token_ids, self.token_texts = inner.text, inner.token_ids, inner.token_texts
 
     def check_gate(self, num_requests: int) -> None:
         """``RateLimited`` if the tenant may not send this many requests now."""
@@ -204,36 +207,6 @@ class TenantGenerator:
         if self.tenant.name:  # hashed, because it is sent to other servers
             cache_salt = hashlib.sha256(f"{self.tenant.name}\n{cache_salt}".encode()).hexdigest()
         return self._inner.open(cache_salt, program=program, label=label)
-
-    def fill(self, context: Any, text: str) -> None:
-        """Appends text."""
-        self._inner.fill(context, text)
-
-    def begin_role(
-        self, context: Any, role: str, tool_call_id: str | None = None, name: str | None = None
-    ) -> None:
-        """Opens a turn."""
-        self._inner.begin_role(context, role, tool_call_id, name)
-
-    def end_role(self, context: Any) -> None:
-        """Closes the turn."""
-        self._inner.end_role(context)
-
-    def image(self, context: Any, image: Image) -> None:
-        """Appends an image."""
-        self._inner.image(context, image)
-
-    def video(self, context: Any, video: Video) -> None:
-        """Appends a video."""
-        self._inner.video(context, video)
-
-    async def converse(self, context: Any, conversation: Conversation) -> None:
-        """Begins the context with a conversation."""
-        await self._inner.converse(context, conversation)
-
-    async def offer_tools(self, context: Any, tools: tuple[ToolSpec, ...], choice: ToolChoice) -> None:
-        """Replaces the tools that replies may call."""
-        await self._inner.offer_tools(context, tools, choice)
 
     def expect(self, context: Any, upcoming: Sequence[Upcoming]) -> None:
         """Announces the text and gens that follow the next gen in its turn."""
@@ -301,10 +274,6 @@ class TenantGenerator:
             call.end(made.usage)
         return made
 
-    async def fork(self, context: Any, count: int) -> list[Any]:
-        """Returns contexts that continue from here."""
-        return await self._inner.fork(context, count)
-
     def hint(self, context: Any, hint: StateHint) -> None:
         """Passes on advice about the context's next ops."""
         token = PAYER.set(_TenantPayer(self, None))
@@ -312,22 +281,6 @@ class TenantGenerator:
             self._inner.hint(context, hint)
         finally:
             PAYER.reset(token)
-
-    def text(self, context: Any) -> str:
-        """The text of the context."""
-        return self._inner.text(context)
-
-    async def token_ids(self, context: Any) -> list[int]:
-        """The token ids, if the API reports them."""
-        return await self._inner.token_ids(context)
-
-    async def token_texts(self, context: Any) -> list[str]:
-        """The texts of the tokens, if the API reports them."""
-        return await self._inner.token_texts(context)
-
-    def free(self, context: Any) -> None:
-        """Releases the context."""
-        self._inner.free(context)
 
     async def stats(self) -> Stats:
         """The counters of the tenant. If it sees the metrics, they also have the numbers of all running
@@ -347,10 +300,6 @@ class TenantGenerator:
             failed_speculations=inner.failed_speculations if may_see else None,
             hedged_calls=inner.hedged_calls if may_see else None,
         )
-
-    def watching(self) -> AbstractContextManager[View]:
-        """``NotSupported``, as the API has no scheduler to watch."""
-        return self._inner.watching()
 
     @asynccontextmanager
     async def metered(self) -> AsyncIterator[None]:
