@@ -31,12 +31,7 @@ from agentflow.language.agents.tool_content import tool_result
 from agentflow.language.batch.map import ProgramMap
 from agentflow.language.expressions import ImageExpression as Image
 from agentflow.language.expressions import VideoExpression as Video
-from agentflow.language.expressions import (
-    assistant,
-    conversation,
-    system,
-    user,
-)
+from agentflow.language.expressions import assistant, conversation, system, user
 from agentflow.language.gen import gen, reply, select
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.host import OpenSession

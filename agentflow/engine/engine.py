@@ -55,23 +55,13 @@ from agentflow.engine.messages import (
 from agentflow.engine.models.memory_need import FEATURE_BYTES
 from agentflow.engine.outputs import Outputs
 from agentflow.engine.request import Request, Status, Submit, make_request
-from agentflow.engine.runner import (
-    AcceleratorFault,
-    MediaRunner,
-    ModelRunner,
-    OutOfMemory,
-    PreparingRunner,
-)
+from agentflow.engine.runner import AcceleratorFault, MediaRunner, ModelRunner, OutOfMemory, PreparingRunner
 from agentflow.engine.scheduling.media_work import MediaWork
 from agentflow.engine.scheduling.policies.charges import Charged
 from agentflow.engine.scheduling.scheduler import RequestFault, Scheduler, SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.watching.snapshot import EngineWatch
-from agentflow.errors import (
-    AgentflowError,
-    Cancelled,
-    EngineFailed,
-)
+from agentflow.errors import AgentflowError, Cancelled, EngineFailed
 from agentflow.protocol.events import StepRecord
 
 logger = logging.getLogger(__name__)

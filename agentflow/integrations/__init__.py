@@ -22,14 +22,7 @@ from agentflow.language.expressions import Appendable, conversation_with
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.typed.replies import read_reply
 from agentflow.language.typed.tools import describe_tool
-from agentflow.protocol.chat import (
-    Arguments,
-    CallBegun,
-    ReplyPiece,
-    TextPiece,
-    ToolChoice,
-    ToolSpec,
-)
+from agentflow.protocol.chat import Arguments, CallBegun, ReplyPiece, TextPiece, ToolChoice, ToolSpec
 from agentflow.protocol.events import TopLogprobs
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.schemas.hoisting import hoisted

@@ -25,12 +25,7 @@ from anyio.abc import TaskStatus
 
 from agentflow.backends.local import Embedded
 from agentflow.backends.open_session import Substitute, current_substitute, session
-from agentflow.errors import (
-    AgentflowError,
-    BadArgument,
-    DeadlineExceeded,
-    RunFailed,
-)
+from agentflow.errors import AgentflowError, BadArgument, DeadlineExceeded, RunFailed
 from agentflow.integrations.background_loop import BackgroundLoop
 from agentflow.language.batch.retries import pause_s
 from agentflow.language.expressions import ConversationExpression

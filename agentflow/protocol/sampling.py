@@ -23,12 +23,7 @@ from typing import Final
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.protocol.bounds.client_pattern import (
-    MAX_WRITTEN_OUT,
-    doubtful_set,
-    is_verbose,
-    written_out,
-)
+from agentflow.protocol.bounds.client_pattern import MAX_WRITTEN_OUT, doubtful_set, is_verbose, written_out
 
 MAX_STOP_REGEX_CHARS = 512
 

@@ -66,11 +66,7 @@ from agentflow.server.stores.entries import SharedEntries
 from agentflow.server.stores.fronts import Fronts, open_fronts
 from agentflow.server.stores.shared import SharedStore
 from agentflow.server.tenants.keys import Tenants, key_of_headers
-from agentflow.server.tenants.limit_headers import (
-    ANY_LIMITS,
-    anthropic_limit_headers,
-    openai_limit_headers,
-)
+from agentflow.server.tenants.limit_headers import ANY_LIMITS, anthropic_limit_headers, openai_limit_headers
 from agentflow.server.tenants.tickets import find_ticket
 from agentflow.server.ui.pages import page_routes
 from agentflow.server.websocket.connection import WsSession

@@ -16,15 +16,7 @@ from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.sampler import choice_rows
 from agentflow.engine.models.torch_runner import make_forward_input
-from agentflow.kernels.decoder_weights import (
-    DecoderWeights,
-    Experts,
-    LayerWeights,
-    Mlp,
-    Norm,
-    Rope,
-    Routing,
-)
+from agentflow.kernels.decoder_weights import DecoderWeights, Experts, LayerWeights, Mlp, Norm, Rope, Routing
 from agentflow.kernels.device_stream import DeviceStream
 from agentflow.kernels.inputs import BlockMatrix, LinearWeight
 from agentflow.kernels.platforms import Kernels, kernels_for

@@ -17,15 +17,7 @@ from dspy import lm15
 from dspy.clients.base_lm import LM_CLASS_STATE_KEY
 
 import agentflow as af
-from agentflow.integrations import (
-    Answer,
-    Arguments,
-    CallBegun,
-    Delta,
-    ToolChoice,
-    ToolSpec,
-    read_reply,
-)
+from agentflow.integrations import Answer, Arguments, CallBegun, Delta, ToolChoice, ToolSpec, read_reply
 from dspy_agentflow.answers import Asked, acomplete, astream, complete, stream, tokens_of
 from dspy_agentflow.call_notes import CallNotes, notes
 from dspy_agentflow.lm import DEFAULT_MAX_TOKENS, BaseAgentflowLM, EngineSettings, is_cache_scope

@@ -7,12 +7,7 @@ from contextlib import aclosing, closing
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import (
-    BaseChatModel,
-    LangSmithParams,
-    LanguageModelInput,
-    ModelProfile,
-)
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
@@ -20,14 +15,7 @@ from langchain_core.runnables.config import get_config_list
 from pydantic import BaseModel, ConfigDict
 
 import agentflow as af
-from agentflow.integrations import (
-    DEFAULT_MODEL,
-    Answer,
-    Delta,
-    ModelCall,
-    ModelConnection,
-    conversation_with,
-)
+from agentflow.integrations import DEFAULT_MODEL, Answer, Delta, ModelCall, ModelConnection, conversation_with
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import ChunkWriter, to_agentflow, to_langchain
 from langchain_agentflow.programs import acomplete, astream, complete, one_batch, stream

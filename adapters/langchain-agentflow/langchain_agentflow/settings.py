@@ -8,15 +8,7 @@ from typing import Any, Final, Self
 
 from langchain_core.caches import BaseCache
 from langchain_core.utils import secret_from_env
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 
 import agentflow as af
 from agentflow.integrations import ModelConnection, cache_key, connection_through, connection_to

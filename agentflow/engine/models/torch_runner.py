@@ -46,12 +46,7 @@ from agentflow.engine.models.vision.encoding import TowerEncoding
 from agentflow.engine.models.vision.features import MediaFeatures
 from agentflow.engine.models.vision.loading import load_tower
 from agentflow.engine.models.weights.loader import LoadedModel, WeightFormat, load_model
-from agentflow.engine.runner import (
-    AdapterInfo,
-    MediaEncoding,
-    ReadAdapter,
-    RunnerInfo,
-)
+from agentflow.engine.runner import AdapterInfo, MediaEncoding, ReadAdapter, RunnerInfo
 from agentflow.engine.store.adapter_folder import adapter_bytes, adapter_identity
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadArgument

@@ -49,12 +49,7 @@ from agentflow.engine.messages import (
 from agentflow.engine.process.child import Child, StartChild, start_child_process
 from agentflow.engine.process.connection import Hung, ProcessConnection, Unusable
 from agentflow.engine.process.deadlines import Deadlines
-from agentflow.engine.process.request_journal import (
-    RequestJournal,
-    Unfinished,
-    aborted,
-    lost_adapter,
-)
+from agentflow.engine.process.request_journal import RequestJournal, Unfinished, aborted, lost_adapter
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.worker import LAST_STEP_S
 from agentflow.engine.request import Submit

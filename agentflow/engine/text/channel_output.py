@@ -12,13 +12,7 @@ from enum import Enum, auto
 import msgspec
 import regex
 
-from agentflow.engine.text.channels import (
-    ANSWER_HEAD,
-    CALL_MARK,
-    NEXT_MESSAGE,
-    REASONING_HEAD,
-    call_head,
-)
+from agentflow.engine.text.channels import ANSWER_HEAD, CALL_MARK, NEXT_MESSAGE, REASONING_HEAD, call_head
 from agentflow.engine.text.tool_output import JsonExtent, PieceReader, overlap
 from agentflow.protocol.chat import (
     Arguments,

@@ -29,11 +29,7 @@ import jinja2.sandbox
 from agentflow.engine.store.gguf.file import reading_once
 from agentflow.engine.text.channels import has_channels
 from agentflow.engine.text.common_prefix import common_prefix
-from agentflow.engine.text.tokenizer_files import (
-    chat_template_source,
-    given_chat_template,
-    template_tokens,
-)
+from agentflow.engine.text.tokenizer_files import chat_template_source, given_chat_template, template_tokens
 from agentflow.errors import BadModelFolder, NotSupported, no_chat_template
 from agentflow.protocol.bounds.json_bounds import MOST_NESTING, nests_deeper
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec

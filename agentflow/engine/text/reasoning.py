@@ -23,13 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from agentflow.engine.text.channel_output import ChannelOutput
-from agentflow.engine.text.channels import (
-    ANSWER_HEAD,
-    CALL_MARK,
-    NEXT_MESSAGE,
-    REASONING_HEAD,
-    has_channels,
-)
+from agentflow.engine.text.channels import ANSWER_HEAD, CALL_MARK, NEXT_MESSAGE, REASONING_HEAD, has_channels
 from agentflow.engine.text.tool_output import ToolOutput, overlap
 from agentflow.protocol.chat import ReasoningPiece, ReplyPiece, TextPiece
 

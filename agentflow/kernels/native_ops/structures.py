@@ -17,14 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels.activations import ACTIVATIONS
-from agentflow.kernels.decoder_weights import (
-    DecoderWeights,
-    Experts,
-    LatentWeights,
-    LayerWeights,
-    Mlp,
-    Norm,
-)
+from agentflow.kernels.decoder_weights import DecoderWeights, Experts, LatentWeights, LayerWeights, Mlp, Norm
 from agentflow.kernels.inputs import (
     Adapter,
     AttentionBatch,

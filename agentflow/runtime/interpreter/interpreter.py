@@ -42,21 +42,8 @@ from agentflow.protocol import ops
 from agentflow.protocol.bounds.sized import sized, sizing
 from agentflow.protocol.events import Capabilities, ErrorInfo
 from agentflow.protocol.images import Image, Medium, Video
-from agentflow.protocol.op_table import (
-    OP_BYTES,
-    OPS,
-    expanded,
-    op_kind,
-    opened,
-    references,
-    rejected,
-)
-from agentflow.runtime.generator import (
-    ContextT,
-    Embedder,
-    Generator,
-    StateHint,
-)
+from agentflow.protocol.op_table import OP_BYTES, OPS, expanded, op_kind, opened, references, rejected
+from agentflow.runtime.generator import ContextT, Embedder, Generator, StateHint
 from agentflow.runtime.interpreter.image_store import ImageStore
 from agentflow.runtime.interpreter.observation import GraphAnswers, StatsAnswers, WatchAnswers
 from agentflow.runtime.interpreter.op_execution import OpExecution, opened_context
@@ -68,12 +55,7 @@ from agentflow.runtime.interpreter.state_tree import (
     derived_error,
     with_place,
 )
-from agentflow.runtime.interpreter.variables import (
-    EventCursor,
-    VariableRecord,
-    check_number,
-    may_be_number,
-)
+from agentflow.runtime.interpreter.variables import EventCursor, VariableRecord, check_number, may_be_number
 from agentflow.runtime.interpreter.wired_text import MAX_OP_CHARS
 from agentflow.runtime.limits import (
     Budget,

@@ -27,12 +27,7 @@ from agentflow.errors import (
     RunFailed,
 )
 from agentflow.protocol import ops
-from agentflow.protocol.events import (
-    ErrorInfo,
-    Event,
-    Reached,
-    StateFailed,
-)
+from agentflow.protocol.events import ErrorInfo, Event, Reached, StateFailed
 from agentflow.protocol.images import Image
 from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.runtime.generator import ContextT, Generator, StateHint

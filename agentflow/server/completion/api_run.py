@@ -16,13 +16,7 @@ import msgspec
 
 from agentflow.engine.grammar.compiler.messages import PartedConstraint, Relaxed
 from agentflow.errors import EngineFailed, InvalidValue, NotSupported, PromptTooLong, RequestRefused
-from agentflow.protocol.chat import (
-    Arguments,
-    CallBegun,
-    CalledTool,
-    ReplyReader,
-    TextPiece,
-)
+from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, ReplyReader, TextPiece
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import GenParams, SamplingParams

@@ -18,11 +18,7 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.images import Medium, PlacedImage, placed_in
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.compatible.cache_marks import (
-    KeptBeginnings,
-    seconds_of_breakpoint,
-    seconds_of_control,
-)
+from agentflow.server.compatible.cache_marks import KeptBeginnings, seconds_of_breakpoint, seconds_of_control
 from agentflow.server.compatible.field_errors import check_unsupported, naming_param
 from agentflow.server.compatible.fields import Unread, is_given
 from agentflow.server.compatible.forms import ANY_OBJECT, only_form, read_forms

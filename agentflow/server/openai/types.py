@@ -13,12 +13,7 @@ from msgspec import Meta
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.constraint import MAX_CONSTRAINT_CHOICES
 from agentflow.protocol.ops import MAX_SALT_CHARS
-from agentflow.protocol.sampling import (
-    MAX_BIASES,
-    MAX_INT,
-    MAX_STOPS,
-    MAX_TOP_LOGPROBS,
-)
+from agentflow.protocol.sampling import MAX_BIASES, MAX_INT, MAX_STOPS, MAX_TOP_LOGPROBS
 from agentflow.server.compatible.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,

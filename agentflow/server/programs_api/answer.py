@@ -12,11 +12,7 @@ from agentflow.server.compatible.error_format import OpenAIErrorFormat
 from agentflow.server.errors import ApiError
 from agentflow.server.programs.program import ProgramVariable, ServedProgram
 from agentflow.server.programs.shared_values import KeptUsage
-from agentflow.server.programs_api.types import (
-    ProgramErrorBody,
-    VariableAnswer,
-    VariableUsage,
-)
+from agentflow.server.programs_api.types import ProgramErrorBody, VariableAnswer, VariableUsage
 
 FAILED = 424
 """The status of a variable without a value: a request that the value depends on has failed."""

@@ -13,12 +13,7 @@ from agentflow.protocol.events import Delta, Value, VarFailed
 from agentflow.server.errors import RETRY_AFTER_S, ApiError, invalid_field
 from agentflow.server.event_stream import event
 from agentflow.server.http.call import ApiCall, Handler
-from agentflow.server.programs.program import (
-    ProgramEnded,
-    ProgramVariable,
-    ServedProgram,
-    VariableTaken,
-)
+from agentflow.server.programs.program import ProgramEnded, ProgramVariable, ServedProgram, VariableTaken
 from agentflow.server.programs_api.answer import failure, make_variable_answer
 from agentflow.server.programs_api.elsewhere import answer_elsewhere, not_found
 from agentflow.server.programs_api.prompt import read_prompt

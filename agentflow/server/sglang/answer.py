@@ -27,13 +27,7 @@ from agentflow.server.completion.request import (
 )
 from agentflow.server.completion.streaming import CommentedEvents
 from agentflow.server.event_stream import event
-from agentflow.server.sglang.types import (
-    LoggedToken,
-    LoggedTops,
-    SglangAnswer,
-    SglangFinish,
-    SglangMeta,
-)
+from agentflow.server.sglang.types import LoggedToken, LoggedTops, SglangAnswer, SglangFinish, SglangMeta
 
 _encode_json = msgspec.json.Encoder().encode
 _DONE = event(b"[DONE]")

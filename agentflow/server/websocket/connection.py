@@ -50,13 +50,7 @@ from agentflow.protocol.wire import (
 from agentflow.runtime.generator import ContextT, SessionModels
 from agentflow.runtime.loop_turns import LoopTurn, end_loop_turn
 from agentflow.server.websocket.frames import SMALL_FRAME_BYTES, check_frame, event_frames
-from agentflow.server.websocket.sessions import (
-    IsValid,
-    ServedSession,
-    Sessions,
-    always_valid,
-    revoked,
-)
+from agentflow.server.websocket.sessions import IsValid, ServedSession, Sessions, always_valid, revoked
 
 logger = logging.getLogger(__name__)
 

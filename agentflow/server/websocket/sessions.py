@@ -17,14 +17,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from agentflow.errors import (
-    AgentflowError,
-    NotAuthorized,
-    Overloaded,
-    ProtocolError,
-    ServerLost,
-    incident,
-)
+from agentflow.errors import AgentflowError, NotAuthorized, Overloaded, ProtocolError, ServerLost, incident
 from agentflow.protocol.ops import Op, Rejected
 from agentflow.protocol.wire import Resume, UnreadOps
 from agentflow.runtime.generator import ContextT, SessionModels

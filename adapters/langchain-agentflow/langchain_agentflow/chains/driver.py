@@ -4,25 +4,13 @@ caller's threads, where they never suspend.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Coroutine,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from langchain_core.runnables import (
-    Runnable,
-    RunnableConfig,
-)
+from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_executor_for_config
 
-from agentflow.integrations import (
-    ModelConnection,
-    UserCode,
-    open_task_group,
-)
+from agentflow.integrations import ModelConnection, UserCode, open_task_group
 from langchain_agentflow.errors import langchain_errors
 
 ResultT = TypeVar("ResultT")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -37,9 +32,7 @@ from langchain_core.runnables import (
 )
 from langchain_core.runnables.passthrough import RunnableAssign
 
-from agentflow.integrations import (
-    ModelConnection,
-)
+from agentflow.integrations import ModelConnection
 from langchain_agentflow.chat_model import ChatAgentflow
 from langchain_agentflow.llm import Agentflow
 from langchain_agentflow.structured_output import JsonValue, reject_truncated

@@ -9,15 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from langchain_core.prompt_values import PromptValue
-from langchain_core.runnables import (
-    Runnable,
-)
+from langchain_core.runnables import Runnable
 
-from agentflow.integrations import (
-    Answer,
-    Appendable,
-    WiredProgram,
-)
+from agentflow.integrations import Answer, Appendable, WiredProgram
 from langchain_agentflow.chains.parts import WiredModel, text_properties
 from langchain_agentflow.structured_output import JsonValue
 

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Generator,
-    Iterator,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
 from contextlib import aclosing, closing, contextmanager
 from typing import Any
 from uuid import uuid4
@@ -17,9 +11,7 @@ from uuid import uuid4
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompt_values import PromptValue
-from langchain_core.prompts import (
-    BasePromptTemplate,
-)
+from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import (
     Runnable,
     RunnableParallel,
@@ -49,14 +41,7 @@ from langchain_agentflow.chains.parts import (
     unwired_parts,
     wired_model,
 )
-from langchain_agentflow.chains.values import (
-    Filled,
-    NotWired,
-    Pending,
-    Placeholder,
-    SentCall,
-    answer_texts,
-)
+from langchain_agentflow.chains.values import Filled, NotWired, Pending, Placeholder, SentCall, answer_texts
 from langchain_agentflow.chat_model import ChatAgentflow
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.llm import Agentflow

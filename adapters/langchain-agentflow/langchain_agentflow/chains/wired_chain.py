@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    AsyncIterator,
-    Iterator,
-)
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 from langchain_core.exceptions import ModelAPIError, ModelConnectionError, ModelRateLimitError
-from langchain_core.runnables import (
-    Runnable,
-    RunnableConfig,
-)
+from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list, patch_config
 from langchain_core.runnables.utils import AddableDict
 
-from agentflow.integrations import (
-    ModelConnection,
-)
+from agentflow.integrations import ModelConnection
 from langchain_agentflow.chains.driver import Awaiting, Blocking, driven
 from langchain_agentflow.chains.parts import UnwiredPart, connections_in, unwired_parts
 from langchain_agentflow.chains.values import Pending

@@ -27,14 +27,7 @@ from agentflow.backends.apis.batches.batch_api import BatchApi, BatchOutcome, Ba
 from agentflow.backends.apis.http.api_errors import is_transient
 from agentflow.backends.apis.http.event_stream import EventSink
 from agentflow.backends.apis.http.file_slots import filled_size
-from agentflow.errors import (
-    AgentflowError,
-    BadArgument,
-    EngineFailed,
-    Overloaded,
-    RequestRefused,
-    ServerLost,
-)
+from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused, ServerLost
 from agentflow.protocol.batches import BatchCounts, BatchNotes, BatchRecord
 from agentflow.protocol.images import Image
 from agentflow.runtime.backoff import doubled_s
