@@ -183,7 +183,7 @@ class EngineContext:
     outline: Outline | None = None  # of that conversation, until its first request
     changed: str = ""  # as in ``Origin``, of the next request
     has_new_tools: bool = False  # since the last request
-    num_rerendered: int = 0  # the tokens that had been rendered again at the last request
+    num_rerendered: int = 0  # the tokens that had been rendered again at the last call of ``note_rerendered``
     # The beginnings of that conversation to keep in the cache, with seconds: as numbers of its messages and,
     # once it is encoded, as in ``Origin``.
     kept_messages: Sequence[tuple[int, float]] = ()
@@ -269,15 +269,21 @@ class EngineContext:
         """Records that all appended text is encoded."""
         self.num_unencoded_chars = self.num_to_encode = 0
 
+    def note_rerendered(self) -> int:
+        """Returns how many tokens were rendered again since the last call, and notes why the prompt of the
+        next request changed."""
+        num_new = self.tokens.num_rerendered_tokens - self.num_rerendered
+        if num_new:
+            self.changed = self.changed or ("tools_changed" if self.has_new_tools else "rerendered")
+        self.num_rerendered += num_new
+        self.has_new_tools = False
+        return num_new
+
     def origin_now(self) -> Origin:
-        """Returns the origin of a request made now, with its scheduling hint, the time left until the
+        """Returns the origin of a request that begins now, with its scheduling hint, the time left until the
         deadline, and why its prompt changed since the state's last request."""
         origin = self.origin_ahead()
         changed, self.changed = self.changed, ""
-        if self.tokens.num_rerendered_tokens > self.num_rerendered:
-            changed = changed or ("tools_changed" if self.has_new_tools else "rerendered")
-            self.num_rerendered = self.tokens.num_rerendered_tokens
-        self.has_new_tools = False
         if not changed and not self.kept_prefixes:
             return origin
         return msgspec.structs.replace(origin, changed=changed, kept_prefixes=self.kept_prefixes)

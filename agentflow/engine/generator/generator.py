@@ -511,7 +511,7 @@ class EngineGenerator:
             self._client.forget(context.prefill_ahead.request_id)
         if context.has_run and context.origin.state and not context.outlived:
             self._client.close_state(context.origin.state, is_dropped=context.is_dropped)
-        self._stats.rerendered_tokens += context.tokens.num_rerendered_tokens
+        self._stats.rerendered_tokens += context.note_rerendered()
 
     def _new_number(self) -> int:
         return self._client.new_number() if self._ahead is not None else 0

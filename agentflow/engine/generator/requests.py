@@ -120,6 +120,7 @@ class TenantRequests:
         admitted.prompt_tokens = num_tokens
         if context is not None:
             context.has_run = True
+            self.stats.rerendered_tokens += context.note_rerendered()
             self.end_fill_ahead(context)
 
     def done(self, admitted: AdmittedRequest, usage: Usage) -> None:

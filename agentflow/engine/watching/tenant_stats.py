@@ -30,7 +30,8 @@ class TenantStats:
         self._model = model
         self._finished = Usage()
         self.rerendered_tokens = 0
-        """The tokens of closed states that a template rendered again."""
+        """The tokens that a template rendered again, counted when a request needs them or their state
+        closes."""
 
     def count(self, usage: Usage) -> None:
         """Counts a finished request."""

@@ -10,6 +10,7 @@ from support.fake_engine import ConstrainedEngine
 from support.reasoning_models import DEEPSEEK_MODEL, QWEN_MODEL, ReasoningModel
 
 import agentflow as af
+from agentflow.engine.text.common_prefix import common_prefix
 
 pytestmark = pytest.mark.anyio
 
@@ -181,3 +182,29 @@ async def test_a_gen_that_ends_within_reasoning_has_an_empty_value(model: Reason
         assert await s["answer"] == ""
         assert s["answer"].finish_reason == "length"
         assert REASONING.startswith(s["answer"].reasoning or "-")
+
+
+async def test_f37_tokens_that_a_template_renders_again_count_while_their_state_is_open() -> None:
+    async with af.session(backend=engine_of(QWEN_MODEL)) as flow:
+        async with flow.state() as s:
+            s += af.user(SCRIPT)
+            async with s.assistant():
+                s += af.gen("answer")
+                before = await s.token_ids()
+            s += af.user("Again.") + af.assistant(af.gen("again", max_tokens=1))
+            await s["again"]
+            num_rerendered = len(before) - common_prefix(before, await s.token_ids())
+            assert num_rerendered > 0
+            assert (await flow.stats()).rerendered_tokens == num_rerendered
+        assert (await flow.stats()).rerendered_tokens == num_rerendered
+
+
+async def test_f37_a_prompt_whose_reasoning_the_template_drops_is_missed_as_rendered_again() -> None:
+    async with af.session(backend=engine_of(QWEN_MODEL)) as flow, flow.state() as s:
+        s += af.user(f"<think>\n{REASONING}\n</think>\n\n{'Hello! ' * 120}") + af.assistant(
+            af.gen("answer", max_tokens=2000)
+        )
+        s += af.user("Again.") + af.assistant(af.gen("again", max_tokens=1))  # follows immediately
+        await s
+        assert s["answer"].usage.miss_reason == "first_seen"
+        assert s["again"].usage.miss_reason == "rerendered"

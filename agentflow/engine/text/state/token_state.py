@@ -46,10 +46,11 @@ class TokenState:
     """The tokens of an append-only state. The template is rendered when ids are needed, not at every op: some
     templates reject an incomplete conversation (a system turn alone) and accept it with its next turn.
 
-    ``num_rerendered_tokens``: the settled ids that were discarded later because the template rewrote earlier
-    turns; all ids from the first discarded one on are computed again. ``text_keys``: after ``attach_to``, the
-    keys of the encoded text at its cut points (``RenderedPrefixes.cut_points``). ``placeholder_tokens``: the
-    text that the template writes for an image, or a video; if missing or empty, it is searched for.
+    ``num_rerendered_tokens``: the settled and generated ids that were discarded later because the template
+    rewrote earlier turns; all ids from the first discarded one on are computed again. ``text_keys``: after
+    ``attach_to``, the keys of the encoded text at its cut points (``RenderedPrefixes.cut_points``).
+    ``placeholder_tokens``: the text that the template writes for an image, or a video; if missing or empty,
+    it is searched for.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -84,6 +85,7 @@ class TokenState:
         self._layout: Layout | None = None
         self._segments: list[Segment] = []
         self._ids: list[int] = []
+        self._generated: Sequence[int] = ()  # after the settled ids, and not settled yet
         self._is_settled = False
         # The last result of ``ids``, until ids are settled again.
         self._ids_read: list[int] | None = None
@@ -249,6 +251,7 @@ class TokenState:
         self._take_pending()
         if ids:
             _append(self._parts, [TextRun(text, tuple(ids))])
+            self._generated = ids if self._is_settled else ()
             self._has_changed()
 
     def markup(self, text: str) -> None:
@@ -551,9 +554,10 @@ class TokenState:
         layout = self._lay_out()
         segments = self._encoded(layout)
         ids = _joined(segments)
-        if ids[: len(self._ids)] != self._ids:  # not a continuation
-            self.num_rerendered_tokens += len(self._ids) - common_prefix(self._ids, ids)
-        self._layout, self._segments, self._ids = layout, segments, ids
+        known = [*self._ids, *self._generated]
+        if ids[: len(known)] != known:  # not a continuation
+            self.num_rerendered_tokens += len(known) - common_prefix(known, ids)
+        self._layout, self._segments, self._ids, self._generated = layout, segments, ids, ()
         self._is_settled = True
         self._ids_read = None
 

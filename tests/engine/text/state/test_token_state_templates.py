@@ -48,6 +48,19 @@ def test_reasoning_that_the_template_drops_later() -> None:
     assert state.num_rerendered_tokens == len(ids) + len(SMALL.encode_markup("<|im_end|>\n"))
 
 
+def test_f37_generated_tokens_that_the_template_drops_count_before_they_are_settled() -> None:
+    state = state_of("thinking")
+    say(state, "user", "What?")
+    state.begin_role("assistant")
+    state.cut()
+    answer = "<think>\nthe fox\n</think>\n\nthe dog"
+    state.generated(letters(answer), answer)
+    state.end_role()
+    say(state, "user", "Why?")
+    state.cut()
+    assert state.num_rerendered_tokens == len(letters(answer))
+
+
 def test_a_trimmed_answer_keeps_the_ids_before() -> None:
     state = state_of("headers_and_trim")
     say(state, "user", " Hi ")
