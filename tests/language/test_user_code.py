@@ -232,11 +232,27 @@ async def in_script(flow: af.Session, make: Any, *, is_async: bool) -> None:
         await s["scripted"]
 
 
+async def in_judge(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    @af.program
+    async def two(s: af.State, name: str) -> None:
+        s += af.user("One: ", name, "\nBe brief.") + af.user("Two: ", name, "\nBe kind.")
+
+    judge = functools.partial(ends_later if is_async else ends, make)
+    await two.trace().optimised(reorder=True, judge=judge)
+
+
+async def in_trace(flow: af.Session, make: Any, *, is_async: bool) -> None:
+    async def program(s: af.State) -> None:
+        raise make()
+
+    af.program(program).trace()
+
+
 PLACES: list[Callable[..., Awaitable[None]]] = [
     in_tool, in_approve, in_contender, in_run, in_stream, in_map, in_mapped_variable, in_key, in_validator,
-    in_inputs, in_close_of_inputs, in_key_of_inputs, in_kept_result, in_script,
+    in_inputs, in_close_of_inputs, in_key_of_inputs, in_kept_result, in_script, in_judge, in_trace,
 ]  # fmt: skip
-ASYNCHRONOUS = [in_tool, in_approve, in_key, in_validator, in_inputs]
+ASYNCHRONOUS = [in_tool, in_approve, in_key, in_validator, in_inputs, in_judge]
 """Places that differ between the two kinds of functions."""
 
 
@@ -245,7 +261,8 @@ ASYNCHRONOUS = [in_tool, in_approve, in_key, in_validator, in_inputs]
 )
 async def test_f12a_code_that_ends_oddly_fails_its_call_alone(place, is_async, anyio_backend_name):
     for make in ENDINGS:
-        if place is in_approve and make in (Unshowable, UnshowableValue) and anyio_backend_name == "trio":
+        is_unshowable = make in (Unshowable, UnshowableValue)
+        if place in (in_approve, in_judge) and is_unshowable and anyio_backend_name == "trio":
             continue  # trio shows the exceptions of its nurseries
         num_made = 0
 

@@ -25,7 +25,6 @@ import msgspec
 
 from agentflow.errors import BadArgument, Cancelled, InvalidValue, RunFailed
 from agentflow.language.batch.inputs import InputKey
-from agentflow.language.failures.user_code import UserCode
 from agentflow.language.graphs.graph import Graph
 from agentflow.language.graphs.trace import GraphRun, trace
 from agentflow.language.link import Link
@@ -81,11 +80,10 @@ def _traced(program: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwarg
     if not hasattr(function, "__name__"):
         function = partial(function)
         function.__name__ = name
-    with UserCode(f"program {name!r}"):
-        # Defaults are given as well: a trace has stand-ins for arguments that are missing.
-        bound = signature(function).bind(None, *args, **kwargs)
-        bound.apply_defaults()
-        return trace(function, bound.args[1:], bound.kwargs)
+    # Defaults are given as well: a trace has stand-ins for arguments that are missing.
+    bound = signature(function).bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    return trace(function, bound.args[1:], bound.kwargs)
 
 
 class MapNotes:

@@ -1,11 +1,11 @@
 """Runs code of the user so that only its own call fails, however it ends.
 
-Tools, approval hooks, programs, contenders, inputs, mapped functions, keys, validators and scripts are code
-of the user. An ``Exception`` that leaves it is a failure that its caller handles. Other endings would cancel
-unrelated tasks, or hang the tasks that wait for the call: the ``CancelledError`` of a job that was cancelled
-elsewhere, ``sys.exit()``, a ``StopIteration``. ``UserCode`` converts them to ``RunFailed``. Three endings
-concern more than the call, and pass: the cancellation of the call's own task, an exception of a signal
-handler (such as Ctrl-C), and the closing of a coroutine.
+Tools, approval hooks, programs, contenders, inputs, mapped functions, keys, validators, judges and scripts
+are code of the user. An ``Exception`` that leaves it is a failure that its caller handles. Other endings
+would cancel unrelated tasks, or hang the tasks that wait for the call: the ``CancelledError`` of a job that
+was cancelled elsewhere, ``sys.exit()``, a ``StopIteration``. ``UserCode`` converts them to ``RunFailed``.
+Three endings concern more than the call, and pass: the cancellation of the call's own task, an exception of a
+signal handler (such as Ctrl-C), and the closing of a coroutine.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 from agentflow.errors import BadArgument
 from agentflow.language.display.svg import Arrow, Box, BoxKind, ForkMark, graph_svg
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.graphs.graph_result import GraphOutput as GraphOutput
 from agentflow.language.graphs.graph_result import outputs_in
 from agentflow.language.graphs.optimise import Move, constants_first, folded, merge_texts, moves
@@ -205,12 +206,13 @@ async def _reordered(graph: Graph, judge: Judge) -> Graph:
     found = list(graph.ops)
 
     async def attempt(move: Move) -> None:
-        answer = judge(move.old, move.new) if callable(judge) else None
-        if not isawaitable(answer):
-            raise BadArgument(
-                f"optimised: the judge must be an async function, not {judge!r:.80}", param="judge"
-            )
-        is_allowed = await answer
+        with UserCode("optimised: the judge"):
+            answer = judge(move.old, move.new) if callable(judge) else None
+            if not isawaitable(answer):
+                raise BadArgument(
+                    f"optimised: the judge must be an async function, not {judge!r:.80}", param="judge"
+                )
+            is_allowed = await answer
         if not isinstance(is_allowed, bool):  # the text "no" would be true
             raise BadArgument(
                 f"optimised: the judge must return True or False, not {is_allowed!r:.80}", param="judge"

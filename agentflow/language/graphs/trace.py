@@ -33,6 +33,7 @@ from agentflow.language.failures.stack_frames import (
     is_in_program,
     program_line,
 )
+from agentflow.language.failures.user_code import UserCode
 from agentflow.language.graphs.graph import Graph, MediumArgument
 from agentflow.language.graphs.graph_result import (
     GraphOutput,
@@ -89,7 +90,8 @@ def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs
     arguments, media, order, bound = _bound(function, run.root, args, kwargs)
     token = TRACE.set(link)
     try:
-        result = _driven(called(function, *bound.args, **bound.kwargs), function.__name__)
+        with UserCode(f"program {function.__name__!r}"):
+            result = _driven(called(function, *bound.args, **bound.kwargs), function.__name__)
     finally:
         TRACE.reset(token)
     if link.cancelled_at is not None:
