@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +29,7 @@ from support.plain_model import (
 from support.small_tokenizers import byte_level
 
 from agentflow.engine.batch import Batch
+from agentflow.engine.cache.nodes import Node
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.engine import Engine
 from agentflow.engine.messages import (
@@ -650,6 +653,55 @@ def test_the_tokens_before_an_abort_are_reported_before_it(num_steps: int) -> No
     ] == sampled
     assert len(of_request) == num_steps + 1
     assert isinstance(of_request[-1], Failed)
+
+
+@given(
+    submits=st.lists(
+        st.tuples(st.sampled_from(["text", "prompt", "scores", "choices"]), st.integers(2, 40)),
+        min_size=1,
+        max_size=6,
+    ),
+    num_steps=st.integers(0, 12),
+    which=st.integers(0, 5),
+    ahead=st.booleans(),
+)
+def test_slots_are_free_at_the_end_of_the_first_step_after_an_abort(
+    submits: list[tuple[str, int]], num_steps: int, which: int, ahead: bool
+) -> None:
+    """In any phase of the request, and also if a batch with it is in flight when the abort is read."""
+    kinds: dict[str, Callable[[int, list[int]], Submit]] = {
+        "text": lambda number, prompt: Submit(number, prompt, SamplingParams(max_tokens=8, ignore_eos=True)),
+        "prompt": lambda number, prompt: Submit(number, prompt, None),
+        "scores": lambda number, prompt: Submit(number, prompt, None, score_from=1),
+        "choices": lambda number, prompt: Submit(number, prompt, None, choices=[[5, 6, 7], [6], [7, 5]]),
+    }
+    config = SchedulerConfig(max_running=3, token_budget=12)
+    fake = runner(num_slots=100, max_context=60, launches_ahead=ahead)
+    engine = Engine(fake, TOKENIZER, config, lambda messages: None)
+    for number, (kind, length) in enumerate(submits, 1):
+        engine.send(kinds[kind](number, [5 + number % 2] * length))
+    engine.take_messages()
+    for _ in range(num_steps):
+        engine.step()
+    aborted = 1 + which % len(submits)
+    engine.send(Abort(aborted))
+    engine.take_messages()
+    engine.step()
+
+    scheduler, num_in_use, locks = engine.scheduler, 0, Counter[Node]()
+    rows = [row for launched in scheduler._in_flight.launched for row in launched.rows]
+    assert aborted not in scheduler.running.keys() | {row.request.id for row in rows}
+    for row in rows:
+        num_in_use += 0 if row.withdrawn_slots is None else len(row.withdrawn_slots)
+    for request in scheduler.running.values():
+        assert request.committed is not None
+        num_in_use += request.num_computed - request.committed.num_tokens + len(request.node_slots)
+        node = request.committed.node
+        while node.parent is not None:
+            locks[node] += 1
+            node = node.parent
+    assert scheduler.memory.num_in_use == num_in_use
+    assert all(node.locks == locks[node] for node in scheduler.memory.cache.nodes())
 
 
 def test_an_abort_behind_a_text_that_fails_ends_the_request_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from support.counted_lines import counted_lines
 
 from agentflow.engine.cache import blocks, nodes, radix_cache
 from agentflow.engine.cache.blocks import BlocksRemoved
@@ -518,6 +519,51 @@ def test_the_heap_of_leaves_stays_small_under_many_matches():
         cache.match(None, as_run([1, 2, 3]))
     assert len(cache._accounts[None].leaves) < 200
     assert isinstance(cache.match(None, as_run([1])), PrefixMatch)
+
+
+def _split_and_insert(cache: RadixCache, leaf: list[int]) -> None:
+    found = cache.match(None, as_run(leaf[:-1]))
+    cache.extend(found, None, as_run([*leaf[:-1], 9]), np.arange(len(leaf), dtype=np.int32))
+
+
+def _lock(cache: RadixCache, leaf: list[int]) -> None:
+    cache.unlock(cache.match(None, as_run(leaf), lock=True))
+
+
+def _keep(cache: RadixCache, leaf: list[int]) -> None:
+    found = cache.match(None, as_run(leaf))
+    cache.keep(found, 1.0)
+    cache.unkeep(found)
+    cache.supersede(found)
+
+
+def _evict(cache: RadixCache, leaf: list[int]) -> None:
+    assert len(cache.evict(len(leaf))) == len(leaf)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda cache, leaf: cache.peek(None, as_run(leaf)),
+        lambda cache, leaf: cache.match(None, as_run(leaf)),
+        _split_and_insert,
+        _lock,
+        _keep,
+        _evict,
+    ],
+    ids=["peek", "match", "insert", "lock", "keep", "evict"],
+)
+def test_an_operation_costs_what_it_touches_however_large_the_tree_is(act):
+    num_lines = {}
+    for num_leaves in (20, 500):
+        cache = RadixCache()
+        for number in range(num_leaves):
+            insert(cache, None, [1, 2, 100 + number, 3, 4], list(range(5 * number, 5 * number + 5)))
+        cache.evict(5)  # drops the old entries of the heaps, at a cost of the inserts
+        with counted_lines() as lines:
+            act(cache, [1, 2, 110, 3, 4])
+        num_lines[num_leaves] = lines.num
+    assert num_lines[500] == num_lines[20]
 
 
 def test_generated_tokens_are_counted_apart_from_prompts():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
 from support.faults import has_param
 from support.plain_engine import End, PlainEngine, num_common
-from support.plain_model import PLAIN_MODEL, alone, plain_model_engine, plain_token
+from support.plain_model import END_ID, PLAIN_MODEL, alone, plain_model_engine, plain_token
 
 import agentflow as af
 from agentflow.engine.client import EngineClient
@@ -208,6 +208,30 @@ async def test_the_next_turn_begins_with_exactly_what_was_generated():
         # All but the last token of the first answer, which was never fed to the model.
         assert again.usage.cached_tokens == len(prompt) + 5
         assert prompt_of(context)[: len(prompt) + 6] == prompt + generated
+
+
+@pytest.mark.parametrize("end", ["the mark of the turn", "the end of texts", "a stop", "the length"])
+async def test_a_turn_ends_once_whatever_ended_its_gen(end: str):
+    """A model may write the mark itself, which the role's end writes in any case."""
+    mark = TOKENIZER.encode_markup("<|im_end|>")[0]
+    last = {"the mark of the turn": mark, "the end of texts": END_ID}.get(end, TOKENIZER.encode("!")[0])
+    written = [*TOKENIZER.encode("the answer", continues=True), last]
+    prompt: list[int] = []
+    params: dict[str, Any] = {"stop": ("!",)} if end == "a stop" else {}
+    if end == "the length":
+        params["max_tokens"] = len(written) - 1
+    options = {"end_token_ids": (END_ID, mark), "next_token": lambda ids: written[len(ids) - len(prompt)]}
+    async with plain_model_engine(**options) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        fill_turn(generator, context, "user", "Say it.")
+        generator.begin_role(context, "assistant")
+        prompt += prompt_of(context)
+        generated = await generate(generator, context, **params)
+        assert generated.text == "the answer"
+        assert generated.finish_reason == {"a stop": "stop", "the length": "length"}.get(end, "eos")
+        generator.end_role(context)
+        assert prompt_of(context) == prompt + written[:-1] + TOKENIZER.encode_markup("<|im_end|>\n")
 
 
 @pytest.mark.on_trio

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.fake_engine import ConstrainedEngine
+from support.fake_engine import ConstrainedEngine, FakeEngine
 from support.reasoning_models import QWEN_MODEL
 
 import agentflow as af
@@ -30,6 +30,22 @@ async def test_the_text_before_an_unfinished_reference_is_computed_while_it_wait
         usage = t["answer"].usage
         assert 100 < usage.cached_tokens < usage.prompt_tokens
         assert (await t.text()).startswith(LONG + await s["name"])
+
+
+async def test_states_that_wait_for_a_variable_have_no_request_in_the_engine() -> None:
+    engine = FakeEngine(max_running=1)
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        engine.gate.allow(2)
+        s += "Name: " + af.gen("name", max_tokens=5, min_tokens=5)
+        waiting = [flow.state() for _ in range(3)]
+        for one in waiting:
+            one += f"So {s['name']}" + af.gen("answer", max_tokens=1)
+        await engine.gate.held()
+        assert engine.client is not None
+        assert engine.client.num_calls == 1
+        engine.gate.open()
+        for one in waiting:
+            await one
 
 
 async def test_a_turn_that_the_template_rewrites_is_computed_while_the_client_acts() -> None:
