@@ -133,7 +133,7 @@ async def outcome(opening: Opening, essays: Sequence[str]) -> list[tuple[Report,
 @pytest.mark.parametrize("opening", [scripted, on_openai, on_anthropic])
 async def test_a_program_runs_on_canned_answers_and_on_apis(opening: Opening) -> None:
     judged, unrelated = await outcome(opening, ["Leaves run on light.", "On stones."])
-    parts = {((number,), "judgment"): "Fair." for number in range(3)}
+    parts: dict[Any, str] = {((number,), "judgment"): "Fair." for number in range(3)}
     assert judged == (
         Report(grade="good"),
         {((), "related"): "yes", **parts, ((), "report"): '{"grade": "good"}'},
