@@ -1,5 +1,4 @@
-"""The reader of the streams of OpenAI's responses API: pieces of any size, wrong orders of events, and any
-content."""
+"""The reader of the streams and whole answers of OpenAI's responses API: ends, errors, and any content."""
 
 from __future__ import annotations
 
@@ -22,27 +21,16 @@ from agentflow.protocol.sampling import GenParams
 from agentflow.runtime.generator import Generated
 
 ERRORS = ErrorMapping("OpenAI", "gpt-5.1")
-EVENTS = answers.events(
-    answers.beginning(),
-    answers.reasoning(["Lét ", "me."], ["Then."], encrypted="gAAA"),
-    answers.message("Grüße, ", "Wörld 🎉", index=1),
-    answers.call("c1", "find", '{"ä":', ' "ö"}', index=2),
-    answers.ending(usage=answers.usage(28, 9, cached=16, reasoning=4)),
-)
 
 
-def read(
-    events: list[bytes], *, size: int | None = None, is_reply: bool = True, params: GenParams | None = None
-) -> Generated:
-    """The answer of a stream, whose bytes come ``size`` at a time."""
+def read(events: list[bytes], *, is_reply: bool = True, params: GenParams | None = None) -> Generated:
+    """The answer of a stream."""
     shown: list[str] = []
     answer = AnswerCollector(params or GenParams(), shown.append, is_reply=is_reply)
     sink = ResponsesReader(answer, ERRORS, 100)
-    reader, text = EventReader(), b"".join(events)
-    for at in range(0, len(text), size or len(text) or 1):
-        for event in reader.push(text[at : at + (size or len(text))]):
-            if not (sink.is_over or sink.is_left):
-                sink.event(event)
+    for event in EventReader().push(b"".join(events)):
+        if not (sink.is_over or sink.is_left):
+            sink.event(event)
     if not (sink.is_over or sink.is_left):
         sink.close()
     generated = answer.deliver()
@@ -133,47 +121,11 @@ def test_whole_responses_without_an_answer(response: bytes, expected: type[Agent
         read_whole(response)
 
 
-@given(size=st.integers(1, 400))
-def test_the_size_of_pieces_does_not_matter(size: int) -> None:
-    found = read(EVENTS, size=size)
-    assert found == read(EVENTS)
-    reply = read_reply(found.text)
-    assert (reply.text, found.reasoning) == ("Grüße, Wörld 🎉", "Lét me.\n\nThen.")
-    assert [(call.id, call.name, call.arguments) for call in reply.tool_calls] == [
-        ("c1", "find", '{"ä": "ö"}')
-    ]
-    usage = found.usage
-    assert (usage.prompt_tokens, usage.cached_tokens) == (28, 16)
-    assert (usage.output_tokens, usage.reasoning_tokens) == (9, 4)
-
-
 def test_items_may_come_all_at_once() -> None:
     message, call = answers.message("Hello"), answers.call("c1", "find", '{"a": 1}', index=1)
     whole = answers.events(message[0], message[-1], call[0], call[-1], answers.ending())
     reply = read_reply(read(whole).text)
     assert (reply.text, reply.tool_calls[0].arguments) == ("Hello", '{"a": 1}')
-
-
-@pytest.mark.parametrize("number", range(len(EVENTS) - 1))
-def test_a_duplicated_event_is_an_error_or_harmless(number: int) -> None:
-    events = [*EVENTS[: number + 1], *EVENTS[number:]]
-    if b"output_item" in EVENTS[number].split(b"\n")[0]:
-        with pytest.raises(ProtocolError):
-            read(events)
-    else:
-        read(events)
-
-
-@pytest.mark.parametrize("number", range(len(EVENTS)))
-def test_a_missing_event_is_an_error_or_harmless(number: int) -> None:
-    """No call or text appears in the place of another."""
-    events = [*EVENTS[:number], *EVENTS[number + 1 :]]
-    try:
-        found = read_reply(read(events).text)
-    except (ProtocolError, ServerLost):
-        return
-    assert found.text in ("Grüße, Wörld 🎉", "Grüße, ", "Wörld 🎉")
-    assert [call.name for call in found.tool_calls] == ["find"]
 
 
 def test_unknown_events_and_items_are_ignored() -> None:
@@ -205,12 +157,6 @@ def test_a_stop_ends_the_text_before_the_server_does() -> None:
 def test_ends_that_are_errors(last: Any, error: type[AgentflowError]) -> None:
     with pytest.raises(error):
         read(answers.events(answers.message("Hi"), last), is_reply=False)
-
-
-@given(st.permutations(EVENTS))
-def test_no_order_of_events_breaks_the_reader(events: list[bytes]) -> None:
-    with suppress(AgentflowError):
-        read(events)
 
 
 VALUES = st.recursive(

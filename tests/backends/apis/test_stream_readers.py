@@ -1,10 +1,11 @@
-"""Unrequested fields may have any content: the answer is the same. The numbers of tokens are read
-under the names of several providers, and estimated if there are none."""
+"""The readers of the streams of all APIs: events in a wrong order, and unrequested fields of any content. The
+numbers of tokens are read under the names of several providers, and estimated if there are none."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import EventReader, ServerEvent
 from agentflow.backends.apis.messages.anthropic_stream import AnthropicErrors, MessagesReader
 from agentflow.backends.apis.responses.responses_stream import ResponsesReader
-from agentflow.errors import EngineFailed
+from agentflow.errors import AgentflowError, EngineFailed, ProtocolError, ServerLost
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import GenParams
 
@@ -43,9 +44,9 @@ STREAMS: dict[str, list[ServerEvent]] = {
             openai_answers.event(chunk)
             for chunk in (
                 *openai_answers.reasoning_chunks("Let me"),
-                *openai_answers.text_chunks("gre", "en"),
-                *openai_answers.call_chunks(("c1", "find", ['{"a":', "1}"])),
-                *openai_answers.ending("tool_calls"),
+                *openai_answers.text_chunks("gr", "ün 🎉"),
+                *openai_answers.call_chunks(("c1", "find", ['{"ä":', "1}"])),
+                *openai_answers.ending("tool_calls", openai_answers.usage(28, 9, cached=16, reasoning=4)),
             )
         ],
         openai_answers.DONE,
@@ -53,27 +54,28 @@ STREAMS: dict[str, list[ServerEvent]] = {
     "completions": events(
         *[
             openai_answers.event({"object": "text_completion", "choices": [{"index": 0, **choice}]})
-            for choice in ({"text": "gre"}, {"text": "en"}, {"text": "", "finish_reason": "length"})
+            for choice in ({"text": "gr"}, {"text": "ün 🎉"}, {"text": "", "finish_reason": "length"})
         ],
         openai_answers.DONE,
     ),
     "responses": events(
         *responses_answers.events(
             responses_answers.beginning(),
-            responses_answers.message("gre", "en"),
-            responses_answers.call("c1", "find", '{"a":', "1}", index=1),
-            responses_answers.ending(),
+            responses_answers.reasoning(["Let me"]),
+            responses_answers.message("gr", "ün 🎉", index=1),
+            responses_answers.call("c1", "find", '{"ä":', "1}", index=2),
+            responses_answers.ending(usage=responses_answers.usage(28, 9, cached=16, reasoning=4)),
         )
     ),
     "messages": events(
         *[
             anthropic_answers.event(part)
             for part in (
-                anthropic_answers.beginning(),
+                anthropic_answers.beginning(4, cached=16, written=8),
                 *anthropic_answers.thinking_block("Let me"),
-                *anthropic_answers.text_block("gre", "en", index=1),
-                *anthropic_answers.call_block("c1", "find", '{"a":', "1}", index=2),
-                *anthropic_answers.ending("tool_use"),
+                *anthropic_answers.text_block("gr", "ün 🎉", index=1),
+                *anthropic_answers.call_block("c1", "find", '{"ä":', "1}", index=2),
+                *anthropic_answers.ending("tool_use", 9, thinking=4),
             )
         ]
     ),
@@ -120,13 +122,67 @@ VALUES = st.recursive(
 
 def read(api: str, stream: Iterable[ServerEvent]) -> tuple[Any, ...]:
     """The parts of an answer, and its usage at the end."""
-    answer = AnswerCollector(GenParams(), lambda text: None, is_reply=api != "completions")
+    shown: list[str] = []
+    answer = AnswerCollector(GenParams(), shown.append, is_reply=api != "completions")
     reader = READERS[api](answer)
     for event in stream:
-        reader.event(event)
+        if not reader.is_over:
+            reader.event(event)
+    if not reader.is_over:
+        reader.close()
     generated = answer.deliver()
-    calls = [(call.name, json.loads(call.arguments)) for call in answer.calls]
+    assert generated.text.startswith("".join(shown))
+    calls = [(call.id, call.name, call.arguments) for call in answer.calls]
     return answer.text, answer.reasoning, calls, generated.finish_reason, answer.usage
+
+
+EACH_EVENT = pytest.mark.parametrize(
+    ("api", "number"), [(api, number) for api, stream in STREAMS.items() for number in range(len(stream))]
+)
+UNREPEATED = (
+    "message_start",
+    "content_block_start",
+    "response.output_item.added",
+    "response.output_item.done",
+)
+
+
+@pytest.mark.parametrize("api", READERS)
+def test_a_stream_is_read(api: str) -> None:
+    *found, usage = read(api, STREAMS[api])
+    if api == "completions":
+        assert found == ["grün 🎉", "", [], "length"]
+    else:
+        assert found == ["grün 🎉", "Let me", [("c1", "find", '{"ä":1}')], "eos"]
+        assert usage == Usage(28, 16, 9, reasoning_tokens=4)
+
+
+@EACH_EVENT
+def test_a_duplicated_event_is_an_error_or_harmless(api: str, number: int) -> None:
+    events = [*STREAMS[api][: number + 1], *STREAMS[api][number:]]
+    if events[number].name in UNREPEATED:
+        with pytest.raises(ProtocolError):
+            read(api, events)
+    else:
+        read(api, events)
+
+
+@EACH_EVENT
+def test_a_missing_event_is_an_error_or_harmless(api: str, number: int) -> None:
+    """No call or text appears in the place of another."""
+    try:
+        text, _, calls, *_ = read(api, [*STREAMS[api][:number], *STREAMS[api][number + 1 :]])
+    except (ProtocolError, ServerLost):
+        return
+    assert text in ("grün 🎉", "gr", "ün 🎉")
+    assert [name for _, name, _ in calls] == ([] if api == "completions" else ["find"])
+
+
+@pytest.mark.parametrize("api", READERS)
+@given(data=st.data())
+def test_no_order_of_events_breaks_the_reader(api: str, data: st.DataObject) -> None:
+    with suppress(AgentflowError):
+        read(api, data.draw(st.permutations(STREAMS[api])))
 
 
 def replaced(api: str, data: bytes, choose: Callable[[], Any]) -> bytes:
