@@ -22,11 +22,6 @@ def slow(events: Iterable[bytes], hold: Hold, after: int = 1) -> Answer:
     return Answer([*listed[:after], hold, *listed[after:]], content_type=EVENT_STREAM)
 
 
-def silent(hold: Hold) -> RawAnswer:
-    """A server that accepts the request and does not answer."""
-    return RawAnswer([hold])
-
-
 def hostile(events: list[bytes]) -> dict[str, Callable[[], AnyAnswer]]:
     """The ways to spoil an answer, by name; each yields a new answer.
 
