@@ -1,13 +1,19 @@
-"""Runs examples on the scripted backend: their prompts, results and output."""
+"""Runs examples on the scripted backend: their prompts, results, output and services."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Awaitable, Callable, Iterable
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
+import httpx2
 import msgspec
+from fastapi import FastAPI
+from fastapi_stream import served
 from rich.console import Console
 
 import agentflow as af
@@ -74,3 +80,23 @@ async def shown(main: Callable[..., Awaitable[None]], backend: af.Scripted, **kw
         await main(flow, Console(file=printed, width=160), **kwargs)
     assert backend.generator.num_open == 0
     return printed.getvalue()
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client of a service."""
+    async with served(app) as base, httpx2.AsyncClient(base_url=base, timeout=30) as client:
+        yield client
+
+
+def events(text: str) -> list[tuple[str, Any]]:
+    """The kinds and values of the events in a whole stream."""
+    blocks = [block.split("\n") for block in text.removesuffix("\n\n").split("\n\n")]
+    return [(kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for kind, data in blocks]
+
+
+async def idle(backend: af.Scripted) -> None:
+    """Waits until nothing is open and nothing runs."""
+    with anyio.fail_after(20):
+        while backend.generator.num_open or backend.generator.num_running:
+            await anyio.lowlevel.checkpoint()

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import anyio
-import httpx2
 import pytest
-from app.service import VIEWS, OpenSession, create_app
-from fastapi_stream import served
+from app.service import VIEWS, create_app
+from fastapi import FastAPI
+from scripted_example import client_of, events, idle
 from support.server.http_clients import only_asyncio
 
 import agentflow as af
@@ -26,25 +21,8 @@ ASKED = {"question": "Why?"}
 anyio_backend = pytest.fixture(only_asyncio)
 
 
-@asynccontextmanager
-async def client_of(open_session: OpenSession) -> AsyncIterator[httpx2.AsyncClient]:
-    async with (
-        served(create_app(open_session)) as base,
-        httpx2.AsyncClient(base_url=base, timeout=30) as client,
-    ):
-        yield client
-
-
-def on(backend: af.Scripted) -> OpenSession:
-    return lambda: af.open_session(backend=backend)
-
-
-def events(text: str) -> list[tuple[str, Any]]:
-    found = []
-    for block in text.removesuffix("\n\n").split("\n\n"):
-        kind, data = block.split("\n")
-        found.append((kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return found
+def on(backend: af.Scripted) -> FastAPI:
+    return create_app(lambda: af.open_session(backend=backend))
 
 
 async def test_branches_and_their_summary_stream_by_path() -> None:
@@ -86,12 +64,6 @@ def test_the_page_has_nothing_inline_and_nothing_from_elsewhere() -> None:
     )
 
 
-async def idle(backend: af.Scripted) -> None:
-    with anyio.fail_after(20):
-        while backend.generator.num_open or backend.generator.num_running:
-            await anyio.lowlevel.checkpoint()
-
-
 async def test_a_client_that_disconnects_cancels_all_branches() -> None:
     backend = af.Scripted({"view": "word " * 70, "summary": "short"})
     async with client_of(on(backend)) as client:
@@ -123,7 +95,7 @@ async def test_the_session_is_shared() -> None:
         opened.append(await af.open_session(backend=af.Scripted(TEXTS)))
         return opened[-1]
 
-    async with client_of(open_one) as client:
+    async with client_of(create_app(open_one)) as client:
         for _ in range(2):
             answer = await client.get("/discuss", params=ASKED)
             assert events(answer.text)[-1][0] == "done"
@@ -139,7 +111,7 @@ async def test_without_a_server_it_says_so_and_works_once_there_is_one() -> None
             raise af.errors.ServerUnreachable("nothing listens there")
         return await af.open_session(backend=af.Scripted(TEXTS))
 
-    async with client_of(open_one) as client:
+    async with client_of(create_app(open_one)) as client:
         answer = await client.get("/discuss", params=ASKED)
         assert (answer.status_code, "Retry-After" in answer.headers) == (503, True)
         is_up = True

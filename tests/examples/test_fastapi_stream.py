@@ -1,15 +1,9 @@
 """A FastAPI service: whole answers, streams, errors, and disconnects, with a real server and client."""
 
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
-
-import anyio
-import httpx2
 import pytest
-from fastapi_stream import create_app, main, served
-from scripted_example import shown
+from fastapi import FastAPI
+from fastapi_stream import create_app, main
+from scripted_example import client_of, events, idle, shown
 from support.server.http_clients import only_asyncio
 
 import agentflow as af
@@ -20,23 +14,13 @@ pytestmark = pytest.mark.anyio
 anyio_backend = pytest.fixture(only_asyncio)
 
 
-@asynccontextmanager
-async def client_of(backend: af.Scripted) -> AsyncIterator[httpx2.AsyncClient]:
-    async with (
-        served(create_app(lambda: af.session(backend=backend))) as base,
-        httpx2.AsyncClient(base_url=base, timeout=30) as client,
-    ):
-        yield client
-
-
-def events(text: str) -> list[tuple[str, Any]]:
-    blocks = [block.split("\n") for block in text.removesuffix("\n\n").split("\n\n")]
-    return [(kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for kind, data in blocks]
+def on(backend: af.Scripted) -> FastAPI:
+    return create_app(lambda: af.session(backend=backend))
 
 
 async def test_an_answer_comes_whole_or_in_pieces():
     backend = af.Scripted({"answer": "Light,\nwater and\n\nair."})
-    async with client_of(backend) as client:
+    async with client_of(on(backend)) as client:
         whole = await client.get("/explain", params={"question": "What?"})
         assert whole.json() == {"answer": "Light,\nwater and\n\nair."}
         streamed = await client.get("/explain/stream", params={"question": "What?"})
@@ -47,15 +31,9 @@ async def test_an_answer_comes_whole_or_in_pieces():
     assert [call.messages[0]["content"] for call in backend.calls] == ["What?", "What?"]
 
 
-async def idle(backend: af.Scripted) -> None:
-    with anyio.fail_after(20):
-        while backend.generator.num_open or backend.generator.num_running:
-            await anyio.lowlevel.checkpoint()
-
-
 async def test_a_client_that_disconnects_cancels_its_program():
     backend = af.Scripted({"answer": "word " * 150})
-    async with client_of(backend) as client:
+    async with client_of(on(backend)) as client:
         for num_lines in (0, 1, 7):
             for _ in range(5):
                 async with client.stream("GET", "/explain/stream", params={"question": "?"}) as response:
@@ -70,14 +48,14 @@ async def test_a_client_that_disconnects_cancels_its_program():
     ("error", "status"), [(af.Overloaded("full"), 503), (af.PromptTooLong("too long"), 400)]
 )
 async def test_errors_are_statuses_of_http(error, status):
-    async with client_of(af.Scripted([error])) as client:
+    async with client_of(on(af.Scripted([error]))) as client:
         answer = await client.get("/explain", params={"question": "?"})
         assert (answer.status_code, "Retry-After" in answer.headers) == (status, status == 503)
         assert (await client.get("/explain")).status_code == 422
 
 
 async def test_an_error_in_a_stream_is_its_last_event():
-    async with client_of(af.Scripted([af.errors.EngineFailed("broken")])) as client:
+    async with client_of(on(af.Scripted([af.errors.EngineFailed("broken")]))) as client:
         answer = await client.get("/explain/stream", params={"question": "?"})
         [(kind, message)] = events(answer.text)
         assert kind == "error"
