@@ -46,6 +46,7 @@ from agentflow.server.http import protocol
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 anyio_backend = pytest.fixture(only_asyncio)
 EVENTS = "text/event-stream"
+POST = b"POST /v1/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
 PAGE = (Path(__file__).parents[3] / "docs/reference/gateway-metrics.md").read_text(encoding="utf-8")
 
 
@@ -118,9 +119,7 @@ async def test_head_has_no_body() -> None:
 )
 async def test_addresses_of_many_forms(sent: bytes, received: str) -> None:
     async with routed_fakes(ok) as route:
-        host, _, port = route.url.removeprefix("http://").rpartition(":")
-        async with await anyio.connect_tcp(host, int(port)) as client:
-            await client.send(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % sent)
+        async with route.sending(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % sent) as client:
             got = await client.receive()
         assert got.startswith(b"HTTP/1.1 200 ")
         assert [one.path for one in route.asked(0)] == [received]
@@ -139,9 +138,7 @@ async def test_a_target_whose_address_has_a_path() -> None:
 @pytest.mark.parametrize("path", [b"/../x", b"/v1/%2e%2e/x", b"/a/..", b"/%2e./x", b"*"])
 async def test_a_path_that_is_none_or_leaves_the_address_of_a_target(path: bytes) -> None:
     async with routed_fakes(ok) as route:
-        host, _, port = route.url.removeprefix("http://").rpartition(":")
-        async with await anyio.connect_tcp(host, int(port)) as client:
-            await client.send(b"OPTIONS %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path)
+        async with route.sending(b"OPTIONS %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path) as client:
             got = await client.receive()
         assert got.startswith(b"HTTP/1.1 400 ")
         assert route.asked(0) == []
@@ -178,9 +175,7 @@ async def test_a_client_that_leaves_cancels_the_request() -> None:
 
 async def test_f37_a_client_that_has_sent_another_request_and_leaves_cancels_the_first() -> None:
     async with routed_fakes(always(Answer([Hold()]))) as route:
-        host, _, port = route.url.removeprefix("http://").rpartition(":")
-        async with await anyio.connect_tcp(host, int(port)) as client:
-            await client.send(b"GET /v1/x HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2)
+        async with route.sending(b"GET /v1/x HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2):
             await route.fakes[0].wait_until(lambda: bool(route.asked(0)))
         await route.fakes[0].wait_until_gone()
         with anyio.fail_after(10):
@@ -568,10 +563,8 @@ async def test_small_bodies_are_read_while_large_ones_fill_the_memory() -> None:
 async def test_a_slow_client_is_no_failure_of_its_target() -> None:
     limits = GatewayLimits(body_bytes=10, small_body_bytes=0, first_byte_s=0.2)
     async with routed_fakes(ok, limits=limits) as route:
-        host, _, port = route.url.removeprefix("http://").rpartition(":")
         for _ in range(3):
-            async with await anyio.connect_tcp(host, int(port)) as client:
-                await client.send(b"POST /v1/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n")
+            async with route.sending(POST + b"99\r\n\r\n") as client:
                 await client.send(b"x" * 50)
                 assert (await client.receive()).startswith(b"HTTP/1.1 408 ")
         assert route.gateway.targets[0].circuit.num_failures == 0
@@ -708,9 +701,7 @@ async def test_f37_a_large_body_is_sent_to_a_server_with_its_model() -> None:
 
 async def test_a_client_that_stops_within_its_body() -> None:
     async with routed_fakes(unexpected, limits=GatewayLimits(body_timeout_s=0.2)) as route:
-        host, _, port = route.url.removeprefix("http://").rpartition(":")
-        async with await anyio.connect_tcp(host, int(port)) as client:
-            await client.send(b"POST /v1/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{")
+        async with route.sending(POST + b"9\r\n\r\n{") as client:
             got = await client.receive()
         assert got.startswith(b"HTTP/1.1 408 ")
         assert b"connection: close" in got
@@ -723,9 +714,7 @@ async def test_a_client_that_does_not_read_stops_its_server_and_is_disconnected(
     endless = Answer([Forever(b"data: " + b"x" * 60_000 + b"\n\n")], content_type=EVENTS)
     async with routed_fakes(always(endless)) as route:
         counting = route.gateway.proxy._transport = Counting(route.gateway.proxy._transport)
-        host, _, port = route.url.removeprefix("http://").rpartition(":")
-        async with await anyio.connect_tcp(host, int(port)) as client:
-            await client.send(b"GET /v1/x HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        async with route.sending(b"GET /v1/x HTTP/1.1\r\nhost: localhost\r\n\r\n"):
             await route.fakes[0].wait_until_gone()
         assert 0 < counting.num_bytes < 20_000_000  # the bytes in the kernel's buffers
         await route.gateway.until_idle()

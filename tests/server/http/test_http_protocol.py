@@ -42,10 +42,11 @@ def _port(server: RunningServer) -> int:
 
 
 @asynccontextmanager
-async def connected(**limits: Any) -> AsyncIterator[SocketStream]:
+async def connected(http_limits: HttpLimits | None = None, **limits: Any) -> AsyncIterator[SocketStream]:
     """A connection to a server with these limits."""
+    made = {"limits": ServerLimits(**limits), "http_limits": http_limits or HttpLimits()}
     async with (
-        running_server(one_model(open_generator), limits=ServerLimits(**limits)) as server,
+        running_server(one_model(open_generator), **made) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         yield stream
@@ -223,11 +224,34 @@ async def test_bytes_after_a_response_that_are_no_request_keep_no_connection(
             await stream.receive()
 
 
-def listen_with_little_room(host: str, port: int) -> socket.socket:
-    listener = listen(host, port)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    return listener
+def called(monkeypatch: pytest.MonkeyPatch, name: str) -> anyio.Event:
+    """Is set when this method of a connection was called."""
+    event, method = anyio.Event(), getattr(TimedHttpProtocol, name)
+
+    def call(protocol: TimedHttpProtocol, *arguments: Any) -> None:
+        method(protocol, *arguments)
+        event.set()
+
+    monkeypatch.setattr(TimedHttpProtocol, name, call)
+    return event
+
+
+@asynccontextmanager
+async def connected_with_little_room(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[socket.socket]:
+    """A connection with small buffers on both sides, on which the client reads nothing."""
+
+    def listen_with_little_room(host: str, port: int) -> socket.socket:
+        listener = listen(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        return listener
+
+    monkeypatch.setattr(serve_module, "listen", listen_with_little_room)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with running_server(one_model(open_generator)) as server:
+            client.connect(("127.0.0.1", _port(server)))
+            yield client
 
 
 @pytest.mark.anyio
@@ -235,24 +259,13 @@ def listen_with_little_room(host: str, port: int) -> socket.socket:
 async def test_a_client_that_does_not_read_the_answer_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    is_lost = anyio.Event()
-
-    class Watched(TimedHttpProtocol):
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            is_lost.set()
-
-    monkeypatch.setattr(http_protocol, "TimedHttpProtocol", Watched)
+    is_lost = called(monkeypatch, "connection_lost")
     monkeypatch.setattr(http_protocol, "WRITE_WATCH_S", 0.05)
-    monkeypatch.setattr(serve_module, "listen", listen_with_little_room)
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        async with running_server(one_model(open_generator)) as server:
-            client.connect(("127.0.0.1", _port(server)))
-            request = f"GET /openapi.json HTTP/{version}\r\nHost: here\r\n\r\n"
-            client.sendall(request.encode() * (10 if version == "1.1" else 1))
-            with anyio.fail_after(20):
-                await is_lost.wait()
+    async with connected_with_little_room(monkeypatch) as client:
+        request = f"GET /openapi.json HTTP/{version}\r\nHost: here\r\n\r\n"
+        client.sendall(request.encode() * (10 if version == "1.1" else 1))
+        with anyio.fail_after(20):
+            await is_lost.wait()
 
 
 @pytest.mark.anyio
@@ -322,11 +335,7 @@ NUM_PIECES = 26_214_400 // PIECE
 )
 async def test_f37_a_client_that_reads_when_it_has_sent_all_gets_the_early_answer(framing: bytes) -> None:
     """To close the connection while the body is arriving would reset it, and the answer would be lost."""
-    http_limits = HttpLimits(body_bytes=1_000)
-    async with (
-        running_server(one_model(open_generator), http_limits=http_limits) as server,
-        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
-    ):
+    async with connected(HttpLimits(body_bytes=1_000)) as stream:
         await stream.send(POST + framing + b"\r\n\r\n")
         for _ in range(NUM_PIECES):
             piece = b"1" * PIECE
@@ -339,21 +348,10 @@ async def test_f37_a_client_that_reads_when_it_has_sent_all_gets_the_early_answe
 async def test_f37_a_client_that_goes_on_after_an_early_answer_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, sends: bool
 ) -> None:
-    is_lost = anyio.Event()
-
-    class Watched(TimedHttpProtocol):
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            is_lost.set()
-
-    monkeypatch.setattr(http_protocol, "TimedHttpProtocol", Watched)
+    is_lost = called(monkeypatch, "connection_lost")
     monkeypatch.setattr(http_protocol, "LINGER_S", 0.05)
     monkeypatch.setattr(http_protocol, "MAX_LINGER_S", 0.2)
-    http_limits = HttpLimits(body_bytes=1_000)
-    async with (
-        running_server(one_model(open_generator), http_limits=http_limits) as server,
-        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
-    ):
+    async with connected(HttpLimits(body_bytes=1_000)) as stream:
         await stream.send(POST + b"Content-Length: 9000000000\r\n\r\n")
         assert (await stream.receive()).startswith(b"HTTP/1.1 413 ")
         with anyio.fail_after(20), contextlib.suppress(anyio.BrokenResourceError):
@@ -368,26 +366,15 @@ async def test_f37_a_client_that_sends_no_body_may_read_its_answer_slowly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The end of the connection waits for data of the client, but loses no data of the answer."""
-    has_waited = anyio.Event()
-
-    class Watched(TimedHttpProtocol):
-        def _end_linger(self) -> None:
-            super()._end_linger()
-            has_waited.set()
-
-    monkeypatch.setattr(http_protocol, "TimedHttpProtocol", Watched)
+    has_waited = called(monkeypatch, "_end_linger")
     monkeypatch.setattr(http_protocol, "LINGER_S", 0.01)
-    monkeypatch.setattr(serve_module, "listen", listen_with_little_room)
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        async with running_server(one_model(open_generator)) as server:
-            client.connect(("127.0.0.1", _port(server)))
-            client.sendall(b"GET /openapi.json HTTP/1.0\r\nHost: here\r\nContent-Length: 1\r\n\r\n")
-            with anyio.fail_after(20):
-                await has_waited.wait()
-                async with await SocketStream.from_socket(client) as stream:
-                    head, _, body = (await _until_end(stream)).partition(b"\r\n\r\n")
-            assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
+    async with connected_with_little_room(monkeypatch) as client:
+        client.sendall(b"GET /openapi.json HTTP/1.0\r\nHost: here\r\nContent-Length: 1\r\n\r\n")
+        with anyio.fail_after(20):
+            await has_waited.wait()
+            async with await SocketStream.from_socket(client) as stream:
+                head, _, body = (await _until_end(stream)).partition(b"\r\n\r\n")
+        assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
 
 
 @pytest.mark.anyio

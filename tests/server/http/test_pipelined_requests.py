@@ -15,6 +15,7 @@ import anyio
 import anyio.lowlevel
 import httptools
 import pytest
+from anyio.abc import SocketStream
 from hypothesis import given
 from hypothesis import strategies as st
 from support.server.http_clients import only_asyncio
@@ -25,7 +26,7 @@ from agentflow.server.config.limits import ServerLimits
 from agentflow.server.http import protocol as http_protocol
 from agentflow.server.http.protocol import MAX_WAITING_BYTES, PIECE_BYTES
 from agentflow.server.models.models import one_model
-from agentflow.server.serve import RunningServer, http_config, running_server
+from agentflow.server.serve import http_config, running_server
 
 pytestmark = pytest.mark.timeout(60)
 anyio_backend = pytest.fixture(only_asyncio)
@@ -80,12 +81,21 @@ class Answers:
         self.bodies[-1] += part
 
 
-def serve_only(app: App, server: RunningServer) -> None:
-    server.app.router.app = server.app.middleware_stack = app  # type: ignore[assignment, attr-defined]
+@contextlib.asynccontextmanager
+async def served(app: App, sent: bytes = b"", **limits: Any) -> AsyncIterator[SocketStream]:
+    """A connection to a server that has no other application, over which these bytes were sent."""
+    async with running_server(one_model(open_generator), limits=ServerLimits(**limits)) as server:
+        server.app.router.app = server.app.middleware_stack = app  # type: ignore[assignment, attr-defined]
+        async with await anyio.connect_tcp("127.0.0.1", int(server.url.rpartition(":")[2])) as stream:
+            await stream.send(sent)
+            yield stream
 
 
-def port_of(server: RunningServer) -> int:
-    return int(server.url.rpartition(":")[2])
+async def all_answers(app: App, stream: SocketStream) -> bytes:
+    """All bytes until the end of the connection, after the first request is allowed to be answered."""
+    await app.has_begun.wait()
+    app.is_allowed.set()
+    return b"".join([part async for part in stream])
 
 
 @pytest.mark.anyio
@@ -93,31 +103,26 @@ async def test_f37_thousands_of_requests_at_once_cost_no_more_than_their_bytes()
     num_requests = 1_200
     headers = (b"", b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
     app = App()
-    async with running_server(one_model(open_generator)) as server:
-        serve_only(app, server)
-        sent = b"".join(
-            [
-                b"GET /%d HTTP/1.1\r\nHost:\r\nX-Padding: 0123456789abcdef\r\n%b\r\n"
-                % (number, headers[number % 2])
-                for number in range(num_requests)
-            ]
-        )
-        assert len(sent) > MAX_WAITING_BYTES
-        async with (
-            await anyio.connect_tcp("127.0.0.1", port_of(server)) as stream,
-            anyio.create_task_group() as group,
-        ):
-            tracemalloc.start()
-            try:
-                group.start_soon(stream.send, sent)
-                await app.has_begun.wait()
-                app.is_allowed.set()
-                answers = Answers()
-                while len(answers.bodies) < num_requests or answers.bodies[-1] != b"/1199 ":
-                    answers.parser.feed_data(await stream.receive())
-                _, peak_bytes = tracemalloc.get_traced_memory()
-            finally:
-                tracemalloc.stop()
+    sent = b"".join(
+        [
+            b"GET /%d HTTP/1.1\r\nHost:\r\nX-Padding: 0123456789abcdef\r\n%b\r\n"
+            % (number, headers[number % 2])
+            for number in range(num_requests)
+        ]
+    )
+    assert len(sent) > MAX_WAITING_BYTES
+    async with served(app) as stream, anyio.create_task_group() as group:
+        tracemalloc.start()
+        try:
+            group.start_soon(stream.send, sent)
+            await app.has_begun.wait()
+            app.is_allowed.set()
+            answers = Answers()
+            while len(answers.bodies) < num_requests or answers.bodies[-1] != b"/1199 ":
+                answers.parser.feed_data(await stream.receive())
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
     assert answers.bodies == [b"/%d " % number for number in range(num_requests)]
     assert app.max_open == 1
     assert peak_bytes < 800_000
@@ -141,11 +146,9 @@ async def test_f37_a_client_that_goes_is_noticed_whatever_it_has_sent(
 ) -> None:
     monkeypatch.setattr(http_protocol, "UNREAD_S", 0.05)
     app = App()
-    async with running_server(one_model(open_generator)) as server:
-        serve_only(app, server)
-        async with await anyio.connect_tcp("127.0.0.1", port_of(server)) as stream:
-            await stream.send(b"GET /first HTTP/1.1\r\nHost: here\r\n\r\n" + second)
-            await app.has_begun.wait()
+    async with served(app, b"GET /first HTTP/1.1\r\nHost: here\r\n\r\n" + second) as stream:
+        await app.has_begun.wait()
+        await stream.aclose()
         with anyio.fail_after(20):
             await app.is_gone.wait()
         assert app.max_open == 1
@@ -166,14 +169,11 @@ async def test_the_connection_closes_after_an_answer_that_too_much_has_waited_fo
     monkeypatch.setattr(http_protocol, "UNREAD_S", 0.05)
     monkeypatch.setattr(kind, "_drop_waiting", drop_waiting)
     app = App()
-    async with running_server(one_model(open_generator)) as server:
-        serve_only(app, server)
-        async with await anyio.connect_tcp("127.0.0.1", port_of(server)) as stream:
-            request = b"GET /%b HTTP/1.1\r\nHost: here\r\n\r\n"
-            await stream.send(request % b"first" + request % b"second" * (MAX_WAITING_BYTES // 10))
-            await is_dropped.wait()
-            app.is_allowed.set()
-            answer = b"".join([part async for part in stream])
+    request = b"GET /%b HTTP/1.1\r\nHost: here\r\n\r\n"
+    sent = request % b"first" + request % b"second" * (MAX_WAITING_BYTES // 10)
+    async with served(app, sent) as stream:
+        await is_dropped.wait()
+        answer = await all_answers(app, stream)
     assert answer.count(b"HTTP/1.1 200") == 1
     assert b"connection: close" in answer
     assert answer.endswith(b"/first ")
@@ -183,14 +183,9 @@ async def test_the_connection_closes_after_an_answer_that_too_much_has_waited_fo
 @pytest.mark.parametrize("second", [b"GET /second HTTP/1.1\r\nHo", b"no request\r\n\r\n"])
 async def test_f37_an_answer_is_not_cut_off_for_a_bad_request_after_it(second: bytes) -> None:
     app = App()
-    limits = ServerLimits(header_timeout_s=0.05)
-    async with running_server(one_model(open_generator), limits=limits) as server:
-        serve_only(app, server)
-        async with await anyio.connect_tcp("127.0.0.1", port_of(server)) as stream:
-            await stream.send(b"GET /first HTTP/1.1\r\nHost: here\r\n\r\n" + second)
-            await app.has_begun.wait()
-            app.is_allowed.set()
-            answer = b"".join([part async for part in stream])
+    sent = b"GET /first HTTP/1.1\r\nHost: here\r\n\r\n" + second
+    async with served(app, sent, header_timeout_s=0.05) as stream:
+        answer = await all_answers(app, stream)
     first, last = answer.split(b"/first ")
     assert first.startswith(b"HTTP/1.1 200 ")
     assert last.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 400 "))
@@ -210,11 +205,8 @@ async def test_f37_an_answer_is_not_cut_off_for_a_bad_request_after_it(second: b
 )
 async def test_lines_of_headers_end_with_cr_lf(request_: bytes) -> None:
     app = App()
-    async with running_server(one_model(open_generator)) as server:
-        serve_only(app, server)
-        async with await anyio.connect_tcp("127.0.0.1", port_of(server)) as stream:
-            await stream.send(request_)
-            assert (await stream.receive()).startswith(b"HTTP/1.1 400 ")
+    async with served(app, request_) as stream:
+        assert (await stream.receive()).startswith(b"HTTP/1.1 400 ")
     assert app.max_open == 0
 
 
@@ -222,14 +214,9 @@ async def test_lines_of_headers_end_with_cr_lf(request_: bytes) -> None:
 async def test_the_connection_closes_after_an_answer_to_an_unread_body() -> None:
     """The parser takes the body of a request that offers another protocol for the next request."""
     app = App()
-    async with running_server(one_model(open_generator)) as server:
-        serve_only(app, server)
-        async with await anyio.connect_tcp("127.0.0.1", port_of(server)) as stream:
-            offer = b"Connection: upgrade\r\nUpgrade: h2c\r\nContent-Length: 5\r\n"
-            await stream.send(b"POST /first HTTP/1.1\r\nHost: here\r\n" + offer + b"\r\nhello")
-            await app.has_begun.wait()
-            app.is_allowed.set()
-            answer = b"".join([part async for part in stream])
+    offer = b"Connection: upgrade\r\nUpgrade: h2c\r\nContent-Length: 5\r\n"
+    async with served(app, b"POST /first HTTP/1.1\r\nHost: here\r\n" + offer + b"\r\nhello") as stream:
+        answer = await all_answers(app, stream)
     assert b"connection: close" in answer
     assert answer.endswith(b"/first ")
 

@@ -8,7 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import httpx2
+from anyio.abc import SocketStream
 from support.apis.fake_server import Answer, AnyAnswer, FakeServer, Received, fake_server
 
 from agentflow.backends.apis.http.connections import Connections
@@ -39,6 +41,14 @@ class Routed:
         """A chat completion."""
         body = {"model": "m", "messages": [{"role": "user", "content": text}], **fields}
         return await self.http.post(CHAT, json=body, headers=headers)
+
+    @asynccontextmanager
+    async def sending(self, data: bytes) -> AsyncIterator[SocketStream]:
+        """A connection to the gateway, over which these bytes were sent."""
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        async with await anyio.connect_tcp(host, int(port)) as client:
+            await client.send(data)
+            yield client
 
 
 @asynccontextmanager
