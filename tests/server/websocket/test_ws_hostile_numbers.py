@@ -1,15 +1,13 @@
-"""Numbers and errors that can be decoded, but not encoded again or sent to an engine process."""
+"""Errors and hints that can be decoded, but not encoded again or sent to an engine process."""
 
 from __future__ import annotations
 
 import json
-import logging
-from itertools import count
 from typing import Any
 
 import anyio
 import pytest
-from support.asgi_peer import bench, check_still_served, connected
+from support.asgi_peer import bench, connected
 from support.fake_engine import TEMPLATE
 from support.process_engine import process_engine
 from support.session_peer import gen
@@ -17,57 +15,10 @@ from support.session_peer import gen
 from agentflow.engine.generator.generator import EngineGenerator
 from agentflow.errors import MAX_CAUSES, RunFailed
 from agentflow.protocol import ops
-from agentflow.protocol.events import ErrorInfo, Event, Reached, StateFailed, VarFailed
-from agentflow.protocol.ops import Op
+from agentflow.protocol.events import ErrorInfo, Event, Reached, VarFailed
 from agentflow.runtime.interpreter.checking import CheckingInterpreter
-from agentflow.runtime.interpreter.variables import MAX_NUMBER
 
 pytestmark = pytest.mark.anyio
-
-TOO_LARGE = MAX_NUMBER + 1
-GRAPH = (ops.Open(1), ops.Set(1, 2, "v", ("a",)))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ops.Open(TOO_LARGE),
-        ops.Open(-TOO_LARGE),
-        ops.GetStats(TOO_LARGE),
-    ],
-)
-async def test_a_number_that_not_all_can_read_is_refused(wrong: Op, caplog: pytest.LogCaptureFixture) -> None:
-    async with bench() as server, connected(server, binary=[True, False], greets=True) as [bad, good]:
-        bad.put_ops(1, ops.Open(1), ops.Text(1, ("a",)), wrong)
-        refused, code = await bad.refusal()
-        assert (refused.error.code, code) == ("protocol_error", 1002)
-        await check_still_served(good, count(1))
-        good.bye()
-        await server.is_idle()
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "state"),
-    [
-        (ops.Set(1, TOO_LARGE, "v", ("a",)), 1),
-        (ops.Await(1, TOO_LARGE), 1),
-        (ops.Fork(1, (2, TOO_LARGE)), 1),
-        (ops.SubmitGraph(MAX_NUMBER, GRAPH, outputs=(2,)), MAX_NUMBER),
-    ],
-)
-async def test_a_number_that_not_all_can_read_fails_the_state_that_names_it(wrong: Op, state: int) -> None:
-    async with bench() as server, connected(server, binary=[False], greets=True) as [peer]:
-        peer.put_ops(1, ops.Open(1), ops.Text(1, ("a",)), wrong)
-
-        def failures(events: list[Event]) -> list[StateFailed]:
-            return [event for event in events if isinstance(event, StateFailed) and event.state == state]
-
-        [failed] = failures(await peer.events(lambda events: bool(failures(events))))
-        assert failed.error.code == "protocol_error"
-        await check_still_served(peer, count(100), first_op=4)
-        peer.bye()
-        await server.is_idle()
 
 
 @pytest.mark.parametrize("depth", [MAX_CAUSES, 200, 850])
