@@ -200,7 +200,7 @@ def transformed(variable: af.Variable, ref: ops.Ref) -> af.Variable | af.Transfo
 
 
 # Without turns: the frontend puts a gen after a turn into a new turn.
-@given(program=op_programs(kinds=[kind for kind in CERTAIN if kind != "turn"], max_size=25))
+@given(program=op_programs(kinds=[kind for kind in CERTAIN if kind != "turn"], size=20))
 async def test_the_frontend_gives_the_same_values(program):
     """The same programs, written with states, variables, f-strings and forks."""
     variables: dict[int, af.Variable] = {}

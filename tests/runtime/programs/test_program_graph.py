@@ -212,26 +212,27 @@ class Session:
                 self.refer(number, chosen)
             case "gen" | "select" | "set" | "expect":
                 self.declare(action, number, [var] if known and action == "set" else [])
-            case "reduce" if open_nodes:  # a request that needs some of the last variables
+            case "reduce" | "shared" if (
+                open_nodes
+            ):  # a request, or a fork, that needs some of the last variables
                 wanted = [v for v in known if not self.reference.nodes[self.reference.by_var[v]].has_ended]
                 self.refer(number, wanted[-1 - b % 6 :])
-                self.declare("gen", number, [])
+                if action == "reduce":
+                    self.declare("gen", number, [])
+                else:
+                    self.fork(number, 1 + c % 4)
             case "branches":  # a request in each of the last states
                 for state in states[-1 - b % 4 :]:
                     self.declare("gen", state, [])
             case "fork":
-                children = tuple([next(self.numbers) for _ in range(1 + c % 4)])
-                fork = ops.Fork(number, children)
-                self.graph.submit(fork)
-                node = self.reference.fork(number, children)
-                if node is not None:
-                    self.forks[node] = fork
+                self.fork(number, 1 + c % 4)
             case "want" if known:
                 self.graph.want(var, ("value", "stream")[c % 2])
                 node_number = self.reference.by_var[var]
                 self.reference.nodes[node_number].is_wanted = True
             case "end" if open_nodes:
-                node_ = open_nodes[b % len(open_nodes)]
+                forks = [node for node in open_nodes if node.kind == "fork"] if c % 2 else []
+                node_ = (forks or open_nodes)[b % len(forks or open_nodes)]
                 node_.has_ended = True
                 if node_.kind == "expect":
                     self.graph.provide(self.var_of(node_.number))
@@ -251,6 +252,13 @@ class Session:
                 self.reported.pop(number, None)
             case _:
                 pass
+
+    def fork(self, number: int, count: int) -> None:
+        fork = ops.Fork(number, tuple([next(self.numbers) for _ in range(count)]))
+        self.graph.submit(fork)
+        node = self.reference.fork(number, fork.children)
+        if node is not None:
+            self.forks[node] = fork
 
     def refer(self, number: int, variables: list[int]) -> None:
         self.graph.submit(ops.Text(number, tuple([ops.Ref(one) for one in variables])))
@@ -300,7 +308,7 @@ class Session:
 
 
 _ACTIONS = ["open", "text", "gen", "fork", "select", "set", "expect", "want", "stop", "close"]
-_ACTIONS += ["reduce", "branches", "end"] * 3
+_ACTIONS += ["reduce", "branches", "end"] * 3 + ["shared"]
 _numbers = st.integers(0, 40)
 _actions = st.lists(
     st.tuples(st.sampled_from(_ACTIONS), _numbers, _numbers, _numbers), min_size=25, max_size=50

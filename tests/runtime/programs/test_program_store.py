@@ -42,14 +42,13 @@ class Entry:
 KEYS = st.tuples(st.sampled_from(TENANTS), st.sampled_from(IDS))
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), KEYS),
-        st.tuples(st.just("use"), KEYS),
-        st.tuples(st.just("leave"), KEYS),
+        *[st.tuples(st.just(step), KEYS) for step in ("add", "add", "use", "use", "leave")],
         st.tuples(st.just("remove"), KEYS),
         st.tuples(st.just("wait"), st.sampled_from([1.0, 4.0, 9.0, 10.0])),
         st.tuples(st.just("expire"), st.none()),
     ),
-    max_size=40,
+    min_size=20,
+    max_size=60,
 )
 
 

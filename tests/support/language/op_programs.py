@@ -111,6 +111,10 @@ class OpProgram:
             self.provide(self._to_provide.pop(b % len(self._to_provide)))
         elif kind == "part" and self._to_provide:
             self._provide_part(self._to_provide[b % len(self._to_provide)], a)
+        elif kind == "grow" and self._to_provide:  # in turns, so that a state may wait for the text
+            self.script.append(Pause(4))
+            self._provide_part(self._to_provide[b % len(self._to_provide)], 3)
+            self.script.append(Pause(4))
         elif state.is_open or (state.is_sealed and kind in ("set", "read", "done")):
             self._append(kind, state, b)
 
@@ -137,6 +141,8 @@ class OpProgram:
         op: ops.Op = ops.Text(state.id, (f"t{b} ",))
         if kind == "reference" and self.variables:
             op = ops.Text(state.id, ("r:", self._ref(b), " "))
+        elif kind == "wait" and self._to_provide:
+            op = ops.Text(state.id, ("w:", ops.Ref(self._to_provide[b % len(self._to_provide)]), " "))
         elif kind in ("set", "read", "done", "expect"):
             op = self._variable_op(kind, state, b)
         elif kind == "turn":
@@ -312,25 +318,24 @@ CERTAIN = [
 ]
 ALL = [
     *CERTAIN,
+    *["await"] * 3,
     "done",
     "seal",
     "cancel",
     "couple",
     "limit",
     "deadline",
-    "expect",
-    "expect",
-    "part",
-    "provide",
+    *["expect", "wait", "grow"] * 2,
+    *["part", "provide"],
 ]
 
 
 @st.composite
-def op_programs(draw: st.DrawFn, kinds: list[str] = ALL, max_size: int = 40) -> OpProgram:
-    """Programs of one or more root states."""
+def op_programs(draw: st.DrawFn, kinds: list[str] = ALL, size: int = 40) -> OpProgram:
+    """Programs of at least ``size`` steps, with one or more root states. Few shorter ones generate."""
     program = OpProgram()
     step = st.tuples(st.sampled_from(kinds), st.integers(0, 9), st.integers(0, 9))
-    for kind, a, b in draw(st.lists(step, min_size=10, max_size=max_size)):
+    for kind, a, b in draw(st.lists(step, min_size=size, max_size=size + 20)):
         program.add(kind, a, b)
     program.provide_all()
     return program
