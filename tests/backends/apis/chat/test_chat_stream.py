@@ -39,38 +39,45 @@ _VALUES = st.recursive(
     lambda parts: st.lists(parts, max_size=2) | st.dictionaries(_KEYS, parts, max_size=4),
     max_leaves=12,
 )
-_CALL = st.fixed_dictionaries(
-    {
-        "function": st.fixed_dictionaries(
-            {}, optional={"name": st.sampled_from(["f", "g"]), "arguments": _LEAVES}
-        )
-    },
-    optional={"index": st.sampled_from([0, 1, None]), "id": st.sampled_from(["c1", "c2", ""])},
+
+
+def _chunks(arguments: st.SearchStrategy[Any], values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    function = st.fixed_dictionaries(
+        {}, optional={"name": st.sampled_from(["f", "g"]), "arguments": arguments}
+    )
+    call = st.fixed_dictionaries(
+        {"function": function},
+        optional={"index": st.sampled_from([0, 1, None]), "id": st.sampled_from(["c1", "c2", ""])},
+    )
+    delta = st.fixed_dictionaries(
+        {},
+        optional={
+            "content": st.sampled_from(["a", "b!", "", None]),
+            "reasoning": values,
+            "tool_calls": st.lists(call, max_size=2),
+        },
+    )
+    choice = st.fixed_dictionaries(
+        {"index": st.just(0), "delta": delta},
+        optional={
+            "text": st.sampled_from(["a", "b!"]),
+            "finish_reason": st.sampled_from(["stop", "length", None]),
+        },
+    )
+    return st.fixed_dictionaries({"choices": st.lists(choice, max_size=2)}, optional={"usage": values})
+
+
+_SOUND = _chunks(st.sampled_from(["{}", '{"a":1}']), st.none())
+_ANY = st.one_of(_chunks(_LEAVES, _VALUES), st.dictionaries(_KEYS, _VALUES, max_size=4), _VALUES)
+_END = {"choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": "stop"}]}
+_STREAMS = st.one_of(
+    st.lists(_SOUND, max_size=8).map(lambda chunks: [*chunks, _END]),
+    st.lists(st.one_of(_SOUND, _SOUND, _ANY), max_size=8),
 )
-_DELTA = st.fixed_dictionaries(
-    {},
-    optional={
-        "content": st.sampled_from(["a", "b!", "", None]),
-        "reasoning": _LEAVES,
-        "tool_calls": st.lists(_CALL, max_size=2),
-    },
-)
-_CHOICE = st.fixed_dictionaries(
-    {"index": st.just(0), "delta": _DELTA},
-    optional={
-        "text": st.sampled_from(["a", "b!"]),
-        "finish_reason": st.sampled_from(["stop", "length", None]),
-    },
-)
-_CHUNK = st.fixed_dictionaries({"choices": st.lists(_CHOICE, max_size=2)}, optional={"usage": _VALUES})
 
 
 @pytest.mark.parametrize("kind", [ChatReader, CompletionReader])
-@given(
-    st.lists(st.one_of(_CHUNK, _CHUNK, st.dictionaries(_KEYS, _VALUES, max_size=4), _VALUES), max_size=8),
-    st.booleans(),
-    st.booleans(),
-)
+@given(_STREAMS, st.booleans(), st.booleans())
 def test_any_events_give_an_answer_or_an_error(
     kind: type[ChunkReader], chunks: list[Any], is_reply: bool, is_held: bool
 ) -> None:
