@@ -40,7 +40,7 @@ MOVES = st.one_of(
             [*request(), *request("failed") * 3, *wait(60.0), *request("succeeded"), ("failed", 0, 8.0)],
             request() * 4,
             request("begun"),
-            wait(1.0),
+            wait(4.5),
             wait(5.0),
             wait(20.0),
             wait(600.0),
@@ -99,30 +99,10 @@ def test_failures_that_are_not_in_a_row_leave_it_closed() -> None:
     assert (circuit.num_failures, circuit.num_answered) == (10, 5)
 
 
-def test_requests_that_ran_together_open_it_once() -> None:
-    now = [0.0]
-    circuit = Circuit(lambda: now[0], lambda: 1.0)
-    attempts = [circuit.attempt() for _ in range(64)]
-    for attempt in attempts:
-        attempt.failed()
-    assert circuit.left_s == limits.FIRST_PAUSE_S
-
-
 def test_the_pause_has_jitter() -> None:
     pauses = {opened([0.0]).left_s for _ in range(20)}
     assert len(pauses) > 1
     assert all(limits.FIRST_PAUSE_S / 2 <= pause_s <= limits.FIRST_PAUSE_S for pause_s in pauses)
-
-
-@pytest.mark.parametrize("result", ["succeeded", "begun"])
-def test_one_trial_at_a_time_closes_it(result: str) -> None:
-    now = [0.0]
-    circuit = opened(now)
-    now[0] += limits.FIRST_PAUSE_S
-    trial = circuit.attempt()
-    assert (circuit.status, circuit.is_ready) == ("half_open", False)
-    getattr(trial, result)()
-    assert (circuit.status, circuit.is_ready) == ("closed", True)
 
 
 def test_a_trial_that_is_cancelled_makes_room_for_another() -> None:
