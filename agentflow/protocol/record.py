@@ -29,6 +29,13 @@ class Record:
     def _shown_fields(cls) -> tuple[str, ...]:
         return cls.__match_args__  # type: ignore[attr-defined, no-any-return]  # of every struct and dataclass
 
+    @classmethod
+    def _from_json(cls, value: Any) -> Any:
+        """The record of its JSON value. ``ValueError`` for another one."""
+        if is_sent_as_array(cls) and isinstance(value, Mapping):
+            value = [value.get(name) for name in cls._shown_fields()]
+        return msgspec.convert(value, cls)
+
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return iter(self.to_dict().items())
 
@@ -37,11 +44,7 @@ class Record:
         from pydantic import PlainSerializer, PlainValidator
 
         def read(value: Any) -> Any:
-            if isinstance(value, cls):
-                return value
-            if is_sent_as_array(cls) and isinstance(value, Mapping):
-                value = [value.get(name) for name in cls._shown_fields()]
-            return msgspec.convert(value, cls)
+            return value if isinstance(value, cls) else cls._from_json(value)
 
         return handler.generate_schema(Annotated[Any, PlainValidator(read), PlainSerializer(cls.to_dict)])
 

@@ -64,6 +64,19 @@ RECORDS = [
     (TAGGED, SHOWN_TAGGED),
     (af.RunDone(["Sure: ", TAGGED]), {"result": ["Sure: ", SHOWN_TAGGED]}),
     (CALL, SHOWN_CALL),
+    (af.Message("user", "Hi"), {"role": "user", "content": "Hi"}),
+    (
+        af.Message("assistant", "", (CALL,)),
+        {
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                }
+            ]
+        },
+    ),
     (af.TokenLogprob(42, " the", -0.25), {"token_id": 42, "text": " the", "logprob": -0.25}),
     (
         af.RunDone([af.TokenLogprob(1, "a", -1.0)]),
@@ -121,7 +134,17 @@ def test_f16c_a_model_of_pydantic_has_records() -> None:
         Answer.model_validate({"text": "a", "usage": {"prompt_tokens": "many"}})
 
 
-@pytest.mark.parametrize("record", [USAGE, af.TokenLogprob(42, " the", -0.25)], ids=str)
+@pytest.mark.parametrize(
+    "record",
+    [
+        USAGE,
+        af.TokenLogprob(42, " the", -0.25),
+        CALL,
+        af.Message("tool", "12 degrees", (), "call_1", "weather"),
+        af.Message("assistant", "Let me look.", (CALL,)),
+    ],
+    ids=str,
+)
 def test_f37_the_json_of_a_record_is_read_again(record: Any) -> None:
     Answer = pydantic.create_model("Answer", record=(type(record), ...))
     answer = Answer(record=record)
@@ -129,6 +152,10 @@ def test_f37_the_json_of_a_record_is_read_again(record: Any) -> None:
     assert Answer.model_validate_json(answer.model_dump_json()) == answer
     with pytest.raises(pydantic.ValidationError):
         Answer.model_validate({"record": 3})
+
+
+@pytest.mark.parametrize("record", [USAGE, af.TokenLogprob(42, " the", -0.25)], ids=str)
+def test_f37_a_record_in_a_results_file_is_read_again(record: Any) -> None:
     form = JsonForm(list[type(record)], "map")
     assert form.read(json.dumps(form.plain([record]))) == [record]
 

@@ -18,7 +18,7 @@ from agentflow.protocol.images import Medium, PlacedImage, Video, image_at, plac
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Message(JsonRecord):
     """One turn of a conversation. ``tool_calls``: of an assistant's message. ``tool_call_id``: the call that
     a ``tool`` message answers, of the tool ``name``. ``images``: images and videos with their places in the
     content, as in messages that ``s.messages()`` gives and ``af.conversation`` reads.
@@ -51,6 +51,17 @@ class Message:
             ]
         named = {"tool_call_id": self.tool_call_id, "name": self.name}
         return shown | {key: value for key, value in named.items() if value is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.as_dict()
+
+    @classmethod
+    def _shown_fields(cls) -> tuple[str, ...]:
+        return "role", "content", "tool_calls", "tool_call_id", "name"
+
+    @classmethod
+    def _from_json(cls, value: Any) -> Message:
+        return make_message(read_message(value))
 
 
 @dataclass(frozen=True, slots=True)
