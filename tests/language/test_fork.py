@@ -16,7 +16,7 @@ from agentflow.protocol import ops
 pytestmark = [pytest.mark.anyio, pytest.mark.on_trio]
 
 
-@pytest.mark.parametrize("count", [-1, True, False, 1.0, "2", None])
+@pytest.mark.parametrize("count", [-1, True, False, 1.0, "2", None, ops.MAX_BRANCHES + 1])
 async def test_a_fork_needs_a_number_of_branches(count):
     observed = Observed(af.Scripted(echo))
     async with af.session(backend=observed) as flow, flow.state() as s:

@@ -23,7 +23,7 @@ from typing import (
     overload,
 )
 
-from agentflow.errors import BadArgument, Cancelled, ForeignState, UnknownVariable
+from agentflow.errors import BadArgument, Cancelled, ForeignState, UnknownVariable, error_param
 from agentflow.language.display.html import as_html
 from agentflow.language.display.terminal import as_text
 from agentflow.language.expressions import (
@@ -368,7 +368,8 @@ class State:
         self._node.check_appendable()
         if not is_whole(count, 0, math.inf):
             raise BadArgument(f"fork({count!r}): say how many branches, 0 or more", param="count")
-        check_branches(count)
+        with error_param("count"):
+            check_branches(count)
         if model is None or self._node.runs_on(model):
             return Branches(self, [State(node) for node in self._node.fork(count)])
         content = self._node.transcript
