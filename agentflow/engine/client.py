@@ -285,7 +285,7 @@ class EngineClient:
         request_id = next(self._ids)
         if self._ended_because is None and not self.info.embedding_size and self._has_room(origin.tenant):
             with suppress(EngineFailed, UnknownModel):  # it is down, or its adapter is gone
-                self._submit(Submit(request_id, token_ids, None, origin=origin))
+                self._submit(Submit(request_id, token_ids, None, origin=replace(origin, is_extra=True)))
         return request_id
 
     def _has_room(self, tenant: str) -> bool:

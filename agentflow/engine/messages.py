@@ -287,8 +287,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ticket: int
     model: str
     steps: int
-    prompt_tokens: int
-    cached_tokens: int  # of prompts
+    prompt_tokens: int  # of the prompts that clients sent, once for each admitted request
+    cached_tokens: int  # of these: found in the cache
     cached_output_tokens: int
     computed_tokens: int
     generated_tokens: int

@@ -90,6 +90,9 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     # Prefixes that the client asks to keep in the cache: how many tokens, and for how many seconds after
     # their last use.
     kept_prefixes: Sequence[tuple[int, float]] = ()
+    # No client sent its prompt: it computes ahead, or a part of the work of another request. Its tokens count
+    # as computed, and not as tokens of prompts.
+    is_extra: bool = False
 
     def at(
         self,

@@ -18,7 +18,7 @@ from agentflow.protocol.sampling import SamplingParams
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 8
 LEAST_S = 1e-7
-_ORIGIN = Origin(cache_salt="measured cost")
+_ORIGIN = Origin(cache_salt="measured cost", is_extra=True)
 
 
 async def measured_shape(

@@ -12,12 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import anyio
-import msgspec
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator.context import CHARS_PER_TURN, EngineContext
 from agentflow.engine.generator.requests import TenantRequests
-from agentflow.engine.generator.select import MAX_AT_ONCE, MAX_TREE_TOKENS, RENDERINGS, Scoring, end_of_turn
+from agentflow.engine.generator.select import (
+    MAX_AT_ONCE,
+    MAX_TREE_TOKENS,
+    RENDERINGS,
+    Scoring,
+    end_of_turn,
+    extra_origin,
+)
 from agentflow.engine.messages import Finished
 from agentflow.engine.request import Origin
 from agentflow.engine.text.common_prefix import common_prefix
@@ -140,7 +146,6 @@ async def _probabilities(
     """Returns the probabilities of the answers to each question, and the end of the request that computed the
     prompt, which has this origin."""
     found: list[tuple[float, ...]] = [()] * len(asked.heads)
-    stateless = msgspec.structs.replace(origin, state=0)
     groups, long = _grouped(asked, min(MAX_NODES, max(1, client.info.num_slots - len(asked.prompt)) // 2))
 
     def store(index: int, logprobs: Sequence[Sequence[float]]) -> None:
@@ -163,7 +168,7 @@ async def _probabilities(
         # One after the other: the steps of a lone request may take longer, and longer ones are more
         # efficient.
         for group in groups[1:]:
-            await score(group, stateless)
+            await score(group, extra_origin(origin))
 
     async def score_long(index: int) -> None:
         async with limiter:

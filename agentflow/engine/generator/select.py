@@ -79,10 +79,15 @@ async def select_scores(
     logprobs, end = await Scoring(client, origin).scored(encoded.prefix, encoded.ends, origin)
     unconditional: list[list[float]] = []
     if method == "unconditional_likelihood_normalized":
-        # Not as a request of the state, whose next request will continue its prompt instead.
-        stateless = msgspec.structs.replace(origin, state=0)
-        unconditional, _ = await Scoring(client, origin).scored(_start_ids(client), encoded.ends, stateless)
+        starts = _start_ids(client)
+        unconditional, _ = await Scoring(client, origin).scored(starts, encoded.ends, extra_origin(origin))
     return compute_scores(method, encoded.ends, logprobs, unconditional), end
+
+
+def extra_origin(origin: Origin) -> Origin:
+    """Returns the origin of the further requests of a select or a decide, of which the first one has the
+    client's prompt. They belong to no state: the state's next request will not continue their prompts."""
+    return msgspec.structs.replace(origin, state=0, is_extra=True)
 
 
 def with_ends(tokens: TokenState, encoded: EncodedChoices, end_ids: Sequence[int]) -> EncodedChoices:
@@ -102,7 +107,7 @@ class Scoring:
 
     def __init__(self, client: EngineClient, origin: Origin) -> None:
         self._client = client
-        self._stateless = msgspec.structs.replace(origin, state=0)
+        self._stateless = extra_origin(origin)
         self._limiter = anyio.CapacityLimiter(MAX_AT_ONCE)
 
     async def scored(self, prompt: list[int], choices: Sequence[list[int]], origin: Origin) -> _Scores:

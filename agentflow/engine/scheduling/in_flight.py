@@ -25,7 +25,7 @@ class Counters:
     """Totals since the start."""
 
     steps: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # of admitted requests, except the extra ones (``Origin.is_extra``)
     cached_tokens: int = 0  # of the prompt tokens: they came from the cache
     cached_output_tokens: int = 0  # of the cached tokens: they had been generated
     computed_tokens: int = 0

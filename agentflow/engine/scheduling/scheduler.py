@@ -565,9 +565,10 @@ class Scheduler:
                 if num_lost > 0:
                     self.pauses.recomputes(request, num_lost, match.num_tokens)
             request.was_admitted = True
-            self._counters.prompt_tokens += request.num_prompt
-            self._counters.cached_tokens += request.num_cached
-            self._counters.cached_output_tokens += min(match.num_output, request.num_cached)
+            if not request.origin.is_extra:
+                self._counters.prompt_tokens += request.num_prompt
+                self._counters.cached_tokens += request.num_cached
+                self._counters.cached_output_tokens += min(match.num_output, request.num_cached)
         return True
 
     def _fits(self, request: Request, num_left: int, available: int) -> bool:

@@ -61,7 +61,9 @@ class RequestTimes:
         self._pending: dict[int, PendingRequest] = {}
 
     def sent(self, submit: Submit) -> None:
-        """Starts timing a request."""
+        """Starts timing a request, unless no client sent its prompt."""
+        if submit.origin.is_extra:
+            return
         self._pending[submit.request_id] = PendingRequest(
             self._clock(),
             submit.origin.tenant,

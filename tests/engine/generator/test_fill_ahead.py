@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from support.fake_engine import ConstrainedEngine, FakeEngine
 from support.reasoning_models import QWEN_MODEL
 
 import agentflow as af
+from agentflow.engine.generator import select
+from agentflow.engine.request import Submit
 
 pytestmark = pytest.mark.anyio
 
@@ -16,8 +19,8 @@ LONG = "The rules of the house are read to all guests before they take their roo
 
 
 async def computed(flow: Any, at_least: int) -> int:
-    """The engine's prompt tokens, once there are ``at_least`` of them."""
-    while (num_tokens := (await flow.stats()).prompt_tokens) < at_least:
+    """The tokens that the engine has computed, once there are ``at_least`` of them."""
+    while (num_tokens := (await flow.stats()).computed_tokens) < at_least:
         pass
     return int(num_tokens)
 
@@ -58,9 +61,37 @@ async def test_a_turn_that_the_template_rewrites_is_computed_while_the_client_ac
             af.gen("answer", max_tokens=500)
         )
         assert await s["answer"] == answer
-        before = s["answer"].usage.prompt_tokens
-        await computed(flow, 2 * before)
+        usage = s["answer"].usage
+        before = usage.prompt_tokens
+        await computed(flow, before + usage.output_tokens + 60)
         s += af.user("Again.") + af.assistant(af.gen("again", max_tokens=1))
         await s["again"]
         again = s["again"].usage
         assert again.cached_tokens > before + 60
+
+
+async def test_f37_the_engine_counts_the_prompts_that_replies_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are computed ahead, for waiting states or before forks, and the further requests of a
+    select are no prompts of the client."""
+    monkeypatch.setattr(select, "MAX_TREE_TOKENS", 8)
+    engine, sent = ConstrainedEngine(), list[Submit]()
+    async with af.session(backend=engine) as flow, flow.state() as s, flow.state() as t:
+        engine.client.observe(SimpleNamespace(sent=sent.append, received=lambda messages: None))
+        s += "Name: " + af.gen("name", max_tokens=60, min_tokens=60)
+        t += LONG + f"{s['name']}" + af.gen("answer", max_tokens=1)
+        await t["answer"]
+        t += LONG[:200]
+        branches = t.fork(3)
+        for number, branch in enumerate(branches):
+            branch += f"{number}: " + af.gen("part", max_tokens=4)
+        parts = [branch["part"] for branch in branches]
+        for part in parts:
+            await part
+        t += af.select("choice", ["a" + "yes " * 20, "b" + "no, " * 20])
+        await t["choice"]
+        usages = [value.usage for value in (s["name"], t["answer"], *parts, t["choice"])]
+        stats = await flow.stats()
+        assert [submit.origin.is_extra for submit in sent].count(False) == len(usages)
+        assert len(sent) >= len(usages) + 4
+        assert stats.prompt_tokens == sum(usage.prompt_tokens for usage in usages)
+        assert stats.cached_tokens == sum(usage.cached_tokens for usage in usages) > 0

@@ -353,9 +353,17 @@ def test_counters_of_engines_one_after_the_other_add_up():
 # Times of requests
 
 
-def submit(request_id: int, *, tenant: str = "", score_from: int = 0, generates: bool = True) -> Submit:
+def submit(
+    request_id: int,
+    *,
+    tenant: str = "",
+    score_from: int = 0,
+    generates: bool = True,
+    is_extra: bool = False,
+) -> Submit:
     params = SamplingParams() if generates else None
-    return Submit(request_id, [1, 2, 3], params, origin=Origin(tenant), score_from=score_from)
+    origin = Origin(tenant, is_extra=is_extra)
+    return Submit(request_id, [1, 2, 3], params, origin=origin, score_from=score_from)
 
 
 def finished(request_id: int, output_tokens: int) -> Finished:
@@ -399,6 +407,14 @@ def test_the_tokens_of_tenants_are_counted():
         times.received([Started([request_id])])
         times.received([Finished(request_id, [], "", "length", 3, cached, output, [])])
     assert times.tokens == {"ann": TokenUse(6, 1, 6), "default": TokenUse(3, 3, 1)}
+
+
+def test_f37_requests_whose_prompt_no_client_sent_are_not_counted():
+    times = RequestTimes(ClockS())
+    times.sent(submit(1, tenant="ann", generates=False, is_extra=True))
+    times.received([Started([1])])
+    times.received([Finished(1, [], "", "length", 1000, 0, 0, [], miss_reason="first_seen")])
+    assert (times.tokens, times.missed_tokens, times.queue_wait) == ({}, {}, {})
 
 
 def test_missed_tokens_are_counted_by_reason():
