@@ -100,12 +100,13 @@ class RequestObserver(Protocol):
 
 
 class _Call:
-    """One unanswered request or ``Query``: its progress callback, and then its answer."""
+    """One unanswered request or ``Query``: its progress callback or the query, and then its answer."""
 
-    __slots__ = ("answer", "broken_by", "ended", "error", "on_progress")
+    __slots__ = ("answer", "broken_by", "ended", "error", "on_progress", "query")
 
-    def __init__(self, on_progress: OnProgress | None = None) -> None:
+    def __init__(self, on_progress: OnProgress | None = None, query: Query | None = None) -> None:
         self.on_progress = on_progress
+        self.query = query
         self.ended = anyio.Event()
         self.answer: Finished | EngineAnswer | None = None
         self.error: AgentflowError | None = None
@@ -345,6 +346,12 @@ class EngineClient:
         assert isinstance(loaded, AdapterLoaded)
         return loaded
 
+    @property
+    def loading_adapters(self) -> set[str]:
+        """The names of the adapters that the engine is loading."""
+        queries = [call.query for call in self._queries.values()]
+        return {query.name for query in queries if isinstance(query, LoadAdapter)}
+
     def unload_adapter(self, name: str) -> None:
         """Requests that were sent keep it until they end. Unknown names are ignored."""
         loaded = self.adapters.pop(name, None)
@@ -378,8 +385,9 @@ class EngineClient:
     def _send_query(self, make: Callable[[int], Query]) -> int:
         ticket = next(self._ids)
         self._drop_media()
-        self.engine.send(make(ticket))
-        self._queries[ticket] = _Call()
+        query = make(ticket)
+        self.engine.send(query)
+        self._queries[ticket] = _Call(query=query)
         return ticket
 
     async def _call(

@@ -55,13 +55,8 @@ async def load_adapter(call: ApiCall) -> None:
     model = _managed_model(call, body.model)
     try:
         check_adapter_name(body.lora_name)
-        if body.lora_name in model.client.adapters and not body.load_inplace:
-            raise invalid_field(
-                "lora_name", f"{model.name}:{body.lora_name} is loaded: unload it, or set load_inplace"
-            )
-        if body.lora_name not in model.client.adapters and len(model.client.adapters) >= MAX_ADAPTERS:
-            raise invalid_field("lora_name", f"{model.name} has {MAX_ADAPTERS:,} adapters: unload one first")
         folder = await anyio.to_thread.run_sync(resolve_adapter, body.lora_path)
+        _check_new(body, model)  # until the load begins, no other one can
         await model.client.load_adapter(body.lora_name, folder)
     except (BadModelFolder, UnknownModel) as error:
         raise invalid_field("lora_path", str(error)) from error
@@ -90,6 +85,17 @@ async def unload_adapter(call: ApiCall) -> None:
         )
     model.unload_adapter(body.lora_name)
     await call.reply(AdapterUnloaded(f"{model.name}:{body.lora_name}"))
+
+
+def _check_new(body: LoadAdapterRequest, model: EngineModel) -> None:
+    """Raises ``ApiError`` if the name is taken, or the model has too many adapters. An adapter that is being
+    loaded counts like a loaded one."""
+    names = model.client.loading_adapters.union(model.client.adapters)
+    if body.lora_name in names and not body.load_inplace:
+        taken = f"{model.name}:{body.lora_name} is loaded, or is being loaded"
+        raise invalid_field("lora_name", f"{taken}: unload it, or set load_inplace")
+    if body.lora_name not in names and len(names) >= MAX_ADAPTERS:
+        raise invalid_field("lora_name", f"{model.name} has {MAX_ADAPTERS:,} adapters: unload one first")
 
 
 def _managed_model(call: ApiCall, name: str | None) -> EngineModel:

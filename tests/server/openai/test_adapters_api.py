@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ import pytest
 import torch
 from support.api_server import MODEL, ApiServer, api_server
 from support.engine.adapters import write_plain_adapter
+from support.fake_engine import TOKENIZER, FakeEngine
 from support.faulty_servers import BEARER, KEY, tenants
 from support.server.openai_peer import sync_client
 
 import agentflow as af
 from agentflow.engine.messages import AdapterLoaded
+from agentflow.engine.runner import ReadAdapter
+from agentflow.engine.simulator.fake_runner import FakeRunner
 from agentflow.server.openai import adapters
 from agentflow.server.tenants.keys import Tenants
 
@@ -158,6 +163,46 @@ def test_a_loaded_name_is_replaced_only_on_request(server: ApiServer, folder: Pa
         assert said_by(client, POLITE) == before
         assert load(server, other, load_inplace=True).status_code == 200
         assert said_by(client, POLITE) != before
+
+
+class HeldReader(FakeRunner):
+    """Reads adapters once ``may_read`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=TOKENIZER.vocab_size, num_slots=4096, max_context=1024)
+        self.has_begun, self.may_read = threading.Event(), threading.Event()
+
+    def read_adapter(self, folder: Path) -> ReadAdapter:
+        self.has_begun.set()
+        assert self.may_read.wait(timeout=30)
+        return super().read_adapter(folder)
+
+
+def test_f37_a_name_is_taken_while_its_adapter_is_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is its place among the adapters of the model. It may be replaced on request."""
+    monkeypatch.setattr(adapters, "MAX_ADAPTERS", 1)
+    other = write_plain_adapter(tmp_path, {"q_proj.lora_A": torch.full((4, 8), 2.0)})
+    runner, known = HeldReader(), tenants("manages_adapters = true")
+    with (
+        api_server(FakeEngine(runner=runner), tenants=known, constraints=False) as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        try:
+            first = pool.submit(load, server, folder)
+            assert runner.has_begun.wait(timeout=30)
+            for name in ("polite", "second"):
+                refused = post(server, "load_lora_adapter", lora_name=name, lora_path=str(other))
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_name")
+            client = server.generator._client
+            in_place = pool.submit(load, server, other, load_inplace=True)
+            server.wait_until(lambda: len(client._queries) == 2)
+        finally:
+            runner.may_read.set()
+        assert (first.result().status_code, in_place.result().status_code) == (200, 200)
+        assert client.adapters["polite"].folder == str(other)
+        assert len(runner.adapters) == 1
 
 
 @pytest.mark.parametrize("settings", [[], None], ids=["a key without the permission", "no keys"])
