@@ -114,6 +114,7 @@ class HttpProxy:
         try:
             await body.buffer()
             asked = await self._read(scope, body)
+            asked.model = self._placement.resolve(asked.model)
             body.charge(len(asked.run or b""))
             async with open_task_group() as group:
                 group.start_soon(_cancel_when_gone, body, answer, group.cancel_scope)

@@ -26,7 +26,6 @@ from agentflow.protocol.unreadable import UNREADABLE
 from agentflow.protocol.wire import MODEL_PARAM, SESSION_PARAM
 from agentflow.server.errors import ApiError
 from agentflow.server.http.caller import ANYONE, Caller, caller_with
-from agentflow.server.ollama.request import LATEST
 
 MAX_NAME_CHARS = 256
 BLOB_CHARS = 4_096
@@ -44,9 +43,9 @@ _STATELESS = ("completions", "embeddings", "messages", "chat", "generate", "embe
 class RequestFacts:
     """One request."""
 
-    model: str = ""  # without ``LATEST``; empty if the request has none, or could not be read
+    model: str = ""  # empty if the request has none, or could not be read
     run: TokenRun | None = None  # the prompt; None: the request has none
-    key: tuple[str, str] = ("", "")  # prompts with different keys share no cache
+    cache_salt: str = ""  # prompts with different salts share no cache
     caller: Caller = ANYONE
     program: str = ""
     objective: Objective = "latency"
@@ -76,7 +75,7 @@ def read_asked(
     asked = RequestFacts(caller=_caller(headers))
     parts = [unquote(part)[:MAX_NAME_CHARS] for part in path.split("/") if part]
     if "models" in parts[:-1]:
-        asked.model = "/".join(parts[parts.index("models") + 1 :]).removesuffix(LATEST)
+        asked.model = "/".join(parts[parts.index("models") + 1 :])
     else:
         asked.names = tuple(part for part in parts[2:] if any(map(str.isdigit, part)))
     if parts[-1:] == ["session-ticket"]:
@@ -93,7 +92,7 @@ def read_asked(
 def model_in(query: str) -> str:
     """The model in the address of a websocket, or of a request for a ticket; empty if it has none. The last
     one: clients append it to the query of an address."""
-    return parse_qs(query).get(MODEL_PARAM, [""])[-1][:MAX_NAME_CHARS].removesuffix(LATEST)
+    return parse_qs(query).get(MODEL_PARAM, [""])[-1][:MAX_NAME_CHARS]
 
 
 def _caller(headers: Mapping[str, str]) -> Caller:
@@ -106,8 +105,8 @@ def _caller(headers: Mapping[str, str]) -> Caller:
 def _read_body(asked: RequestFacts, fields: Any) -> None:
     if not isinstance(fields, dict):
         return
-    asked.model = _text(fields.get("model")).removesuffix(LATEST) or asked.model
-    asked.key = asked.model, _text(fields.get("cache_salt"))
+    asked.model = _text(fields.get("model")) or asked.model
+    asked.cache_salt = _text(fields.get("cache_salt"))
     asked.program = _text(fields.get("prompt_cache_key"))
     asked.objective = asked.caller.objective or (
         "throughput" if fields.get("service_tier") == "flex" else "latency"

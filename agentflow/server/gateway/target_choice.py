@@ -23,6 +23,7 @@ from agentflow.runtime.circuit import Attempt
 from agentflow.server.errors import ApiError
 from agentflow.server.gateway.request_facts import RequestFacts
 from agentflow.server.gateway.target import Target, logger
+from agentflow.server.ollama.request import LATEST
 
 GATHER_S = 0.003
 """How long a task group waits for further members."""
@@ -147,6 +148,14 @@ class TargetChoice:
 
     # Choices
 
+    def resolve(self, model: str) -> str:
+        """The name under which requests for a model are placed. A name with ``LATEST`` and the name without
+        it are one model, unless a target lists both: its adapter can be called ``latest``."""
+        base = model.removesuffix(LATEST)
+        names = {base, f"{base}{LATEST}"}
+        has_both = any(names <= target.models for target in self.targets if target.models is not None)
+        return model if has_both else base
+
     def candidates(self, asked: RequestFacts, barred: Collection[Target] = ()) -> list[Target]:
         """The targets that can get the request now. Targets that asked for a pause are included only if there
         are no others."""
@@ -211,7 +220,7 @@ class TargetChoice:
         assert asked.run is not None
         return RoutedRequest(
             next(self._numbers),
-            asked.key,
+            (asked.model, asked.cache_salt),
             asked.run,
             output_tokens=caller.output_tokens or 0,
             objective=asked.objective,

@@ -78,7 +78,7 @@ class WebSocketProxy:
         """Serves one websocket until it closes."""
         socket = WebSocket(scope, receive, send)
         names = session_names(scope)
-        model = model_in(scope.get("query_string", b"").decode("latin-1"))
+        model = self._placement.resolve(model_in(scope.get("query_string", b"").decode("latin-1")))
         asked, tried = RequestFacts(model, names=names), list[Target]()
         refusal: Response | None = None
         owner = self._placement.owner(session_names(scope, (SESSION,)))

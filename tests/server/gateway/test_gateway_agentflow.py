@@ -5,14 +5,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import anyio
+import httpx2
 import msgspec
 import openai
 import pytest
+import torch
 from support.api_server import MODEL, VENDOR, ApiServer, api_server
+from support.engine.adapters import write_plain_adapter
 from support.fake_engine import FakeEngine
 from support.redis_server import RedisServer
 from support.server.gateways import Routed, routed
@@ -240,6 +244,34 @@ async def test_f37_a_session_is_opened_where_its_model_is() -> None:
             with pytest.raises((af.errors.Overloaded, af.errors.ServerUnreachable)):
                 async with af.session(url, model=VENDOR, api_key="right"):
                     pytest.fail("it is open")
+
+
+async def test_f37_an_adapter_called_latest_is_not_its_model(tmp_path: Path) -> None:
+    """Only the second server has it."""
+    adapter = write_plain_adapter(tmp_path, {"q_proj.lora_A": torch.ones(4, 8)})
+    bearer, name = {"authorization": "Bearer right"}, f"{MODEL}:latest"
+    with (
+        api_server(FakeEngine(), tenants=Tenants(["right"])) as one,
+        api_server(FakeEngine(), tenants=Tenants(["right"])) as other,
+    ):
+        loaded = httpx2.post(
+            f"{other.url}/v1/load_lora_adapter",
+            json={"lora_name": "latest", "lora_path": str(adapter)},
+            headers=bearer,
+        )
+        assert loaded.status_code == 200
+        async with before([one, other], api_key="right", limits=UNCHECKED) as route:
+            second = route.gateway.targets[1]
+            second.num_websockets += 10  # the first one is chosen if it can be
+            for model, number in ((name, "1"), (MODEL, "0")):
+                async with af.session(route.url.replace("http", "ws"), model=model, api_key="right") as flow:
+                    assert flow.capabilities.model == model
+                ticket = await route.http.post(f"/v1/session-ticket?model={model}", headers=bearer)
+                assert ticket.headers["x-agentflow-target"] == number
+            chat = {"model": name, **ASKED["/api/chat"]}
+            for _ in range(3):
+                answer = await route.http.post("/api/chat", json=chat, headers=bearer)
+                assert answer.headers["x-agentflow-target"] == "1"
 
 
 async def test_f37_a_ticket_is_issued_where_the_model_is() -> None:

@@ -91,7 +91,8 @@ def test_the_hints_of_a_request() -> None:
         "x-agentflow-objective": "throughput",
     }
     got = asked({"model": "m", "prompt": "x", "cache_salt": "s", "prompt_cache_key": "k"}, headers=headers)
-    assert (got.program, got.caller.group, got.objective, got.key) == ("p", "g", "throughput", ("m", "s"))
+    assert (got.program, got.caller.group, got.objective) == ("p", "g", "throughput")
+    assert (got.model, got.cache_salt) == ("m", "s")
     got = asked({"prompt": "x", "prompt_cache_key": "k", "nvext": {"agent_hints": {"osl": 9}}})
     assert (got.program, got.caller.output_tokens, got.objective) == ("k", 9, "latency")
     assert asked({"prompt": "x"}, headers={"x-agentflow-objective": "unknown"}).objective == "latency"
@@ -163,5 +164,5 @@ def test_f37_a_ticket_that_resumes_a_session_names_it() -> None:
 
 def test_f37_the_model_that_a_client_adds_to_an_address_counts() -> None:
     address = Remote("ws://here/v1/session?model=a&x=1", model="b:latest")._address(None)
-    assert model_in(address.query) == "b"
+    assert model_in(address.query) == "b:latest"
     assert [model_in(query) for query in ("model=a%2Fb", "x=1", "")] == ["a/b", "", ""]
