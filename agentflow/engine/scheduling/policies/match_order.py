@@ -47,7 +47,7 @@ class MatchOrder:
             return
         if self._few:
             self._plant_few()
-        self._plant(self._trees, one)
+        self._plant(self._trees, one, divides_paced=self._divides_paced)
 
     def remove(self, request: Request) -> bool:
         """Removes the request. Returns whether it was there. After a fault, it may be in two trees."""
@@ -116,11 +116,10 @@ class MatchOrder:
             for kind, tree in self._trees.items()
             for number, node in tree.nodes.items()
         ]
-        self._divides_paced = True
         trees: dict[int, WaitingTree] = {}
         for one in sorted(planted, key=_arrival):
-            self._plant(trees, one)
-        self._trees = trees
+            self._plant(trees, one, divides_paced=True)
+        self._trees, self._divides_paced = trees, True  # after a fault, all wait as before
 
     def set_unencoded(self, request: Request, is_unencoded: bool) -> None:
         """As in ``Policy``."""
@@ -129,7 +128,8 @@ class MatchOrder:
         request.is_unencoded = is_unencoded
         for kind, tree in self._trees.items():
             if request.id in tree.nodes:
-                self._plant(self._trees, self._planted_as(kind, request))  # first: a fault does not lose it
+                one = self._planted_as(kind, request)
+                self._plant(self._trees, one, divides_paced=self._divides_paced)  # a fault does not lose it
                 tree.remove(request)
                 return
 
@@ -195,13 +195,13 @@ class MatchOrder:
         """Moves the few requests to new trees. After an exception, they still wait without trees."""
         trees: dict[int, WaitingTree] = {}
         for one in self._few:
-            self._plant(trees, one)
+            self._plant(trees, one, divides_paced=self._divides_paced)
         self._trees = trees
         self._few.clear()
 
-    def _plant(self, trees: dict[int, WaitingTree], one: _Few) -> None:
+    def _plant(self, trees: dict[int, WaitingTree], one: _Few, *, divides_paced: bool) -> None:
         request = one.request
-        kind = _LONG * (not one.is_short) + _PACED * (self._divides_paced and request.is_paced)
+        kind = _LONG * (not one.is_short) + _PACED * (divides_paced and request.is_paced)
         kind += _UNENCODED * request.is_unencoded
         tree = trees.get(kind)
         if tree is None:
