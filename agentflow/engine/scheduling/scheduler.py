@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from agentflow.engine.scheduling.policies.policy import (
     Policy,
     RandomOrder,
 )
+from agentflow.engine.scheduling.policies.waiting_tree import SearchEnds
 from agentflow.engine.scheduling.program_pauses import ProgramPauses
 from agentflow.engine.scheduling.retries import Retries
 from agentflow.engine.scheduling.rows.batch_builder import NextDecode, SamplingTable, build_batch
@@ -70,6 +72,9 @@ MAX_DISPLACED = 64
 """A request may evict this many tokens that open states need next if the batch has room."""
 MAX_UNENCODED = 64
 """After this many requests whose images it has no time to encode, a step plans no further encodings."""
+MAX_PASSED = 128
+"""Of requests that wait for an encoding, a step passes at most this many, except those that were passed
+before. This also limits how many of them a step moves in the policy's order."""
 NewPolicy = Callable[[PeekCache, int, Clock], Policy]
 """Makes a policy for a scheduler with this token budget and clock."""
 POLICIES: Mapping[str, NewPolicy] = {
@@ -184,6 +189,7 @@ class Scheduler:
         self._num_unencoded = 0  # requests of the step, held back by their images
         # Requests that were passed since then, with the image. They wait apart from the next step on.
         self._unencoded: list[tuple[Request, str]] = []
+        self._encoded: deque[Request] = deque()  # their image was encoded: they wait like others again
 
     @property
     def counters(self) -> Counters:
@@ -388,7 +394,7 @@ class Scheduler:
         too (see ``pace``)."""
         while self._held_back:
             self._held_back.pop().is_held_back = False
-        if self.media is not None and (self._unencoded or self.media.completed):
+        if self.media is not None and (self._unencoded or self._encoded or self.media.completed):
             self._set_unencoded(self.media)
         prompts = [*self._prefills.requests.values()]
         if self._in_flight.launched:  # the last chunks of some are launched
@@ -463,11 +469,12 @@ class Scheduler:
                 self.waiting.set_unencoded(request, True)
         self._unencoded.clear()
         for identity in media.completed:
-            for request in media.wanted.get(identity, ()):
-                self._planned = request
-                if request.is_unencoded:
-                    self.waiting.set_unencoded(request, False)
+            self._encoded += media.wanted.get(identity, ())
         media.completed.clear()
+        for _ in range(min(len(self._encoded), MAX_PASSED)):
+            request = self._planned = self._encoded.popleft()
+            if request.is_unencoded:
+                self.waiting.set_unencoded(request, False)
         self._planned = None
 
     @property
@@ -639,6 +646,9 @@ class Scheduler:
                 self.memory.liveness.departed(request.origin.state)
         if self.media is not None and request.media:
             self.media.departed(request)
+            if not self.media.wanted:
+                self._unencoded.clear()
+                self._encoded.clear()
         request.status = Status.FINISHED
         state = request.origin.state
         if request in self._of_state.get(state, ()):
@@ -778,6 +788,8 @@ class Scheduler:
             if match is None:
                 match = self._num_cached(request)
             if (run := self.media.missing(request, match)) is not None:
+                if len(self._unencoded) >= MAX_PASSED:
+                    raise SearchEnds
                 self._hold_back(request)
                 self._unencoded.append((request, run.identity))
                 return True

@@ -160,6 +160,7 @@ EVENTS = ["add"] * 4 + ["step"] * 6 + ["abort", "fail", "preempt", "hint", "clos
     feature_bytes=st.sampled_from([0, 60, 150, 10_000]),
     tpot_target_ms=st.sampled_from([None, 4, 12]),
     max_unencoded=st.integers(1, 3),
+    max_passed=st.integers(1, 3),
     max_few=st.integers(0, 4),
     ahead=st.booleans(),
     policy=st.sampled_from(["fair-lpm", "fair-lpm", "lpm", "fcfs", "random", "dfs-weight"]),
@@ -173,6 +174,7 @@ def test_f37_each_request_ends_as_alone_whatever_waits_for_what(
     feature_bytes,
     tpot_target_ms,
     max_unencoded,
+    max_passed,
     max_few,
     ahead,
     policy,
@@ -180,6 +182,7 @@ def test_f37_each_request_ends_as_alone_whatever_waits_for_what(
     """For memory, for images, for the time of steps, for other requests' tokens, or with a paused program."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler_module, "MAX_UNENCODED", max_unencoded)
+        patch.setattr(scheduler_module, "MAX_PASSED", max_passed)
         patch.setattr(match_order, "MAX_FEW", max_few)
         patch.setattr(program_pauses, "THRASHING", -1.0)
         patch.setattr(program_pauses, "COSTLY_GAPS", math.inf)
@@ -397,7 +400,7 @@ def test_f37_the_work_of_a_step_does_not_grow_with_the_requests_that_wait_for_th
             run = medium.pieces[1].at(medium.identity, 1 if is_shared else 0)
             prompt = [*([7] if is_shared else []), *pseudo_tokens(run).tolist(), 7]
             harness.add(10 + number, prompt, 1, media=[run], tenant="flood", task_group=task_group)
-        for _ in range(10):  # the first steps look at each of them once
+        for _ in range(20):  # each of the first steps looks at some of them
             harness.step()
         texts = [
             harness.add(1, [2] * 30, 1, tenant="reader"),
@@ -408,6 +411,41 @@ def test_f37_the_work_of_a_step_does_not_grow_with_the_requests_that_wait_for_th
         assert [text.status for text in texts] == [Status.RUNNING] * 2
         num_lines[num_waiting] = lines.num
     assert num_lines[1200] < 2 * num_lines[200]
+
+
+@pytest.mark.parametrize("policy", ["fair-lpm", "lpm"])
+@pytest.mark.parametrize("num_images", [1, 1000])
+@pytest.mark.parametrize("task_group", [0, 1])
+def test_f37_no_step_looks_at_all_requests_of_a_flood_of_images(policy, num_images, task_group) -> None:
+    """Neither when they arrive, nor when an image is encoded for which all wait."""
+    most_lines = {}
+    for num_waiting in (300, 1000):
+        harness = Harness(feature_bytes=1e9, token_budget=64, max_running=8, policy=policy)
+        clock = itertools.count(0.0, 1e-3).__next__
+        media = harness.scheduler.media = harness.media = MediaWork(harness.runner, 1e9, clock)
+        harness.add(0, [1] * 8, 100, tenant="reader")
+        for _ in range(10):
+            harness.step()
+        for number in range(num_waiting):
+            medium = prepared(b"flood %d" % (number % num_images), num_bytes=30_000, num_rows=2)
+            if medium.identity not in media:
+                media.add(medium)
+            run = medium.pieces[1].at(medium.identity, 1)
+            prompt = [7, *pseudo_tokens(run).tolist(), number]
+            harness.add(10 + number, prompt, 1, media=[run], tenant="flood", task_group=task_group)
+        most_lines[num_waiting] = 0
+        for _ in range(30):
+            with counted_lines() as lines:
+                batch = harness.scheduler.schedule()
+            most_lines[num_waiting] = max(most_lines[num_waiting], lines.num)
+            media.run_planned()
+            if batch is not None:
+                output = harness.runner.collect(harness.runner.launch(batch))
+                for row in harness.scheduler.complete(output):
+                    if row.request.num_generated >= row.request.max_new_tokens:
+                        harness.scheduler.release(row.request)
+        assert media.num_encoded
+    assert most_lines[1000] < 1.5 * most_lines[300]
 
 
 def test_f37_a_text_passes_requests_that_wait_for_their_images_and_need_the_same_token_next() -> None:

@@ -24,7 +24,7 @@ from agentflow.engine.cache.token_run import TokenRun
 from agentflow.engine.request import CacheKey, Origin, Request
 from agentflow.engine.scheduling.policies.charges import Charged
 from agentflow.engine.scheduling.policies.match_order import MatchOrder
-from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked
+from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, SearchEnds
 
 PeekCache = Callable[[CacheKey, TokenRun], int]
 """The number of cached tokens of a run under a key. Changes nothing."""
@@ -207,7 +207,10 @@ class SimplePolicy(Policy):
             return prompts[0]
         if is_blocked is None:
             return None
-        return self._preempted.first(is_blocked) or self._next_waiting(is_blocked)
+        try:
+            return self._preempted.first(is_blocked) or self._next_waiting(is_blocked)
+        except SearchEnds:
+            return None
 
     @abstractmethod
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:

@@ -62,7 +62,7 @@ from agentflow.engine.request import PATIENT_GROUPS, Origin, Request, Status
 from agentflow.engine.scheduling.policies.arrival_queue import ArrivalQueue
 from agentflow.engine.scheduling.policies.match_order import MatchOrder, Rank
 from agentflow.engine.scheduling.policies.policy import Clock, Preempted
-from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked
+from agentflow.engine.scheduling.policies.waiting_tree import IsBlocked, SearchEnds
 
 SHORT_BATCHES = 1
 """A request with at most this many full batches to compute is short."""
@@ -320,7 +320,10 @@ class TenantQueue:
             chosen = self._chosen
             if chosen is None or chosen.is_held_back:
                 # Without a prompt, the first one is admitted, and need not be kept.
-                chosen, is_due = self._search(is_blocked, keeps=oldest is not None)
+                try:
+                    chosen, is_due = self._search(is_blocked, keeps=oldest is not None)
+                except SearchEnds:
+                    chosen, is_due = None, False
                 if is_due:
                     return chosen
                 self._chosen = chosen

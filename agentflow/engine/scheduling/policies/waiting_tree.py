@@ -31,7 +31,7 @@ from agentflow.engine.request import Request
 IsBlocked = Callable[[Request, int | None], bool]
 """Whether a request should wait because a running one is computing the tokens it needs next, or because it
 does not fit into memory in this step (``Request.is_held_back``). The second argument is the request's match
-if the policy knows it."""
+if the policy knows it. May raise ``SearchEnds``."""
 Rank = tuple[Any, ...]
 SKIPPED = 64
 """A skip is made after this many edges in a row without one."""
@@ -41,6 +41,10 @@ NODES_PER_REQUEST = 4
 SPARE_NODES = 64
 """Edges are joined once there are more nodes than this, and NODES_PER_REQUEST for each request. The requests
 alone need two each, without roots."""
+
+
+class SearchEnds(Exception):
+    """The step has passed enough requests. No other request of the tenant is admitted in it."""
 
 
 class WaitingNode:
