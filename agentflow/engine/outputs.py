@@ -101,7 +101,6 @@ class Outputs:
         self._texts: dict[int, TextEnd] = {}
         self._searches: OrderedDict[str, CpuAllowance] = OrderedDict()  # by tenant, least recently used first
         self._constrained: dict[int, ConstrainedRequest] = {}
-        self._finish_reasons: dict[int, str] = {}  # of requests with ``only_needs_scores``
         self._aside: list[_Aside] = []  # in the order of the batch
 
     def __len__(self) -> int:
@@ -151,8 +150,7 @@ class Outputs:
             if request.id in self._texts and progress.logprobs:  # of forced tokens
                 self._outbox.append(progress)
             if row.is_last:
-                reason = self._finish_reasons.get(request.id, "length")
-                self._finish(request, reason, embedding=row.embedding)
+                self._finish(request, request.finish_reason or "length", embedding=row.embedding)
             return
         [token_id] = row.token_ids
         text, constrained = self._texts[request.id], self._constrained.get(request.id)
@@ -240,8 +238,7 @@ class Outputs:
     def _finish_when_scored(self, request: Request, reason: str) -> None:
         """Ends the request, once the log-probabilities of its forced tokens are computed."""
         if request.wants_scores and request.first_unscored < request.num_tokens:
-            request.only_needs_scores = True
-            self._finish_reasons[request.id] = reason
+            request.finish_reason = reason
         else:
             self._finish(request, reason)
 
@@ -290,4 +287,3 @@ class Outputs:
         """Forgets a request that has ended or failed."""
         self._texts.pop(request_id, None)
         self._constrained.pop(request_id, None)
-        self._finish_reasons.pop(request_id, None)

@@ -209,8 +209,6 @@ class Request:
     params: SamplingParams
     origin: Origin  # the program's hints
     cache_key: CacheKey
-    tenant: str = field(init=False)  # of ``cache_key``
-    adapter: str = field(init=False)
     seed: int = 0
     score_from: int = 0  # > 0: it is a scoring of the tokens from this index on, and generates nothing
     tree: TokenTree | None = None  # of a select: its choices, below its tokens
@@ -227,7 +225,8 @@ class Request:
     next_mask: Callable[[], TokenWords] | None = None  # computes the tokens that its grammar allows next
     mask_error: Exception | None = None  # why they cannot be computed; then none is allowed
     is_steered: bool = False  # its tokens may be replaced, so each is read before the next is computed
-    only_needs_scores: bool = False  # its output is complete; forced tokens still lack log-probabilities
+    # Why its output is complete, while forced tokens still lack log-probabilities; otherwise empty.
+    finish_reason: str = ""
     # How often a grammar replaced sampled tokens. It changes the random numbers of later tokens: the same
     # number at a position that is sampled again would favour some tokens.
     num_redrawn: int = 0
@@ -237,14 +236,11 @@ class Request:
     received_s: float = 0.0  # when it arrived, on the clock ``perf_counter``
     num_preemptions: int = 0
     status: Status = Status.WAITING
-    was_admitted: bool = False
     is_held_back: bool = False  # in this step it does not fit into memory or into the step's time
     is_unencoded: bool = False  # it waits for the encoding of an image, for which a step had no time
     # While it waits for memory, others may start before it only in steps before this number. None: it was
     # neither preempted nor the first request that did not fit.
     passed_until: int | None = None
-    # How many tokens the engine had computed when it was held back for the time of steps. None: never.
-    held_back_from: int | None = None
 
     # Its progress:
     num_computed: int = 0  # tokens with KV, including tokens of batches in flight
@@ -267,9 +263,6 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopTokens] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.tenant, self.adapter = self.cache_key.tenant, self.cache_key.adapter
 
     @classmethod
     def of(
@@ -332,6 +325,14 @@ class Request:
         return after if start >= last else np.concatenate((self.rope[:, start:last], after), axis=1)
 
     @property
+    def tenant(self) -> str:
+        return self.cache_key.tenant
+
+    @property
+    def adapter(self) -> str:
+        return self.cache_key.adapter
+
+    @property
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt
 
@@ -346,7 +347,7 @@ class Request:
         left = self.num_tokens - num_tokens
         if self.tree is not None:
             return left + self.tree.num_nodes - num_nodes
-        return left - (1 if self.score_from or self.only_needs_scores else 0)
+        return left - (1 if self.score_from or self.finish_reason else 0)
 
     @property
     def is_urgent(self) -> bool:
@@ -361,7 +362,7 @@ class Request:
     @property
     def is_paced(self) -> bool:
         """Whether it is held back together with others of its tenant (``Pace.holds_back``)."""
-        return not self.is_urgent and self.will_decode and not self.was_admitted
+        return not self.is_urgent and self.will_decode and not self.num_preemptions
 
     @property
     def first_unscored(self) -> int:
@@ -611,6 +612,6 @@ def _targets(request: Request, num_tokens: int) -> Targets:
     scored = range(max(start, first_unscored - 1), min(end, request.num_tokens - 1))
     targets = [(p - start, int(request.tokens[p + 1])) for p in scored]
     is_last = end == request.num_tokens + request.num_pending
-    if request.max_new_tokens and not request.only_needs_scores and is_last:
+    if request.max_new_tokens and not request.finish_reason and is_last:
         targets.append((num_tokens - 1, -1))
     return targets

@@ -620,11 +620,12 @@ def test_nothing_is_left_of_requests_that_ended_in_any_way(
     pace = scheduler._pace
     left = [
         (engine._requests, engine._started, engine._in_flight, engine._adapters._num_uses, runner.adapters),
-        (engine._outputs._texts, engine._outputs._constrained, engine._outputs._finish_reasons),
+        (engine._outputs._texts, engine._outputs._constrained),
         (scheduler.waiting._tenants, scheduler._in_flight.launched, scheduler._prefills._at),
         (scheduler._prefills.awaited, scheduler._sampling._with_logprobs, scheduler._sampling.adapted),
         (scheduler.memory.liveness._arrivals, scheduler.memory.liveness._gaps),
-        (scheduler.memory.liveness.programs, pace and pace._urgent_waiting, len(scheduler.memory.liveness)),
+        (scheduler.memory.liveness.programs, len(scheduler.memory.liveness)),
+        (pace and pace._urgent_waiting, pace and pace._held_back_from),
     ]
     assert not any(itertools.chain(*left))
     assert not any(node.needs for node in scheduler.memory.cache.nodes())

@@ -144,7 +144,7 @@ class KVMemory:
         request.committed = match  # first, so that ``detach`` unlocks it after a fault
         self._read(request, match)
         self.cache.write_slots(match, self.table.row_to_write(row, 0, match.num_tokens))
-        if not request.was_admitted:
+        if not request.num_preemptions:
             request.num_cached = min(match.num_tokens, request.num_prompt)
             request.miss_reason = self.why_missed(request, match)
 

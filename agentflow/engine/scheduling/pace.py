@@ -85,6 +85,8 @@ class Pace:
         # Where the balances of urgent requests that decode start, by id: the time and the generated tokens.
         self._since: dict[int, tuple[float, int]] = {}
         self._urgent_waiting: set[int] = set()  # the ids of waiting requests of the objective ``latency``
+        # By id of waiting requests: how many tokens the engine had computed when it was first held back.
+        self._held_back_from: dict[int, int] = {}
         # Of the step that is being planned:
         self._num_tried = 0
         self._held_back_tenants: set[str] = set()  # tenants of which a request was held back
@@ -107,6 +109,7 @@ class Pace:
     def departed(self, request: Request) -> None:
         """The request no longer waits."""
         self._urgent_waiting.discard(request.id)
+        self._held_back_from.pop(request.id, None)
 
     # Steps.
 
@@ -216,7 +219,9 @@ class Pace:
 
     def may_start(self, request: Request) -> bool:
         """Whether the request may start next to the running ones. Preempted requests always may."""
-        if not self._is_bound or not self._cost.is_known or request.was_admitted or not request.will_decode:
+        if not (self._is_bound and self._cost.is_known):
+            return True
+        if request.num_preemptions or not request.will_decode:
             return True
         row_s = self._cost.row_s(request.num_tokens)
         if not request.is_urgent:
@@ -232,11 +237,10 @@ class Pace:
             request: The request.
             num_computed: How many tokens the engine has computed in total.
         """
-        if request.held_back_from is None:
-            request.held_back_from = num_computed
+        held_back_from = self._held_back_from.setdefault(request.id, num_computed)
         self._num_tried += 1
         self._held_back_tenants.add(request.tenant)
-        is_due = num_computed - request.held_back_from >= self._passed_tokens
+        is_due = num_computed - held_back_from >= self._passed_tokens
         return bool(self._urgent_waiting) and not (
             is_due or request.is_urgent or self._num_tried >= MAX_TRIED
         )

@@ -566,12 +566,11 @@ class Scheduler:
             self._admission.admitted(request)
         if num_left > 1 or request.tree is not None:
             self._prefills.add(request)
-        if not request.was_admitted:
+        if not request.num_preemptions:
             if request.origin.program:
                 num_lost = self.memory.liveness.num_tokens(request.origin.state) - match.num_tokens
                 if num_lost > 0:
                     self.pauses.recomputes(request, num_lost, match.num_tokens)
-            request.was_admitted = True
             if not request.origin.is_extra:
                 self._counters.prompt_tokens += request.num_prompt
                 self._counters.cached_tokens += request.num_cached

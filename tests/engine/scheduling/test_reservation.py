@@ -40,6 +40,10 @@ class Job:
         )
 
 
+def has_started(request: Request) -> bool:
+    return request.status is not Status.WAITING or request.num_preemptions > 0
+
+
 class Steps:
     """A scheduler whose model writes zeros. ``started``: when each request was first admitted, in steps."""
 
@@ -61,7 +65,7 @@ class Steps:
     def step(self) -> bool:
         batch = self.scheduler.schedule()
         for request in self.requests:
-            if request.was_admitted:
+            if has_started(request):
                 self.started.setdefault(request.id, self.now)
         if batch is None:
             return False
@@ -125,12 +129,12 @@ def run_blocked(steps: Steps, first: list[Job], head_job: Job, later: list[tuple
         for after, job in later:
             if after == number:
                 steps.add(job)
-        if number == 0 and all(request.was_admitted for request in steps.requests[: head.id]):
+        if number == 0 and all(has_started(request) for request in steps.requests[: head.id]):
             running = [*steps.scheduler.running.values()]
             expected = earliest_start(head, running, steps.scheduler.memory.slots.total) if running else 0
         if not steps.step() and number > 40:
             break
-        if number == 0 and head.was_admitted:
+        if number == 0 and has_started(head):
             expected = 0
     return head, arrived, expected
 
@@ -226,7 +230,7 @@ def test_f6g_nobody_passes_a_preempted_request():
         steps.step()
     preempted = first if first.num_preemptions else second
     small = steps.add(Job(5, 5, tenant="b"))
-    while not small.was_admitted:
+    while not has_started(small):
         steps.step()
     assert preempted.status is not Status.WAITING
     steps.finish()
@@ -277,7 +281,7 @@ def test_f6h_the_bound_on_overtaking_holds_in_a_full_pool(plan, least, share):
                 waiting[request.id] = request
             if not steps.step() and now > 120:
                 break
-            for chosen in [waiting.pop(n) for n, r in [*waiting.items()] if r.was_admitted]:
+            for chosen in [waiting.pop(n) for n, r in [*waiting.items()] if has_started(r)]:
                 for other in waiting.values():
                     if other.tenant == chosen.tenant and other.arrival < chosen.arrival:
                         overtaken[other.id] += chosen.num_prompt
