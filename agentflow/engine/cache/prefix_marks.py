@@ -18,6 +18,8 @@ from agentflow.engine.cache.nodes import Node
 from agentflow.engine.cache.radix_cache import RadixCache
 
 MIN_REBUILT = 64
+MAX_ENDED = 256
+"""A step ends at most this many marks."""
 
 
 class PrefixMarks:
@@ -41,8 +43,11 @@ class PrefixMarks:
             self._push(until, node)
 
     def expire(self, now: float) -> None:
-        """Ends the marks whose time is over. Their prefixes become ordinary cache."""
-        while self._ends and self._ends[0][0] <= now:
+        """Ends the marks whose time is over. Their prefixes become ordinary cache. If there are many, later
+        steps go on."""
+        for _ in range(MAX_ENDED):
+            if not self._ends or self._ends[0][0] > now:
+                return
             node = heapq.heappop(self._ends)[2].present
             if not node.marked_until:
                 continue

@@ -29,6 +29,9 @@ OVERDUE_AFTER = 4
 """A state that continues sooner than requests take is overdue after this many times their mean time."""
 LATE_AFTER = 3
 """Other states are overdue after this many times the mean time between their requests."""
+MAX_EXPIRED = 256
+"""A step drops at most this many states without recent requests, and expects at most this many overdue ones
+later."""
 LEAST_WAIT_S = 0.1
 """An overdue state is expected no sooner than this."""
 
@@ -320,7 +323,9 @@ class Liveness:
     def _postpone(self) -> None:
         """Expects the overdue states later."""
         now = self._clock()
-        while self._due and self._due[0][0] <= now:
+        for _ in range(MAX_EXPIRED):
+            if not self._due or self._due[0][0] > now:
+                return
             entry = heapq.heappop(self._due)
             if self._is_due(*entry):
                 end = self._ends[entry[2]]
@@ -328,10 +333,10 @@ class Liveness:
                 self._move(entry[2], end._replace(returns=returns, due=returns))
 
     def expire(self, num_computed: int) -> None:
-        """Drops states without recent requests, and expects the overdue ones later."""
+        """Drops states without recent requests, and expects the overdue ones later. If there are many,
+        later steps go on."""
         self._postpone()
-        while self._ends:
-            state, end = next(iter(self._ends.items()))
+        for state, end in [*itertools.islice(self._ends.items(), MAX_EXPIRED)]:
             if num_computed - end.num_computed <= self._lifetime:
                 return
             self.close(state)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.engine.cache.nodes import PrefixMatch
-from agentflow.engine.cache.prefix_marks import MIN_REBUILT, PrefixMarks
+from agentflow.engine.cache.prefix_marks import MAX_ENDED, MIN_REBUILT, PrefixMarks
 from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.cache.token_run import token_run
 
@@ -61,6 +61,16 @@ def test_a_mark_ends() -> None:
     cache.marks.expire(20.0)
     assert cache.evicted(2) == [0, 1]
     assert len(cache.marks) == 0
+
+
+def test_f37_a_step_ends_some_of_many_marks() -> None:
+    num_marks = 3 * MAX_ENDED
+    cache = Marked()
+    for number in range(num_marks):
+        cache.marks.mark(cache.add([number]).node, until=10.0)
+    for num_left in (2 * MAX_ENDED, MAX_ENDED, 0, 0):
+        cache.marks.expire(10.0)
+        assert len(cache.marks) == num_left
 
 
 def test_of_marked_prefixes_the_least_recently_used_goes_first() -> None:

@@ -65,6 +65,28 @@ class Clock:
         return self.now
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_f37_a_step_handles_some_of_many_states_that_are_overdue_or_forgotten(is_forgotten):
+    num_lines = {}
+    for num_states in (600, 2400):
+        clock, cache = Clock(), RadixCache()
+        live = Liveness(cache, num_slots=10_000, clock=clock)
+        for state in range(num_states):
+            live.refresh(state, insert(cache, [state], [state]), num_computed=0, step=1)
+        clock.now += 1000.0
+        num_computed = 10_000 * liveness.EXPIRES_AFTER_POOLS + 1 if is_forgotten else 0
+        with counted_lines() as lines:
+            live.expire(num_computed)
+        num_lines[num_states] = lines.num
+        for _ in range(num_states // liveness.MAX_EXPIRED):
+            live.expire(num_computed)
+        assert len(live) == (0 if is_forgotten else num_states)
+        with counted_lines() as lines:
+            live.expire(num_computed)
+        assert lines.num < 20  # all are expected later, or gone
+    assert num_lines[2400] < 1.5 * num_lines[600]
+
+
 class Ends:
     """States a, b, …, each with one cached token, whose slot is the number of the letter."""
 
