@@ -247,6 +247,7 @@ class Outputs:
     ) -> None:
         text_end, tree = self._texts.get(request.id), request.tree
         constrained = self._constrained.get(request.id)
+        num_forced = 0 if constrained is None else constrained.num_forced(request.num_generated)
         token_ids: list[int] = []
         text = ""
         logprobs: list[float | None] = [*request.logprobs]
@@ -273,7 +274,7 @@ class Outputs:
                 choice_logprobs=[] if tree is None else tree.by_choice(request.target_logprobs),
                 stopped_by=stopped_by if text_end is None or text_end.stop is None else text_end.stop,
                 forced=[] if constrained is None else constrained.forced_spans(len(text)),
-                forced_tokens=0 if constrained is None else constrained.num_forced(request.num_generated),
+                forced_tokens=num_forced,
                 embedding=embedding,
                 reasoning_tokens=0 if constrained is None else constrained.num_reasoning_tokens,
                 answer_at=None if constrained is None else constrained.answer_at,
@@ -281,7 +282,7 @@ class Outputs:
                 miss_reason=request.miss_reason,
             )
         )
-        self._scheduler.finish(request)
+        self._scheduler.finish(request, num_forced)
 
     def drop(self, request_id: int) -> None:
         """Forgets a request that has ended or failed."""

@@ -30,7 +30,7 @@ class Counters:
     cached_output_tokens: int = 0  # of the cached tokens: they had been generated
     computed_tokens: int = 0
     generated_tokens: int = 0
-    forced_tokens: int = 0  # of the generated tokens: a grammar forced them instead of sampling
+    forced_tokens: int = 0  # of the generated tokens of ended requests: a grammar forced all of their bytes
     evicted_tokens: int = 0
     preemptions: int = 0  # of running requests
     _num_recounted: int = 0  # a decrease of ``generated_tokens`` that later tokens are set off against

@@ -623,8 +623,10 @@ class Scheduler:
         Returns its requests, which the caller must release."""
         return self._in_flight.discard()
 
-    def finish(self, request: Request) -> None:
-        """Removes a request whose output ended by itself, and learns its length."""
+    def finish(self, request: Request, num_forced: int = 0) -> None:
+        """Removes a request whose output ended by itself, and learns its length. ``num_forced``: its output
+        tokens that a grammar forced."""
+        self._counters.forced_tokens += num_forced
         if request.status is Status.RUNNING:
             self._reserve.finished(request)
         self.release(request)
@@ -676,7 +678,6 @@ class Scheduler:
         start = request.num_prompt + num_kept
         end = start + len(token_ids)
         request.num_redrawn += num_kept < request.num_generated
-        self._counters.forced_tokens += len(token_ids)
         self._counters.generated(end - request.num_tokens)
         request.tokens[start:end] = token_ids
         request.num_tokens = end

@@ -337,6 +337,17 @@ async def test_forced_text_takes_few_steps_and_is_counted() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("pattern", PATTERNS)
+async def test_f37_the_engine_counts_the_forced_tokens_that_replies_count(pattern: str) -> None:
+    """A jump may encode sampled text again together with the forced text."""
+    async with plain_model_engine() as client:
+        asked = [Asked((5, token), pattern, 60, True, logprobs=False) for token in PLAIN_IDS[:4]]
+        ends = [await ask(client, one) for one in asked]
+        stats = await client.stats()
+    assert stats.forced_tokens == sum([end.forced_tokens for end in ends])
+
+
+@pytest.mark.anyio
 async def test_a_constraint_that_the_models_tokens_cannot_satisfy_is_rejected() -> None:
     vocab_size = 60
     char = next(c for c in map(chr, range(33, 127)) if TOKENIZER.encode(c)[0] >= vocab_size)
