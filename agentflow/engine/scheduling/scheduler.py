@@ -286,7 +286,12 @@ class Scheduler:
         self.wants_media = False
         for row in built.rows:
             self._charge(row.request, row.end, 1)
-        self._next.fill(built, self.memory.allocate(len(built.rows)))
+        slots = self.memory.allocate(len(built.rows))
+        try:
+            self._next.fill(built, slots)
+        except Exception:
+            self.memory.slots.release(slots)
+            raise
         self.num_decode_tokens = len(built.rows)
         self._in_flight.launch(built.rows, partial(batch_features, built.batch), is_scored=False)
         return built.batch
@@ -327,14 +332,14 @@ class Scheduler:
         try:
             shared = self.memory.readers.prefixes() if len(self.running) > 1 else ()
             batch = build_batch(rows, slots, self.memory.table, shared, self._sampling, before)
+            is_scored = batch.sampled.scored is not None
+            self._in_flight.launch(rows, partial(batch_features, batch), is_scored=is_scored)
         except Exception:
             self.memory.slots.release(slots)
             for request in draft.tokens:
                 request.node_slots = request.node_slots[: request.num_nodes_computed]
             raise
         self.num_decode_tokens = draft.num_decode
-        features = partial(batch_features, batch)
-        self._in_flight.launch(rows, features, is_scored=batch.sampled.scored is not None)
         return batch
 
     def _decode(self) -> Draft:

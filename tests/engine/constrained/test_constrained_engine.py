@@ -97,7 +97,7 @@ def check_end(asked: Asked, end: Finished, streamed: str) -> None:
     assert end.logprobs == expected.logprobs
 
 
-async def ask(client: EngineClient, asked: Asked) -> None:
+async def ask(client: EngineClient, asked: Asked) -> Finished:
     deltas: list[str] = []
     end = await client.generate(
         [*asked.prompt],
@@ -108,6 +108,7 @@ async def ask(client: EngineClient, asked: Asked) -> None:
         jump_forward=asked.jumps,
     )
     check_end(asked, end, "".join(deltas))
+    return end
 
 
 @examples(140)

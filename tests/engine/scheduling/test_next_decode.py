@@ -12,6 +12,7 @@ from support.engine.scheduler_harness import Harness, UnpenalizedRunner, expecte
 
 from agentflow.engine.batch import Batch, TokenMasks
 from agentflow.engine.request import Status
+from agentflow.engine.scheduling.rows.batch_builder import NextDecode
 from agentflow.protocol.sampling import SamplingParams
 
 
@@ -153,6 +154,24 @@ def test_steps_that_only_decode_were_built_ahead(num_slots):
     assert harness.num_prepared - num_before >= 15
     for number in range(8, 12):
         assert harness.output(number) == expected_output([number] * 10, 20)
+
+
+def test_f37_a_fault_in_a_batch_that_was_built_ahead_loses_no_slots(monkeypatch):
+    class Fault(Exception):
+        """Raised in place of the batch's last part."""
+
+    def fault(*args):
+        raise Fault
+
+    monkeypatch.setattr(NextDecode, "fill", fault)
+    harness = Harness(prepares=True, token_budget=16, max_running=4)
+    for number in range(4):
+        harness.add(number, [number] * 10, 20)
+    harness.run()
+    assert harness.num_prepared == 0
+    for number in range(4):
+        assert harness.output(number) == expected_output([number] * 10, 20)
+    harness.scheduler.check_idle()
 
 
 def test_a_request_that_leaves_during_the_step_is_not_in_the_next_batch():

@@ -7,6 +7,7 @@ from support.faults import has_param
 from agentflow.engine import request as requests
 from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.request import Status
+from agentflow.engine.scheduling.in_flight import InFlight
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.liveness import Liveness
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
@@ -172,6 +173,7 @@ class Fault(Exception):
         (FairLongestPrefix, "admit", False),
         (RadixCache, "write_slots", False),
         (Scheduler, "_fits", False),
+        (InFlight, "launch", False),
         (KVMemory, "_mark_prefixes", True),
         (Liveness, "refresh", True),
     ],
