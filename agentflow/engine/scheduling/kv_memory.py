@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from agentflow.engine.batch import NO_CHANGES, IntArray, SlotChanges
 from agentflow.engine.cache.blocks import OnBlocks
 from agentflow.engine.cache.evicted_blocks import HASHED_BLOCK_TOKENS, next_end
-from agentflow.engine.cache.nodes import PrefixMatch, SlotArray
+from agentflow.engine.cache.nodes import Node, PrefixMatch, SlotArray
 from agentflow.engine.cache.prefix_marks import PrefixMarks
 from agentflow.engine.cache.prefix_readers import PrefixReaders
 from agentflow.engine.cache.radix_cache import MakeRoom, RadixCache
@@ -166,10 +166,23 @@ class KVMemory:
         if missing > 0:
             self.liveness.expire(self.num_computed)
             self.marks.expire(self._clock())
-            evicted = self.cache.evict(missing, self.on_evict, self.make_room)
+            reports: list[tuple[CacheKey, Callable[[], TokenRun], int]] = []
+            make_room = None if self.make_room is None else self._make_room
+            evicted = self.cache.evict(missing, lambda *report: reports.append(report), make_room)
             self.num_evicted += len(evicted)
-            self.slots.release(evicted)
+            self.slots.release(evicted)  # before anything can fail
+            if self.on_evict is not None:
+                for report in reports:
+                    self.on_evict(*report)
         return self.slots.allocate(num_tokens)
+
+    def _make_room(self, leaf: Node) -> bool:
+        assert self.make_room is not None
+        try:
+            return self.make_room(leaf)
+        except Exception:  # the leaf loses its tokens, and is computed again later
+            logger.exception("cannot make room")
+            return False
 
     def withdraw_slots(self, request: Request, num_tokens: int, num_nodes: int) -> SlotArray:
         """Takes from the request the slots of its last ``num_tokens`` tokens and last ``num_nodes`` nodes,

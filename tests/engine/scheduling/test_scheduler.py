@@ -203,3 +203,32 @@ def test_f37_a_fault_where_a_request_starts_or_leaves_locks_no_tokens(monkeypatc
     harness.run()
     assert harness.output(3) == expected_output([1] * 20 + [3], 4)
     harness.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("name", ["on_evict", "make_room"])
+def test_f37_a_fault_while_tokens_are_evicted_loses_no_slots(monkeypatch, name):
+    """The policy that is told about it, or the pause of a program that would save tokens of an open state."""
+    harness = Harness(num_slots=64, token_budget=64)
+    for number in range(3):
+        harness.add(number, [number] * 20, 1, state=number + 1)
+        harness.run()
+
+    def fault(*args):
+        raise Fault
+
+    last = harness.add(3, [3] * 50, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.scheduler.memory, name, fault)
+        if name == "on_evict":
+            with pytest.raises(RequestFault) as caught:
+                harness.step()
+            assert caught.value.requests == [last]
+            harness.scheduler.release(last)
+        else:
+            harness.run()
+            assert harness.output(3) == expected_output([3] * 50, 4)
+    harness.scheduler.check_idle()
+    harness.add(4, [4] * 50, 4)
+    harness.run()
+    assert harness.output(4) == expected_output([4] * 50, 4)
+    harness.scheduler.check_idle()
