@@ -138,6 +138,7 @@ class WorkloadRecorder:
             task_group=_name(origin.task_group),
             state=_name(origin.state),
             label=SCORE if submit.score_from or submit.choices else "",
+            is_extra=origin.is_extra,
         )
 
 

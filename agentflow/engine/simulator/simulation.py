@@ -105,7 +105,13 @@ class Origins:
     def origin(self, index: int) -> Origin:
         """Returns the source of a request that has arrived."""
         arrival, state = self._arrivals[index], self._state(index)
-        origin = Origin(tenant=arrival.tenant, cache_salt=arrival.salt, state=state, label=arrival.label)
+        origin = Origin(
+            tenant=arrival.tenant,
+            cache_salt=arrival.salt,
+            state=state,
+            label=arrival.label,
+            is_extra=arrival.is_extra,
+        )
         if self._has_graph(index):
             hint = self.graphs.hint(index)
             return origin.at(hint.program, group_of_hint(hint), hint.objective)

@@ -30,6 +30,7 @@ class Arrival:
     program: str = ""  # the program that it belongs to
     joins: Sequence[int] = ()  # requests that must end too, besides ``after``, before it arrives
     model: str = ""  # the model that runs it, if there are several
+    is_extra: bool = False  # as in ``Origin``
 
     def __post_init__(self) -> None:
         self.max_new_tokens = max(self.max_new_tokens, len(self.output))

@@ -59,6 +59,7 @@ class _Line(msgspec.Struct, omit_defaults=True):
     program: str = ""
     joins: list[int] = []
     model: str = ""
+    is_extra: bool = False
 
 
 class _Generated(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,6 +104,7 @@ class WorkloadWriter:
                 program=arrival.program,
                 joins=list(arrival.joins),
                 model=arrival.model,
+                is_extra=arrival.is_extra,
             )
         )
         self._recent.append((self.num_written, token_run(arrival.tokens)))
@@ -202,4 +204,5 @@ def _arrival(line: _Line, earlier: Sequence[Arrival]) -> Arrival:
         program=line.program,
         joins=tuple(line.joins),
         model=line.model,
+        is_extra=line.is_extra,
     )

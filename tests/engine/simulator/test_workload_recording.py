@@ -113,6 +113,7 @@ async def test_requests_without_generation_have_no_output(tmp_path):
         ([5, 6, 8], [], 0, ""),
         ([5, 6, 9], [], 0, "score"),
     ]
+    assert [a.is_extra for a in by_prompt] == [False, False, True, False]
 
 
 async def test_salts_and_tenants_are_numbered_and_not_named(tmp_path):
