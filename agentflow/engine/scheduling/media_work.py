@@ -229,16 +229,21 @@ class MediaWork:
         if self.feature_bytes + num_bytes <= self._most_bytes:
             return True
         needed = self._used | self.planned.keys() | self._needed_by(running)
-        unfinished = [one for one in self._features if one in self._begun]
-        complete = [one for one in self._features if one not in self._begun]
-        for identity in complete + unfinished:
-            if identity in needed or self._is_awaited(identity):
-                continue
-            self._forget(identity)
-            self.num_evicted += 1
-            if self.feature_bytes + num_bytes <= self._most_bytes:
-                return True
+        for is_begun in (False, True):
+            while (identity := self._first_unneeded(needed, is_begun=is_begun)) is not None:
+                self._forget(identity)
+                self.num_evicted += 1
+                if self.feature_bytes + num_bytes <= self._most_bytes:
+                    return True
         return not self._features
+
+    def _first_unneeded(self, needed: set[str], *, is_begun: bool) -> str | None:
+        """The least recently used features that may be dropped: complete ones, or ``is_begun`` ones."""
+        for identity in self._features:
+            is_needed = identity in needed or self._is_awaited(identity)
+            if (identity in self._begun) == is_begun and not is_needed:
+                return identity
+        return None
 
     def _is_awaited(self, identity: str) -> bool:
         """Whether the medium is being encoded for a request, or was and is not used yet."""

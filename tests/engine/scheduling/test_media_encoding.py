@@ -567,6 +567,25 @@ def test_an_encoding_whose_slices_take_longer_than_planned_goes_on_in_later_step
         media.run_planned()
 
 
+def test_f37_room_is_made_without_a_look_at_all_features() -> None:
+    num_lines = {}
+    for num_features in (100, 800):
+        runner = Harness(feature_bytes=1.0).runner
+        most_bytes = num_features * runner.feature_bytes(prepared(b"any", num_rows=2))
+        media = MediaWork(runner, most_bytes, clock=lambda: 0.0)
+        for number in range(2 * num_features):
+            medium = prepared(b"%d" % number, num_bytes=1_000, num_rows=2)
+            media.add(medium)
+            media.start_step()
+            with counted_lines() as lines:
+                assert media.begin(medium.identity, [])
+            media.plan(medium.identity, media.num_left(medium.identity))
+            assert not media.run_planned()
+        assert media.num_evicted == num_features
+        num_lines[num_features] = lines.num
+    assert num_lines[800] < 1.5 * num_lines[100]
+
+
 def test_features_that_a_step_uses_stay() -> None:
     harness = harness_with(feature_bytes=48 + 48, token_budget=64)
     for number, part in enumerate(["cat", "owl"]):
