@@ -260,29 +260,28 @@ class Outputs:
             reencoded: list[None] = [None] * (len(token_ids) - ending.kept)
             logprobs = [*logprobs[: ending.kept], *reencoded] if logprobs else []
             top_logprobs = [*top_logprobs[: ending.kept], *reencoded] if top_logprobs else []
-        self._outbox.append(
-            Finished(
-                request_id=request.id,
-                token_ids=token_ids,
-                text=text,
-                finish_reason=reason,
-                prompt_tokens=request.num_prompt,
-                cached_tokens=request.num_cached,
-                output_tokens=request.num_generated,
-                logprobs=logprobs,
-                top_logprobs=top_logprobs,
-                choice_logprobs=[] if tree is None else tree.by_choice(request.target_logprobs),
-                stopped_by=stopped_by if text_end is None or text_end.stop is None else text_end.stop,
-                forced=[] if constrained is None else constrained.forced_spans(len(text)),
-                forced_tokens=num_forced,
-                embedding=embedding,
-                reasoning_tokens=0 if constrained is None else constrained.num_reasoning_tokens,
-                answer_at=None if constrained is None else constrained.answer_at,
-                ranks=request.ranks,
-                miss_reason=request.miss_reason,
-            )
+        finished = Finished(
+            request_id=request.id,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=reason,
+            prompt_tokens=request.num_prompt,
+            cached_tokens=request.num_cached,
+            output_tokens=request.num_generated,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            choice_logprobs=[] if tree is None else tree.by_choice(request.target_logprobs),
+            stopped_by=stopped_by if text_end is None or text_end.stop is None else text_end.stop,
+            forced=[] if constrained is None else constrained.forced_spans(len(text)),
+            forced_tokens=num_forced,
+            embedding=embedding,
+            reasoning_tokens=0 if constrained is None else constrained.num_reasoning_tokens,
+            answer_at=None if constrained is None else constrained.answer_at,
+            ranks=request.ranks,
+            miss_reason=request.miss_reason,
         )
-        self._scheduler.finish(request, num_forced)
+        self._scheduler.finish(request, num_forced)  # first: if it fails, the request has another end
+        self._outbox.append(finished)
 
     def drop(self, request_id: int) -> None:
         """Forgets a request that has ended or failed."""

@@ -47,6 +47,7 @@ from agentflow.engine.messages import (
 )
 from agentflow.engine.request import Objective, Origin, Request, Submit
 from agentflow.engine.runner import OutOfMemory, ReadAdapter
+from agentflow.engine.scheduling.admission import OutputReserve
 from agentflow.engine.scheduling.in_flight import InFlight, InProgressPrefixes
 from agentflow.engine.scheduling.kv_memory import KVMemory
 from agentflow.engine.scheduling.policies.fair_policy import FairLongestPrefix
@@ -398,6 +399,27 @@ async def test_f37_a_fault_in_a_preemption_ends_its_request(owner: object, name:
         assert stats.free_slots + stats.cached_slots == stats.total_slots
     assert preempted
     assert sorted(ends) == ["done"] * 3 + ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Scheduler, "finish"), (FairLongestPrefix, "finish"), (OutputReserve, "finished")]
+)
+def test_f37_a_request_that_fails_when_it_ends_has_one_end(owner: object, name: str) -> None:
+    ends: list[Finished | Failed] = []
+
+    def deliver(messages: list[FromEngine]) -> None:
+        ends.extend([one for one in messages if isinstance(one, Finished | Failed)])
+
+    engine = Engine(plain_runner(), TOKENIZER, SchedulerConfig(), deliver)
+    with failing_once(owner, name, 1):
+        for number in (1, 2):
+            engine.send(Submit(number, [5, 6], SamplingParams(max_tokens=2 + number, ignore_eos=True)))
+        engine.take_messages()
+        while engine.step():
+            pass
+        engine._deliver_outbox()
+    assert [(type(end), end.request_id) for end in ends] == [(Failed, 1), (Finished, 2)]
+    engine.scheduler.check_idle()
 
 
 @pytest.mark.parametrize("error", [Fault("close"), EngineFailed("close")])
