@@ -23,6 +23,7 @@ from agentflow.engine.text.common_prefix import common_prefix
 from agentflow.engine.text.state.choices import EncodedChoices, choices_that_begin_others, compute_scores
 from agentflow.engine.text.state.token_state import TokenState
 from agentflow.engine.token_tree import check_choice_tokens
+from agentflow.errors import BadArgument
 from agentflow.runtime.generator import Scored
 from agentflow.runtime.task_group import open_task_group
 
@@ -75,11 +76,11 @@ async def select_scores(
 ) -> tuple[list[float], Finished]:
     """Returns the score of each choice, and the end of the request that computed the prompt."""
     check_choice_tokens(encoded.ends)
+    starts = _start_ids(client) if method == "unconditional_likelihood_normalized" else []
     origin = context.origin_now()
     logprobs, end = await Scoring(client, origin).scored(encoded.prefix, encoded.ends, origin)
     unconditional: list[list[float]] = []
-    if method == "unconditional_likelihood_normalized":
-        starts = _start_ids(client)
+    if starts:
         unconditional, _ = await Scoring(client, origin).scored(starts, encoded.ends, extra_origin(origin))
     return compute_scores(method, encoded.ends, logprobs, unconditional), end
 
@@ -153,6 +154,12 @@ class Scoring:
 
 
 def _start_ids(client: EngineClient) -> list[int]:
-    """Returns the tokens before a text at the start of a sequence."""
-    bos = client.tokenizer.bos_id
-    return [bos if bos is not None else client.info.end_token_ids[0]]
+    """Returns the token before a text at the start of a sequence. ``BadArgument`` if the model has none."""
+    bos, ends = client.tokenizer.bos_id, client.info.end_token_ids
+    if bos is None and not ends:
+        raise BadArgument(
+            "select: this model has no token that begins or ends a text, so it scores no choices without a "
+            "prompt: use another method",
+            param="method",
+        )
+    return [ends[0] if bos is None else bos]

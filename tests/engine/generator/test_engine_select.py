@@ -188,6 +188,14 @@ async def test_every_method_scores_what_is_appended(method, text, choices, with_
         assert end.usage.prompt_tokens == len(encoded.prefix)  # counted once, for any method and choices
 
 
+async def test_f37_a_model_without_tokens_at_the_ends_of_texts_scores_no_choices_without_a_prompt():
+    engine = FakeEngine()
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        s += "Is it? " + af.select("answer", ["yes", "no"], method=METHODS[-1])
+        with pytest.raises(af.errors.BadArgument, check=has_param("method")):
+            await s["answer"]
+
+
 @given(text=words, choices=st.lists(words, min_size=1, max_size=6, unique=True), with_role=st.booleans())
 async def test_a_likelihood_counts_the_end_where_another_choice_goes_on(text, choices, with_role):
     turn_end = TOKENIZER.encode_markup("<|im_end|>", continues=True)
