@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support.counted_lines import counted_lines
 from support.engine.stepped_engine import SteppedEngine
 from support.examples import examples
-from support.fake_engine import TOKENIZER
+from support.fake_engine import TOKENIZER, StepGate
 from support.plain_model import PLAIN_IDS, alone, fake_logprob, plain_model_engine
 from support.plain_model import runner as plain_runner
 
@@ -323,32 +323,33 @@ async def test_f37_a_fault_while_a_waiting_request_moves_ends_its_state_only(
     """It left one place in the queue and did not get the other."""
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     ends: list[str] = []
-    num_texts = 0
-    stack = ExitStack()
-    async with plain_model_engine(SchedulerConfig(max_running=1), num_slots=900) as client:
-
-        def on_text(text: str) -> None:
-            nonlocal num_texts
-            num_texts += 1
-            if num_texts == 20:  # one runs, and the others wait
-                stack.enter_context(failing_once(owner, name, 1))
-                for number in range(num_requests):
-                    client.update_hint(UpdateHint(number + 1, 1, 2, "throughput"))
+    gate = StepGate()
+    gate.attach()
+    config = SchedulerConfig(max_running=1)
+    async with plain_model_engine(config, num_slots=900, on_step=gate) as client:
 
         async def run(number: int) -> None:
             prompt, origin = [5, 6, number + 10], Origin(state=number + 1, task_group=1)
             try:
-                end = await client.generate(prompt, params, seed=0, origin=origin, on_text=on_text)
+                end = await client.generate(prompt, params, seed=0, origin=origin)
             except EngineFailed:
                 ends.append("failed")
             else:
                 assert end.text == alone(prompt, params).text
                 ends.append("done")
 
-        with stack, anyio.fail_after(20):
+        gate.allow(3)
+        with ExitStack() as stack, anyio.fail_after(20):
             async with anyio.create_task_group() as group:
                 for number in range(num_requests):
                     group.start_soon(run, number)
+                await gate.held()
+                gate.allow(20)
+                await gate.held()  # one runs, and the others wait
+                stack.enter_context(failing_once(owner, name, 1))
+                for number in range(num_requests):
+                    client.update_hint(UpdateHint(number + 1, 1, 2, "throughput"))
+                gate.open()
         stats = await client.stats()
         assert (stats.waiting, stats.running) == (0, 0)
         assert stats.free_slots + stats.cached_slots == stats.total_slots
