@@ -195,19 +195,20 @@ def _category_ranges(escape: str, is_ascii: bool) -> Ranges:
     )
 
 
+NOT_EMPTY: Final = "'"
+"""Follows the name of a rule in the name of its texts without the empty one."""
+
+
 def without_empty_rounds(
     part: GrammarPart, terminals: Mapping[str, GrammarPart], nullable: Set[str]
 ) -> GrammarPart:
     """Returns a part with the same texts in which no part that is repeated without limit may be empty:
-    llama.cpp takes such a repeat for left recursion.
+    llama.cpp takes such a repeat for left recursion. It may contain rules with ``NOT_EMPTY``.
 
     Args:
         part: The part.
         terminals: The terminals by name.
         nullable: The rules and terminals that may be empty.
-
-    Raises:
-        NotSupported: A rule that may be empty is repeated without limit.
     """
 
     def rounds(one: GrammarPart) -> list[GrammarPart]:
@@ -218,7 +219,7 @@ def without_empty_rounds(
             case Named(name) if name in terminals:
                 return rounds(terminals[name])
             case Named(name):
-                raise cannot_express(f"the rule {name} may be empty, and is repeated without limit")
+                return [Named(name + NOT_EMPTY)]
             case Repeated(inner):
                 return rounds(inner)
             case Series(parts) | OneOf(parts):

@@ -19,13 +19,12 @@ from agentflow.backends.apis.grammars.gbnf import (
     MAX_DEPTH,
     MAX_REPEATS,
     cannot_express,
-    may_be_empty,
     read_pattern,
     remembered,
     repeated,
-    without_empty_rounds,
     written_part,
 )
+from agentflow.backends.apis.grammars.left_recursion import MAX_STEPS, is_terminal, without_left_recursion
 from agentflow.protocol.grammars.gbnf import rule_names
 from agentflow.protocol.grammars.lexemes import Lexer, TooLarge
 from agentflow.protocol.grammars.parts import (
@@ -40,8 +39,6 @@ from agentflow.protocol.grammars.parts import (
     names_in,
 )
 
-MAX_STEPS: Final = 25_000
-"""The steps of each check of one grammar, which take some hundredths of a second."""
 MAX_TERMINAL_CHARS: Final = 2_000
 MAX_SHOWN_CHARS: Final = 60
 """The length of a terminal in an error."""
@@ -68,8 +65,9 @@ def gbnf_of_grammar(source: str) -> str:
     """Returns a grammar in GBNF with the same texts; one in GBNF unchanged.
 
     >>> print(gbnf_of_grammar('start: NUMBER ("+" NUMBER)*\\nNUMBER: /[0-9]+/'))
-    root ::= rule1 ("+" rule1)*
-    rule1 ::= [0-9]+
+    root ::= rule2 (rule1 rule2)*
+    rule1 ::= "+"
+    rule2 ::= [0-9]+
 
     Raises:
         NotSupported: There is none, or the grammar has parts that are not translated.
@@ -79,11 +77,9 @@ def gbnf_of_grammar(source: str) -> str:
     try:
         rules = _Reader(source).rules()
         _refuse_unknown_names(rules)
-        nullable = _nullable_rules(rules)
-        _refuse_left_recursion(rules, nullable)
-        _refuse_misread_terminals(_needed(rules))
-        terminals = {name: part for name, part in rules.items() if _is_terminal(name)}
-        rules = {name: without_empty_rounds(part, terminals, nullable) for name, part in rules.items()}
+        rules = _needed(rules)
+        _refuse_misread_terminals(rules)
+        rules = without_left_recursion(rules)
     except RecursionError:
         raise cannot_express("it is nested too deeply") from None
     names = {"start": "root"}
@@ -133,10 +129,6 @@ def _renamed(part: GrammarPart, names: Mapping[str, str]) -> GrammarPart:
             return part
 
 
-def _is_terminal(name: str) -> bool:
-    return name.upper() == name
-
-
 class _Reader:
     """Reads a grammar. Strings and patterns in rules become terminals with names."""
 
@@ -164,7 +156,7 @@ class _Reader:
             self._take("sign", ":")
             if name in self._rules:
                 raise cannot_express(f"{name} is defined twice")
-            self._in_terminal = _is_terminal(name)
+            self._in_terminal = is_terminal(name)
             self._rules[name] = EMPTY  # before the terminals in it
             self._rules[name] = self._either()
         if "start" not in self._rules:
@@ -199,7 +191,7 @@ class _Reader:
     def _atom(self) -> GrammarPart:
         kind, text = self._tokens.popleft()
         if kind == "name":
-            if self._in_terminal and not _is_terminal(text):
+            if self._in_terminal and not is_terminal(text):
                 raise cannot_express(f"a terminal contains the rule {text}")
             return Named(text)
         if kind == "string":
@@ -265,14 +257,14 @@ class _Reader:
 
 def _needed(rules: Mapping[str, GrammarPart]) -> dict[str, GrammarPart]:
     """Returns the rules that the start contains. A lexer reads no terminals of others."""
-    found: dict[str, GrammarPart] = {}
+    found: set[str] = set()
     waiting = ["start"]
     while waiting:
         name = waiting.pop()
         if name not in found:
-            found[name] = rules[name]
+            found.add(name)
             waiting += names_in(rules[name])
-    return found
+    return {name: part for name, part in rules.items() if name in found}
 
 
 def _refuse_misread_terminals(rules: Mapping[str, GrammarPart]) -> None:
@@ -281,9 +273,9 @@ def _refuse_misread_terminals(rules: Mapping[str, GrammarPart]) -> None:
     lexer.whole = {
         name
         for rule, part in rules.items()
-        if not _is_terminal(rule)
+        if not is_terminal(rule)
         for name in names_in(part)
-        if _is_terminal(name)
+        if is_terminal(name)
     }
     for name in sorted(lexer.whole):
         if name in lexer.recursive:
@@ -306,64 +298,3 @@ def _shown(name: str, rules: Mapping[str, GrammarPart]) -> str:
         return name
     written = written_part(rules[name])
     return written if len(written) <= MAX_SHOWN_CHARS else f"{written[: MAX_SHOWN_CHARS - 1]}…"
-
-
-def _nullable_rules(rules: Mapping[str, GrammarPart]) -> set[str]:
-    """The rules and terminals that may be empty."""
-    users: dict[str, list[str]] = {name: [] for name in rules}
-    sizes = dict.fromkeys(rules, 1)
-    for name, part in rules.items():
-        for other in names_in(part):
-            users[other].append(name)
-            sizes[name] += 1
-    nullable: set[str] = set()
-    num_steps = 0
-    waiting = [*rules]
-    while waiting and num_steps <= MAX_STEPS:
-        name = waiting.pop()
-        num_steps += sizes[name]
-        if name not in nullable and may_be_empty(rules[name], nullable):
-            nullable.add(name)
-            waiting += users[name]
-    if num_steps > MAX_STEPS:
-        raise cannot_express("the grammar is too large")
-    return nullable
-
-
-def _refuse_left_recursion(rules: Mapping[str, GrammarPart], nullable: set[str]) -> None:
-    """``NotSupported`` for a rule that may begin with itself, which llama.cpp refuses."""
-    num_steps = 0
-    starts = {name: _leading(part, nullable) for name, part in rules.items()}
-    for name in rules:
-        seen: set[str] = set()
-        waiting = [*starts[name]]
-        while waiting and num_steps <= MAX_STEPS:
-            at = waiting.pop()
-            if at == name:
-                raise cannot_express(f"the rule {name} may begin with itself")
-            if at not in seen:
-                seen.add(at)
-                waiting += starts[at]
-                num_steps += 1 + len(starts[at])
-    if num_steps > MAX_STEPS:
-        raise cannot_express("the grammar is too large")
-
-
-def _leading(part: GrammarPart, nullable: set[str]) -> set[str]:
-    """The names with which a part may begin."""
-    match part:
-        case Named(name):
-            return {name}
-        case OneOf(options):
-            return set().union(*[_leading(option, nullable) for option in options])
-        case Repeated(inner):
-            return _leading(inner, nullable)
-        case Series(parts):
-            found: set[str] = set()
-            for one in parts:
-                found |= _leading(one, nullable)
-                if not may_be_empty(one, nullable):
-                    break
-            return found
-        case _:
-            return set()

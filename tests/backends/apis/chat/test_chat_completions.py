@@ -371,7 +371,7 @@ async def test_a_grammar_is_translated_where_the_notation_differs(flavour: str, 
         s += af.user("Hi") + af.assistant(af.gen("x", grammar="start: /yes|no/"))
         s += af.user("Hi") + af.assistant(af.gen("y", grammar=gbnf))
         assert (await s["x"], await s["y"]) == ("no", "yes")
-        s += af.user("Hi") + af.assistant(af.gen("z", grammar='start: start "a" | "a"'))
+        s += af.user("Hi") + af.assistant(af.gen("z", grammar='start: "a"\n%ignore " "'))
         with pytest.raises(NotSupported):
             await s["z"]
     written = 'root ::= rule1\nrule1 ::= "yes" | "no"'
