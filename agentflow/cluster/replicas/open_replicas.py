@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -33,8 +32,6 @@ from agentflow.engine.scheduling.defaults import MAX_RUNNING
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument
 from agentflow.runtime.task_group import open_task_group
-
-logger = logging.getLogger(__name__)
 
 NewRouter = Callable[[EngineShape, Loaded], RoutingPolicy]
 

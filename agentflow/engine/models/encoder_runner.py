@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -44,8 +43,6 @@ from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.store.embedding_folder import EmbeddingFolder
 from agentflow.errors import BadModelFolder
 from agentflow.kernels.attention.group_attention import mask_of_few
-
-logger = logging.getLogger(__name__)
 
 MAX_PADDING: Final = 1.25
 """The most rows of a forward pass, padding included, per token of its texts."""

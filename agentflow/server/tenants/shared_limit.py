@@ -19,7 +19,6 @@ and Redis replaces it only if it is still the value that was read. The time is R
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import secrets
@@ -44,8 +43,6 @@ from agentflow.server.tenants.rate_limit import (
     TenantBuckets,
     TenantGate,
 )
-
-logger = logging.getLogger(__name__)
 
 PARTS: Final = 32
 """A lease is a bucket's capacity divided by this number."""

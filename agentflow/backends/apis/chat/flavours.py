@@ -56,7 +56,6 @@ class Flavour:
         is_strict: Schemas must be in the subset of ``strict_schema``.
         takes_reasoning: Messages may have their reasoning.
         takes_salt: Requests may have a ``cache_salt``.
-        takes_trace: Requests may have a ``traceparent``.
         counts_always: Each chunk may report the usage so far.
         seed_bits: The size of a seed; larger ones are cut.
         may_decide: Some of these servers have OpenAI's endpoint for decisions.
@@ -75,7 +74,6 @@ class Flavour:
     is_strict: bool = True
     takes_reasoning: bool = False
     takes_salt: bool = False
-    takes_trace: bool = True
     counts_always: bool = False
     seed_bits: int = 31
     may_decide: bool = False
@@ -109,7 +107,6 @@ OPENAI: Final = Flavour(
     "openai",
     _same(*_OF_OPENAI),
     has_completions=False,
-    takes_trace=False,
     seed_bits=63,
     awaits_cache=True,
 )

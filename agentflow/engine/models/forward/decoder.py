@@ -132,11 +132,6 @@ class Decoder:
         the rows among experts that are computed one after the other."""
         return self._is_queued
 
-    @property
-    def is_part(self) -> bool:
-        """Whether this is one rank's part of a model. Then the vocabulary is divided over the ranks."""
-        return self._part is not None
-
     def graphs(self) -> DecodeGraphs:
         """Returns the graphs of decode steps. None is captured yet."""
         weights = self.weights

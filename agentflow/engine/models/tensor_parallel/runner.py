@@ -33,8 +33,6 @@ from agentflow.errors import BadArgument
 from agentflow.kernels.native_library import keep_order
 from agentflow.kernels.native_ops.shared_ranks import MAX_RANKS
 
-logger = logging.getLogger(__name__)
-
 
 class TensorParallelRunner:
     """Divides a model over ``size`` processes. This process is rank 0.
