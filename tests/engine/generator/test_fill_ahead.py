@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.fake_engine import ConstrainedEngine, FakeEngine
 from support.reasoning_models import QWEN_MODEL
+from support.sent_requests import SentRequests
 
 import agentflow as af
 from agentflow.engine.generator import select
@@ -95,3 +96,17 @@ async def test_f37_the_engine_counts_the_prompts_that_replies_count(monkeypatch:
         assert len(sent) >= len(usages) + 4
         assert stats.prompt_tokens == sum(usage.prompt_tokens for usage in usages)
         assert stats.cached_tokens == sum(usage.cached_tokens for usage in usages) > 0
+
+
+async def test_f37_an_answer_that_the_template_keeps_is_not_computed_again_while_the_client_acts() -> None:
+    """Only the end of its turn is missing, which is too little for a request."""
+    engine, requests = FakeEngine(), SentRequests()
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        assert engine.client is not None
+        engine.client.observe(requests)
+        s += af.user("Hello.") + af.assistant(af.gen("answer", max_tokens=60, ignore_eos=True))
+        await s["answer"]
+        await flow.stats()  # by then, the end of the turn has run
+        s += af.user("Again.") + af.assistant(af.gen("again", max_tokens=1))
+        await s["again"]
+        assert [submit.origin.is_ahead for submit in requests.submits] == [False, False]

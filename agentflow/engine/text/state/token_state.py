@@ -300,8 +300,8 @@ class TokenState:
         return following.ids()
 
     def num_kept(self, ids: list[int]) -> int:
-        """Returns the length of the common prefix of the settled ids and ``ids``."""
-        return common_prefix(self._ids, ids)
+        """Returns the length of the common prefix of ``ids`` and the settled and generated ids."""
+        return common_prefix(self._known_ids(), ids)
 
     def encode_choices(self, choices: Sequence[str]) -> EncodedChoices:
         """Returns the ids of the state with each of ``choices`` as its next text; the pending run is encoded
@@ -430,6 +430,10 @@ class TokenState:
     def _open_role(self) -> str | None:
         return self._parts[-1].role if self._parts and self._parts[-1].is_open else None
 
+    def _known_ids(self) -> list[int]:
+        """Returns the settled ids, and the generated ids after them."""
+        return [*self._ids, *self._generated]
+
     def _has_changed(self) -> None:
         self._is_settled = False
         self._ids_read = None
@@ -554,7 +558,7 @@ class TokenState:
         layout = self._lay_out()
         segments = self._encoded(layout)
         ids = _joined(segments)
-        known = [*self._ids, *self._generated]
+        known = self._known_ids()
         if ids[: len(known)] != known:  # not a continuation
             self.num_rerendered_tokens += len(known) - common_prefix(known, ids)
         self._layout, self._segments, self._ids, self._generated = layout, segments, ids, ()
