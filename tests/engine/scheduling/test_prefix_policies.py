@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.requests import request_of
+from support.engine.scheduler_harness import Harness
 
 from agentflow.engine.cache.radix_cache import RadixCache
 from agentflow.engine.runner import run_batch
@@ -66,6 +67,29 @@ def test_first_come_does_not_reach_it():
     prompts = [[branch] * 10 + [100 + number] for number, branch in enumerate([1, 2] * 4)]
     assert computed(prompts, "fcfs", 12, 64) > optimum(prompts)
     assert computed(prompts, "random", 12, 64) > optimum(prompts)
+
+
+@pytest.mark.parametrize("policy", ["fair-lpm", "lpm", "fcfs", "random"])
+@given(
+    prompts=request_trees(),
+    arrivals=st.lists(st.integers(0, 15), min_size=14, max_size=14),
+    token_budget=st.sampled_from([4, 8, 32, 100]),
+    max_running=st.integers(1, 6),
+    ahead=st.booleans(),
+)
+def test_each_token_is_computed_once_whenever_its_prompts_arrive(
+    policy, prompts, arrivals, token_budget, max_running, ahead
+):
+    """While there is room for all, also if a batch is launched before the one before it is collected."""
+    config = {"policy": policy, "token_budget": token_budget, "max_running": max_running}
+    harness = Harness(4096, ahead=ahead, prepares=not ahead, **config)
+    for step in range(16):
+        for number, (prompt, arrival) in enumerate(zip(prompts, arrivals, strict=False)):
+            if arrival == step:
+                harness.add(number, prompt, 1)
+        harness.step()
+    harness.run()
+    assert harness.scheduler.counters.computed_tokens == optimum(prompts)
 
 
 def computed_in_turn(
