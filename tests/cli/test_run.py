@@ -268,31 +268,17 @@ def test_ctrl_c_says_how_to_continue():
     assert results() == ["a", "b"]
 
 
-def test_a_vendor_gets_its_own_key_and_not_the_servers(monkeypatch):
-    keys: list[object] = []
+def test_a_vendor_gets_its_own_key_and_a_limit_of_costs(monkeypatch):
+    given: list[object] = []
 
     def connect(self: af.OpenAI, *args):
-        keys.append(self._settings.api_key)
+        given.append((self._settings.api_key, self._settings.costs.spending.max_cost))
         return af.Scripted(answer).connect(*args)
 
     monkeypatch.setattr(af.OpenAI, "connect", connect)
     monkeypatch.setenv("AGENTFLOW_API_KEY", "of the server")
     monkeypatch.setenv("OPENAI_API_KEY", "of the vendor")
     command = ["run", "judge.py:judge", "in.jsonl", "-q", "--url", "openai:gpt-4o"]
-    assert main(command) == 0
-    assert main([*command, "--api-key", "given"]) == 0
-    assert keys == ["of the vendor", "given"]
-
-
-def test_the_costs_have_a_limit(monkeypatch):
-    limits: list[object] = []
-
-    def connect(self: af.OpenAI, *args):
-        limits.append(self._settings.costs.spending.max_cost)
-        return af.Scripted(answer).connect(*args)
-
-    monkeypatch.setattr(af.OpenAI, "connect", connect)
-    monkeypatch.setenv("OPENAI_API_KEY", "any")
-    command = ["run", "judge.py:judge", "in.jsonl", "-q", "--url", "openai:gpt-4o", "--max-cost", "1.5"]
-    assert main(command) == 0
-    assert limits == [1.5]
+    for options in ([], ["--api-key", "given"], ["--max-cost", "1.5"]):
+        assert main([*command, *options]) == 0
+    assert given == [("of the vendor", None), ("given", None), ("of the vendor", 1.5)]

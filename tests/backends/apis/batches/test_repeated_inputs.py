@@ -160,49 +160,41 @@ async def test_a_later_map_does_not_take_the_answers_that_made_an_input_fail(
     assert (len(first), vendor.num_batches) == (1, 7)
 
 
-async def test_answers_that_violate_a_constraint_are_not_taken_again(vendor: FakeVendor) -> None:
-    @af.program
-    async def constrained(s: af.State, question: str) -> list[str]:
-        s += af.user(question) + af.assistant(af.gen("first", max_tokens=8))
-        s += af.user("How many?") + af.assistant(af.gen("number", regex="[0-9]+", max_tokens=8))
-        return [await s["first"], await s["number"]]
-
-    left = ["none", "few", "some", "7"]
-
-    def words(body: dict[str, Any]) -> str:
-        return left.pop(0) if "How many?" in json.dumps(body["messages"]) else words_for(body)
-
-    vendor.words = words
-    async with session_on(vendor, given={"on_unsupported": "retry"}) as place:
-        [[_, number]] = await place.flow.map(constrained, ["a"], batch=True, retries=1)
-    assert number == "7"
-    assert sizes(vendor) == [1, 1, 1, 1, 1]
+NUMBERED: Any = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
 
 
-async def test_answers_that_break_the_vendors_promise_are_not_taken_again(vendor: FakeVendor) -> None:
-    form = {
-        "type": "object",
-        "properties": {"n": {"type": "integer"}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
-
+@pytest.mark.parametrize(
+    ("options", "constraint", "left", "expected"),
+    [
+        ({"on_unsupported": "retry"}, {"regex": "[0-9]+"}, ["none", "few", "some", "7"], "7"),
+        # The vendor promises to keep the schema.
+        ({}, {"schema": NUMBERED}, ['{"n": "seven"}', '{"n": 7}'], {"n": 7}),
+    ],
+)
+async def test_answers_that_violate_a_constraint_are_not_taken_again(
+    vendor: FakeVendor, options: Any, constraint: dict[str, Any], left: list[str], expected: Any
+) -> None:
     @af.program
     async def constrained(s: af.State, question: str) -> Any:
         s += af.user(question) + af.assistant(af.gen("first", max_tokens=8))
-        s += af.user("How many?") + af.assistant(af.gen("number", schema=form, max_tokens=8))
+        s += af.user("How many?") + af.assistant(af.gen("number", max_tokens=8, **constraint))
         return [await s["first"], await s["number"]]
 
-    left = ['{"n": "seven"}', '{"n": 7}']
+    answers = list(left)
 
     def words(body: dict[str, Any]) -> str:
-        return left.pop(0) if "How many?" in json.dumps(body["messages"]) else words_for(body)
+        return answers.pop(0) if "How many?" in json.dumps(body["messages"]) else words_for(body)
 
     vendor.words = words
-    async with session_on(vendor) as place:
+    async with session_on(vendor, given=options) as place:
         [[_, number]] = await place.flow.map(constrained, ["a"], batch=True, retries=1)
-    assert number == {"n": 7}
-    assert sizes(vendor) == [1, 1, 1]
+    assert number == expected
+    assert sizes(vendor) == [1] * (1 + len(left))
 
 
 async def test_a_later_map_asks_again_where_an_answer_was_filtered(tmp_path: Path) -> None:

@@ -280,35 +280,26 @@ async def test_a_broken_promise_is_an_invalid_attempt(way: Any) -> None:
 
 
 @anyio_test
-async def test_attempts_end_with_the_last_text() -> None:
-    async with compatible([streamed("one"), streamed("two"), streamed("three")]) as (flow, server):
-        async with flow.state() as s:
-            s += af.user("How many?") + af.assistant(af.gen("x", **DIGITS, on_invalid="retry"))
-            with pytest.raises(InvalidValue) as caught:
-                await s["x"]
-        assert caught.value.text == "three"
-        assert len(server.received) == 3
-
-
-@anyio_test
-async def test_rejected_answers_count_for_the_budget() -> None:
-    async with compatible([streamed("one")] * 3) as (flow, server), flow.state() as s:
-        s.limit(output_tokens=4)  # an answer has 3
-        s += af.user("How many?") + af.assistant(af.gen("x", **DIGITS, on_invalid="retry"))
-        with pytest.raises(af.AgentflowError) as caught:
-            await s["x"]
-        assert isinstance(caught.value, af.errors.BudgetExceeded)
-        assert len(server.received) == 2
-
-
-@anyio_test
-async def test_other_failures_are_no_attempts() -> None:
-    script = [streamed("one"), answers.error(500, "broken"), streamed("12")]
+@pytest.mark.parametrize(
+    ("script", "output_tokens", "error", "num_requests"),
+    [
+        ([streamed("one"), streamed("two"), streamed("three")], None, InvalidValue, 3),
+        ([streamed("one")] * 3, 4, af.errors.BudgetExceeded, 2),  # an answer has 3
+        ([streamed("one"), answers.error(500, "broken"), streamed("12")], None, af.errors.EngineFailed, 2),
+    ],
+)
+async def test_attempts_end(
+    script: list[Answer], output_tokens: int | None, error: type[af.AgentflowError], num_requests: int
+) -> None:
     async with compatible(script) as (flow, server), flow.state() as s:
+        if output_tokens is not None:
+            s.limit(output_tokens=output_tokens)
         s += af.user("How many?") + af.assistant(af.gen("x", **DIGITS, on_invalid="retry"))
-        with pytest.raises(af.errors.EngineFailed):
+        with pytest.raises(error) as caught:
             await s["x"]
-        assert len(server.received) == 2
+    if isinstance(caught.value, InvalidValue):
+        assert caught.value.text == "three"
+    assert len(server.received) == num_requests
 
 
 @anyio_test
