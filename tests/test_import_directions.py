@@ -44,6 +44,7 @@ MAY_IMPORT = {
 ROOMS = {
     "protocol": (
         "unreadable",
+        "growing_text",
         "constraint",
         "schemas",
         "bounds",

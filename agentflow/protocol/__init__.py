@@ -6,6 +6,6 @@ interface between them. ``op_table`` lists the properties of each op. ``sampling
 questions of a decide. ``grammars`` has grammars as trees, and ``images`` has the images of a conversation.
 ``wire`` has the frames of the websocket protocol, ``batches`` is the interface between maps and the batches
 of vendors, and ``record`` is the base of records that programs show as JSON. ``schemas`` reads and rewrites
-JSON schemas, ``bounds`` limits the input of clients, and ``unreadable`` has the errors of data that cannot be
-decoded.
+JSON schemas, ``bounds`` limits the input of clients, ``growing_text`` has texts that arrive in parts, and
+``unreadable`` has the errors of data that cannot be decoded.
 """

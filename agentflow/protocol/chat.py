@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, Self, TypeAlias
 import msgspec
 
 from agentflow.errors import BadArgument, ProtocolError
+from agentflow.protocol.growing_text import GrowingText
 from agentflow.protocol.images import (
     Image,
     Medium,
@@ -339,23 +340,37 @@ class ReplySoFar:
 
     def __init__(self) -> None:
         self._reader = ReplyReader()
-        self._num_read = 0
         self._calls: list[tuple[CallBegun, list[str]]] = []
-        self.text = ""
+        self._text = GrowingText()
+        self.num_read = 0
+        """The characters of the notation that were read."""
 
     @property
     def is_over(self) -> bool:
         """Whether the reply is complete."""
         return self._reader.is_over
 
+    @property
+    def text(self) -> str:
+        """The prose so far."""
+        return str(self._text)
+
+    def text_from(self, at: int) -> str:
+        """The prose so far from character ``at`` on."""
+        return self._text.part(at)
+
     def follow(self, notation: str) -> Self:
         """Reads ``notation``, which continues the part that was read before. ``ProtocolError`` if it is
         malformed."""
-        added, self._num_read = notation[self._num_read :], len(notation)
-        for piece in self._reader.push(added) if added else ():
+        return self.push(notation[self.num_read :])
+
+    def push(self, part: str) -> Self:
+        """Reads the next part of the notation. ``ProtocolError`` if it is malformed."""
+        self.num_read += len(part)
+        for piece in self._reader.push(part) if part else ():
             match piece:
                 case TextPiece():
-                    self.text += piece.text
+                    self._text.put(len(self._text), piece.text)
                 case CallBegun():
                     self._calls.append((piece, []))
                 case Arguments():

@@ -19,6 +19,7 @@ from support.observed_backends import Stepped, unconstrained
 import agentflow as af
 from agentflow.language.states.readers import find_elements
 from agentflow.language.typed.json_types import NothingYet, partial_value
+from agentflow.protocol.growing_text import GrowingText
 
 pytestmark = pytest.mark.anyio
 
@@ -303,9 +304,10 @@ def test_f37_elements_are_found_in_each_beginning(values, style, blanks, data):
     if is_damaged:  # one character is missing, or another one
         at = data.draw(st.integers(0, len(text) - 1))
         text = text[:at] + data.draw(st.sampled_from(["", *'"\\[]{},: 1'])) + text[at + 1 :]
-    length, found = 0, list[tuple[int, int]]()
-    places = find_elements(lambda: text[:length])
+    grown, found = GrowingText(), list[tuple[int, int]]()
+    places = find_elements(grown)
     for length in [*lengths, len(text)]:
+        grown.put(len(grown), text[len(grown) : length])
         while (place := next(places, None)) is not None:
             found.append(place)
         expected = whole_elements(text[:length])

@@ -13,6 +13,7 @@ import msgspec
 from agentflow.language.typed.json_form import JsonRecord
 from agentflow.language.typed.tools import ToolCall
 from agentflow.protocol.events import Usage, Value
+from agentflow.protocol.growing_text import GrowingText
 
 
 class TextDelta(JsonRecord, msgspec.Struct, frozen=True):
@@ -72,7 +73,11 @@ class StreamedVariable(Protocol):
     id: int
     name: str
     state: Any
-    notation: str
+    grown: GrowingText
+
+    @property
+    def notation(self) -> str:
+        """The text received so far; of a reply, with its tool calls."""
 
     @property
     def is_done(self) -> bool:
@@ -85,6 +90,9 @@ class StreamedVariable(Protocol):
     @property
     def text(self) -> str:
         """The text received so far."""
+
+    def text_from(self, at: int) -> str:
+        """``text`` from character ``at`` on."""
 
     @property
     def end(self) -> Value:
@@ -152,16 +160,17 @@ class EventStream:
         while self._changed_variables:
             var_id, variable = next(iter(self._changed_variables.items()))
             num_read = self._num_read.get(var_id, 0)
-            text = variable.notation if self._is_raw else variable.text
-            if len(text) > num_read:
-                self._num_read[var_id] = len(text)
+            delta = variable.grown.part(num_read) if self._is_raw else variable.text_from(num_read)
+            if delta:
+                self._num_read[var_id] = num_read + len(delta)
                 if not variable.is_done:
                     del self._changed_variables[var_id]
-                return TextDelta(variable.state.path, variable.name, text[num_read:])
+                return TextDelta(variable.state.path, variable.name, delta)
             del self._changed_variables[var_id]
             if variable.has_value:
                 self._num_read.pop(var_id, None)
                 path, end = variable.state.path, variable.end
+                text = variable.notation if self._is_raw else variable.text
                 calls = variable.tool_calls
                 return VariableDone(path, variable.name, text, end.finish_reason, end.usage, calls, end.model)
         return None

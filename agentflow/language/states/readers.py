@@ -18,6 +18,7 @@ from agentflow.language.typed.json_types import NothingYet, NotValid, partial_va
 from agentflow.language.typed.replies import Reply, make_reply
 from agentflow.language.typed.values import ValueType, warn_of_length
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.growing_text import GrowingText
 
 
 def complete_value(node: VariableNode) -> Any:
@@ -87,14 +88,13 @@ class TextReader(_Reader):
 
     async def __anext__(self) -> str:
         node = self._node
-        while len(node.text) <= self._num_read:
+        while not (delta := node.text_from(self._num_read)):
             if node.is_done:
                 await node.settled()
                 node.raise_failure()
                 raise StopAsyncIteration
             node.follow()
             await node.change()
-        delta = node.text[self._num_read :]
         self._num_read += len(delta)
         return delta
 
@@ -104,12 +104,11 @@ class ReasoningReader(_Reader):
 
     async def __anext__(self) -> str:
         node = self._node
-        while len(node.reasoning) <= self._num_read:
-            if node.notation or node.is_done:
+        while not (delta := node.grown_reasoning.part(self._num_read)):
+            if node.grown or node.is_done:
                 raise StopAsyncIteration
             node.follow()
             await node.change()
-        delta = node.reasoning[self._num_read :]
         self._num_read += len(delta)
         return delta
 
@@ -118,27 +117,30 @@ _BLANKS: Final = re.compile(r"[ \t\r\n]*")
 _SCALAR: Final = re.compile(r"[^ \t\r\n,\]]*")
 _NESTED: Final = re.compile(r'[^"\[\]{}]*')
 _STRING: Final = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_PIECE_CHARS: Final = 1_024
 _Wait: TypeAlias = Generator[None, None, tuple[int, str]]
 
 
-def find_elements(read: Callable[[], str]) -> Iterator[tuple[int, int] | None]:
+def find_elements(text: GrowingText) -> Iterator[tuple[int, int] | None]:
     """Yields where each element of a JSON array begins and ends, as soon as the text after it has begun, and
-    None where more text is needed. Ends where no further element can begin. Reads each character once, and
-    does not check the elements. ``read`` returns the text so far.
+    None where more text is needed. Ends where no further element can begin. Reads the text once, and does not
+    check the elements.
 
-    >>> list(find_elements(lambda: '[1, "a"]'))
+    >>> list(find_elements(GrowingText('[1, "a"]')))
     [(1, 2), (4, 7)]
     """
 
     def after(pattern: re.Pattern[str], at: int) -> _Wait:
         """The place after the characters of the pattern, and the character there."""
         while True:
-            text = read()
-            if at < len(text) and (found := pattern.match(text, at)) is not None:
-                at = found.end()
-            if at < len(text) and (text[at] != "\\" or pattern is not _STRING):  # half an escape
-                return at, text[at]
-            yield
+            piece = text.part(at, _PIECE_CHARS)
+            found = pattern.match(piece)
+            end = 0 if found is None else found.end()
+            at += end
+            if end < len(piece) and (piece[end] != "\\" or pattern is not _STRING):
+                return at, piece[end]
+            if len(piece) < 2 or not end:  # there is no more, or half an escape
+                yield
 
     at, before = 0, "["
     while True:
@@ -177,7 +179,7 @@ class ElementReader(AsyncIterator[Any]):
     def __init__(self, node: VariableNode, read: Callable[[str], Any]) -> None:
         self._node = node
         self._read = read
-        self._places = find_elements(lambda: node.notation)
+        self._places = find_elements(node.grown)
         self._place: tuple[int, int] | None = None  # of the element that is read next
 
     async def __anext__(self) -> Any:
@@ -192,7 +194,7 @@ class ElementReader(AsyncIterator[Any]):
         self._place, (start, end) = place, place
         try:
             with UserCode(f"the validation of {node.name!r}"):
-                element = self._read(node.notation[start:end])
+                element = self._read(node.grown.part(start, end - start))
         except (ValueError, RecursionError) as error:
             await node.settled()
             node.raise_failure()
@@ -216,8 +218,8 @@ class PartialReader(AsyncIterator[Any]):
     async def __anext__(self) -> Any:
         node = self._node
         while not self._is_over:
-            if len(node.notation) > self._num_read:
-                self._num_read = len(node.notation)
+            if len(node.grown) > self._num_read:
+                self._num_read = len(node.grown)
                 try:
                     partial = self._so_far()
                 except NothingYet:

@@ -35,6 +35,7 @@ from agentflow.language.typed.values import TEXT, ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.chat import ReplySoFar
 from agentflow.protocol.events import Capabilities, ErrorInfo, Value
+from agentflow.protocol.growing_text import GrowingText
 from agentflow.protocol.sampling import derived_seed, seed_place, seed_run
 from agentflow.runtime.limits import deadline_exceeded, limit_op
 
@@ -520,6 +521,8 @@ class VariableNode:
         "end_number",
         "error",
         "front",
+        "grown",
+        "grown_reasoning",
         "id",
         "invalid",
         "is_generated",
@@ -529,10 +532,8 @@ class VariableNode:
         "line",
         "model",
         "name",
-        "notation",
         "outcome",
         "read",
-        "reasoning",
         "span",
         "state",
         "value_type",
@@ -553,8 +554,8 @@ class VariableNode:
         self.name = name
         self.value_type = value_type
         self.is_shown = is_shown  # whether it is the program's own, so that streams report it
-        self.notation = ""  # the text as it was received; for a reply, with its tool calls
-        self.reasoning = ""  # the reasoning so far, if it is streamed
+        self.grown = GrowingText()  # the text as it was received; for a reply, with its tool calls
+        self.grown_reasoning = GrowingText()  # the reasoning so far, if it is streamed
         self.error: ErrorInfo | None = None
         self.model = ""  # the model that answered
         self.end_number = 0  # its place in the order in which the run's variables ended
@@ -586,21 +587,32 @@ class VariableNode:
         return self._value is not None
 
     @property
+    def notation(self) -> str:
+        """The text so far as it was received; for a reply, with its tool calls."""
+        return str(self.grown)
+
+    @property
     def text(self) -> str:
         """The text so far; of a reply its prose."""
-        return self.notation if self._reply is None else self._reply.follow(self.notation).text
+        reply = self.reply
+        return self.notation if reply is None else reply.text
+
+    def text_from(self, at: int) -> str:
+        """``text`` from character ``at`` on, in time linear in the result."""
+        reply = self.reply
+        return self.grown.part(at) if reply is None else reply.text_from(at)
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The tool calls of a reply so far."""
-        if self._reply is None:
-            return ()
-        return make_calls(self._reply.follow(self.notation).now().tool_calls)
+        reply = self.reply
+        return () if reply is None else make_calls(reply.now().tool_calls)
 
     @property
     def reply(self) -> ReplySoFar | None:
         """The reader of a reply's notation; None for any other variable."""
-        return None if self._reply is None else self._reply.follow(self.notation)
+        reply = self._reply
+        return None if reply is None else reply.push(self.grown.part(reply.num_read))
 
     @property
     def end(self) -> Value:
@@ -670,22 +682,22 @@ class VariableNode:
         """The text continues with ``text`` at character ``at``."""
         if not text:
             return
-        before = self.notation if at == len(self.notation) else self.notation[:at]
-        self.notation = before + text
+        self.grown.put(at, text)
         self._wake()
         self.state.run.touch(self)
 
     def extend_reasoning(self, at: int, text: str) -> None:
         """The reasoning continues with ``text`` at character ``at``."""
         if text:
-            self.reasoning = (self.reasoning if at == len(self.reasoning) else self.reasoning[:at]) + text
+            self.grown_reasoning.put(at, text)
             self._wake()
 
     def complete(self, value: Value) -> None:
         """The variable is complete."""
         self.state.link.variables.pop(self.id, None)
-        self.reasoning = value.reasoning or ""
-        self.notation = self.notation[: value.at] + value.text
+        self.grown_reasoning = GrowingText(value.reasoning or "")
+        self.grown.put(value.at, value.text)
+        self.grown.end()
         self._value = self.outcome or value
         self.model = self._value.model or self.state.capabilities.model
         self._wake(has_ended=True)
@@ -701,6 +713,8 @@ class VariableNode:
         self.state.link.variables.pop(self.id, None)
         if not self.is_done:
             self.error = error
+            self.grown.end()
+            self.grown_reasoning.end()
             if self.span is not None:
                 self.span.fail(error)
         self._wake(has_ended=True)

@@ -389,9 +389,7 @@ class Variable(Reference[ValueT_co]):
 
     def __repr__(self) -> str:
         node = self._node
-        progress = (
-            "failed" if node.error else "done" if node.has_value else f"{len(node.notation)} chars so far"
-        )
+        progress = "failed" if node.error else "done" if node.has_value else f"{len(node.grown)} chars so far"
         return f"<Variable{MARKERS.repr_tag} {node.name!r} of {node.state.path}: {progress}>"
 
     @property
