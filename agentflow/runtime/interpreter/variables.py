@@ -11,7 +11,6 @@ own position and its own ``EventCursor``."""
 from __future__ import annotations
 
 import heapq
-import io
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from agentflow.errors import AgentflowError, ProtocolError
 from agentflow.protocol.bounds.sized import sized
 from agentflow.protocol.chat import read_reply
 from agentflow.protocol.events import Delta, ErrorInfo, Event, Usage, Value, VarFailed
+from agentflow.protocol.growing_text import GrowingText
 from agentflow.runtime.limits import (
     GROWING_CHAR_BYTES,
     READER_BYTES,
@@ -192,11 +192,9 @@ class VariableRecord:
         self.name = name
         self.is_expected = is_expected
         self._is_reply = is_reply
-        self._text = ""
-        self._growing: io.StringIO | None = None  # the text while it grows
-        self.num_chars = 0
+        self._text = GrowingText()
         self._num_held_bytes = 0  # of provided text while it grows
-        self.reasoning = ""
+        self._reasoning = GrowingText()
         self.value: Value | None = None
         self.error: AgentflowError | None = None
         self.num_lost_tokens = 0  # that were generated and are in no value
@@ -215,14 +213,16 @@ class VariableRecord:
     @property
     def text(self) -> str:
         """The text so far."""
-        return self._text if self._growing is None else self._growing.getvalue()
+        return str(self._text)
+
+    @property
+    def num_chars(self) -> int:
+        """The length of the text so far."""
+        return len(self._text)
 
     def text_from(self, at: int) -> str:
         """The text so far from character ``at`` on, which may be its end, in time linear in the result."""
-        if self._growing is None:
-            return self._text[at:]
-        self._growing.seek(at)
-        return self._growing.read()  # up to the end, where more is written
+        return self._text.part(at)
 
     @property
     def content(self) -> str:
@@ -235,10 +235,7 @@ class VariableRecord:
         """Appends text. Has no effect after the end."""
         if self.has_ended:
             return
-        if self._growing is None:
-            self._growing = io.StringIO()
-        self._growing.write(delta)
-        self.num_chars += len(delta)
+        self._text.put(self.num_chars, delta)
         if self._waiting and self._waiting[0][0] <= self.num_chars and not self._is_waking:
             self._wake()
         self._mark()
@@ -258,7 +255,7 @@ class VariableRecord:
 
     def extend_reasoning(self, delta: str) -> None:
         """Appends reasoning, which will also be in the value."""
-        self.reasoning += delta
+        self._reasoning.put(len(self._reasoning), delta)
         self._mark()
 
     def complete(self, value: Value) -> None:
@@ -266,7 +263,7 @@ class VariableRecord:
         self._release_growing()
         if self._reservation is not None:
             self._reservation.add(value_bytes(value))
-        self._text, self._growing, self.num_chars = value.text, None, len(value.text)
+        self._text = GrowingText(value.text)
         self.value = value
         self._end()
 
@@ -279,10 +276,10 @@ class VariableRecord:
         for it, if the error has no usage."""
         if not self.has_ended:
             self.num_lost_tokens = num_tokens
-            self._text, self._growing = self.text, None
+            self._text.end()
             self._release_growing()
             if self._reservation is not None:
-                self._reservation.count(error_bytes(error, self._text))
+                self._reservation.count(error_bytes(error, self.text))
             self.error = error
             self._end()
 
@@ -300,6 +297,7 @@ class VariableRecord:
 
     def _end(self) -> None:
         self.has_ended = True
+        self._reasoning.end()
         if not self._is_waking:
             self._wake()
         self._mark(is_end=True)
@@ -355,8 +353,8 @@ class VariableRecord:
             return []
         at, position.num_chars = min(position.num_chars, self.num_chars), self.num_chars
         rest = self.text_from(at)
-        reasoning_at, position.num_reasoning_chars = position.num_reasoning_chars, len(self.reasoning)
-        reasoning = self.reasoning[reasoning_at:]
+        reasoning_at, position.num_reasoning_chars = position.num_reasoning_chars, len(self._reasoning)
+        reasoning = self._reasoning.part(reasoning_at)
         deltas: list[Event] = []
         if rest or reasoning:
             deltas = [Delta(self.id, at, rest, reasoning, reasoning_at if reasoning else 0)]
