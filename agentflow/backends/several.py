@@ -44,6 +44,7 @@ from agentflow.protocol.events import (
     spent,
     summed,
 )
+from agentflow.protocol.growing_text import GrowingText
 from agentflow.protocol.images import known_file
 from agentflow.protocol.op_table import declared, expanded
 
@@ -183,15 +184,18 @@ class _Variable:
     state: _State
     name: str
     reply: ReplySoFar | None = None
-    text: str = ""
+    text: GrowingText = field(default_factory=GrowingText)
     has_value: bool = False
     error: ErrorInfo | None = None
     imports: list[_Import] = field(default_factory=list)
 
     def extend(self, event: Delta | Value) -> None:
         """Appends the text of an event."""
-        self.text += event.text[max(len(self.text) - event.at, 0) :]
-        self.has_value = isinstance(event, Value)
+        num_known = len(self.text)
+        self.text.put(num_known, event.text[max(num_known - event.at, 0) :])
+        if isinstance(event, Value):
+            self.has_value = True
+            self.text.end()
 
     def provided(self, one: _Import) -> ops.Provide | None:
         """The op with the text that the import does not have yet, or with the error. None if there is too
@@ -200,12 +204,15 @@ class _Variable:
             return ops.Provide(one.number, error=self.error)
         if not self.has_value and not one.has_room:
             return None
-        text = self.text
-        if self.reply is not None:
-            text = read_reply(text).text if self.has_value else self.reply.follow(text).text
-        if not self.has_value and len(text) - one.num_sent < PART_CHARS:
+        if self.reply is None:
+            rest = self.text.part(one.num_sent)
+        elif self.has_value:
+            rest = read_reply(str(self.text)).text[one.num_sent :]
+        else:
+            rest = self.reply.push(self.text.part(self.reply.num_read)).text_from(one.num_sent)
+        if not self.has_value and len(rest) < PART_CHARS:
             return None
-        rest, one.num_sent = text[one.num_sent :], len(text)
+        one.num_sent += len(rest)
         return ops.Provide(one.number, rest, more=not self.has_value)
 
 
