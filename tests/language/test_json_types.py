@@ -33,7 +33,7 @@ from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.messages import Lengths
 from agentflow.errors import BadArgument
 from agentflow.language.typed.json_types import json_type, parameters_type, shown_type
-from agentflow.language.typed.recursion import DEFAULT_DEPTH
+from agentflow.language.typed.recursion import DEFAULT_DEPTH, with_bounded_depth
 from agentflow.language.typed.values import value_type
 from agentflow.protocol.constraint import Constraint
 from benchmarks.constrained.text_walks import MatcherText, takes, text_under, walk
@@ -584,3 +584,16 @@ def test_f19e_texts_of_recursive_types_are_valid(kind, seed):
     wanted = value_type(schema=kind)
     text = walk(text_under(compile_constraint(wanted.constraint)), random.Random(seed))
     assert text is None or isinstance(wanted.read(text.decode()), kind)
+
+
+def test_f37_the_definitions_of_a_recursive_type_are_in_the_order_of_the_type():
+    """Recordings and caches compare the schema's text, in other processes too."""
+    rings = [f"ring {number}" for number in range(8)]
+    leaves = [f"leaf {number}" for number in range(8)]
+    definitions: dict[str, Any] = {
+        ring: {"type": "object", "properties": {"next": {"$ref": f"#/$defs/{after}"}}}
+        for ring, after in zip(rings, [*rings[1:], rings[0]], strict=True)
+    }
+    definitions |= {leaf: {"type": "integer", "title": leaf} for leaf in leaves}
+    bounded = with_bounded_depth({"$ref": "#/$defs/ring 0", "$defs": definitions}, 2)
+    assert [*bounded["$defs"]] == [f"{ring}.{level}" for level in (2, 1) for ring in rings] + leaves

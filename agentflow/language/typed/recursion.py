@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from agentflow.protocol.schemas.walk import HOLD_A_LIST, HOLD_A_SCHEMA, HOLD_NAMED
@@ -22,7 +23,9 @@ def with_bounded_depth(schema: JsonSchema, depth: int = DEFAULT_DEPTH) -> JsonSc
     no further values of the type: lists are empty there, options and optional members are left out. The
     schema itself if it is not recursive, has no value of that depth, or would be too large."""
     definitions = schema.get("$defs", {})
-    recursive = {name for name in definitions if _reaches(name, name, definitions)}
+    # In the order of the definitions: equal types have equal schemas in each process.
+    recursive = [name for name in definitions if _reaches(name, name, definitions)]
+    others = [name for name in definitions if name not in recursive]
     if not recursive:
         return schema
     found: JsonSchema = {}
@@ -33,11 +36,11 @@ def with_bounded_depth(schema: JsonSchema, depth: int = DEFAULT_DEPTH) -> JsonSc
         for name in recursive:
             found[f"{name}.{level}"] = _leveled(definitions[name], recursive, deeper)
     first = {name: 1 for name in recursive if found[f"{name}.1"] is not None}
-    for name in definitions.keys() - recursive:
+    for name in others:
         found[name] = _leveled(definitions[name], recursive, first)
     root = {key: value for key, value in schema.items() if key != "$defs"}
     bounded = _leveled(root, recursive, first)
-    if not isinstance(bounded, dict) or any(found[name] is None for name in definitions.keys() - recursive):
+    if not isinstance(bounded, dict) or any(found[name] is None for name in others):
         return schema
     bounded["$defs"] = {name: one for name, one in found.items() if one is not None}
     return bounded if len(json.dumps(bounded)) <= _MOST_CHARS else schema
@@ -71,7 +74,7 @@ def _references(schema: Any) -> list[str]:
     return found
 
 
-def _leveled(schema: Any, recursive: set[str], levels: dict[str, int]) -> Any:
+def _leveled(schema: Any, recursive: Sequence[str], levels: dict[str, int]) -> Any:
     """The schema with references to these levels of the recursive definitions. None if it has no value,
     because it requires a definition that has no level."""
     if not isinstance(schema, dict):
