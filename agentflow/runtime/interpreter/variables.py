@@ -220,6 +220,11 @@ class VariableRecord:
         """The length of the text so far."""
         return len(self._text)
 
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return str(self._reasoning)
+
     def text_from(self, at: int) -> str:
         """The text so far from character ``at`` on, which may be its end, in time linear in the result."""
         return self._text.part(at)
