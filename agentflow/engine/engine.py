@@ -477,7 +477,7 @@ class Engine:
             return
         try:
             request = make_request(message, self._runner.info, self.scheduler.max_total_tokens)
-            if any(self._media is None or run.identity not in self._media for run in request.media):
+            if any(self._media is None or run.identity not in self._media for run in request.media.runs):
                 raise EngineFailed("the engine does not have an image of the request")
             if message.adapter:
                 self._adapters.use(message.adapter, message.origin.adapter)

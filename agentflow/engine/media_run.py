@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.engine.cache.token_run import INNER_IDS
+from agentflow.engine.cache.token_run import INNER_IDS, TokenArray
 
 Positions = NDArray[np.int64]
 
@@ -167,6 +167,15 @@ def lead_tokens(tokens: NDArray[np.int32], media: Sequence[MediaRun]) -> dict[in
     return leads
 
 
+def with_leads(tokens: TokenArray, leads: Mapping[int, int]) -> TokenArray:
+    """Returns a copy of the tokens with the ids of ``lead_tokens`` in their places, as the cache has them."""
+    tokens = tokens.copy()
+    for index, token_id in leads.items():
+        if index < len(tokens):
+            tokens[index] = token_id
+    return tokens
+
+
 def _hashed(run: MediaRun, count: int) -> bytes:
     """The first ``count`` bytes of the run's hash."""
     positions = np.ascontiguousarray(run.positions, dtype=np.int64)
@@ -197,3 +206,41 @@ def rope_positions(num_prompt: int, media: Sequence[MediaRun]) -> Positions:
         done = run.end
     found[:, done:] = np.arange(position, position + num_prompt + 1 - done)
     return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptMedia:
+    """The media of a prompt.
+
+    - ``runs``: in order.
+    - ``leads``: the ids that replace text before a run in the cache, by index (``lead_tokens``).
+    - ``rope``: as ``rope_positions`` returns them.
+    """
+
+    runs: Sequence[MediaRun]
+    leads: Mapping[int, int]
+    rope: Positions
+
+    @classmethod
+    def of(cls, tokens: TokenArray, runs: Sequence[MediaRun]) -> PromptMedia:
+        """The media of a prompt with these tokens. There is at least one run."""
+        return cls(runs, lead_tokens(tokens, runs), rope_positions(len(tokens), runs))
+
+    def rope_between(self, start: int, end: int) -> Positions:
+        """The rotary positions [A, end - start] of the prompt and the output."""
+        last = self.rope.shape[1] - 1
+        if end <= last:
+            return self.rope[:, start:end]
+        after = self.rope[:, last:] + np.arange(max(0, start - last), end - last)
+        return after if start >= last else np.concatenate((self.rope[:, start:last], after), axis=1)
+
+    def whole_end(self, start: int, end: int) -> int:
+        """An index near ``end`` that no run which attends both ways contains: the start of the run that
+        contains it, or the run's end, if that would not be after ``start``."""
+        for run in self.runs:
+            if run.sees_all and run.start < end < run.end:
+                return run.start if run.start > start else run.end
+        return end
+
+
+NO_MEDIA = PromptMedia((), {}, np.zeros((1, 1), dtype=np.int64))

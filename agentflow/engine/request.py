@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -25,12 +25,12 @@ from agentflow.engine.cache.token_run import TokenArray, TokenRun
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.media_run import (
+    NO_MEDIA,
     MediaRun,
-    Positions,
+    PromptMedia,
     SubmittedRun,
-    lead_tokens,
     pseudo_tokens,
-    rope_positions,
+    with_leads,
 )
 from agentflow.engine.runner import RunnerInfo
 from agentflow.engine.text.reasoning import ReasoningFormat
@@ -161,7 +161,6 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
-_NO_LEADS: Mapping[int, int] = {}
 
 
 class CacheKey(NamedTuple):
@@ -171,15 +170,6 @@ class CacheKey(NamedTuple):
     tenant: str
     salt: Hashable
     adapter: str = ""
-
-
-def with_leads(tokens: TokenArray, leads: Mapping[int, int]) -> TokenArray:
-    """Returns a copy of the tokens with the ids of ``lead_tokens`` in their places, as the cache has them."""
-    tokens = tokens.copy()
-    for index, token_id in leads.items():
-        if index < len(tokens):
-            tokens[index] = token_id
-    return tokens
 
 
 class Status(enum.Enum):
@@ -214,10 +204,7 @@ class Request:
     tree: TokenTree | None = None  # of a select: its choices, below its tokens
     embeds: bool = False  # it wants the hidden state of its last token
     end_ids: tuple[int, ...] = ()  # tokens that end it; forbidden before ``params.min_tokens``
-    media: Sequence[MediaRun] = ()  # the runs of the prompt that are not text
-    # Ids that replace text before a medium in the cache, by their index (``lead_tokens``).
-    leads: Mapping[int, int] = field(default_factory=lambda: _NO_LEADS)
-    rope: Positions | None = None  # with media: [A, num_prompt + 1] rotary positions, up to the next token
+    media: PromptMedia = NO_MEDIA  # the parts of the prompt that are not text
     deadline: float = math.inf  # when it should be done, on the scheduler's clock
     patience_end: float = math.inf  # when it should have started, on the scheduler's clock
 
@@ -310,19 +297,8 @@ class Request:
             tree=token_tree(submit.choices, submit.heads, submit.head_of) if submit.choices else None,
             embeds=submit.embeds,
             end_ids=end_ids,
-            media=media,
-            leads=lead_tokens(tokens[: len(prompt)], media) if media else _NO_LEADS,
-            rope=rope_positions(len(prompt), media) if media else None,
+            media=PromptMedia.of(tokens[: len(prompt)], media) if media else NO_MEDIA,
         )
-
-    def rope_between(self, start: int, end: int) -> Positions:
-        """The rotary positions [A, end - start] of a request with ``media``."""
-        assert self.rope is not None
-        last = self.num_prompt
-        if end <= last:
-            return self.rope[:, start:end]
-        after = self.rope[:, last:] + np.arange(max(0, start - last), end - last)
-        return after if start >= last else np.concatenate((self.rope[:, start:last], after), axis=1)
 
     @property
     def tenant(self) -> str:
@@ -388,15 +364,7 @@ class Request:
         computed: the last token, or the one before the first that is scored; and with it the run of a medium
         that it is in, if this run attends both ways."""
         last = self.first_unscored - 1
-        return self.whole_end(-1, last) if self.media else last
-
-    def whole_end(self, start: int, end: int) -> int:
-        """An index near ``end`` that no run which attends both ways contains: the start of the run that
-        contains it, or the run's end, if that would not be after ``start``."""
-        for run in self.media:
-            if run.sees_all and run.start < end < run.end:
-                return run.start if run.start > start else run.end
-        return end
+        return self.media.whole_end(-1, last) if self.media.runs else last
 
     def reusable_run(self) -> TokenRun:
         """The tokens that may come from the cache."""
@@ -404,13 +372,13 @@ class Request:
 
     def run(self, count: int, start: int = 0) -> TokenRun:
         """Its tokens from ``start`` up to ``count``, as the cache has them."""
-        if self.leads:
-            return with_leads(self.tokens[:count], self.leads)[start:].tobytes()
+        if self.media.leads:
+            return with_leads(self.tokens[:count], self.media.leads)[start:].tobytes()
         return self.tokens[start:count].tobytes()
 
     def cached_id(self, index: int) -> int:
         """The id of a token, as the cache has it."""
-        return self.leads.get(index) or int(self.tokens[index])
+        return self.media.leads.get(index) or int(self.tokens[index])
 
 
 def check_request(num_prompt: int, params: SamplingParams, info: RunnerInfo) -> None:

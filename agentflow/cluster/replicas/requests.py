@@ -6,8 +6,8 @@ import numpy as np
 
 from agentflow.cluster.routing.load import RoutedRequest
 from agentflow.engine.cache.token_run import TokenRun, token_run
-from agentflow.engine.media_run import MediaRun, lead_tokens, pseudo_tokens
-from agentflow.engine.request import CacheKey, Submit, with_leads
+from agentflow.engine.media_run import MediaRun, lead_tokens, pseudo_tokens, with_leads
+from agentflow.engine.request import CacheKey, Submit
 
 
 def router_call(submit: Submit) -> RoutedRequest:

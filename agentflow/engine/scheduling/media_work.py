@@ -95,12 +95,12 @@ class MediaWork:
 
     def arrived(self, request: Request) -> None:
         """A request with media waits for the first time."""
-        for run in request.media:
+        for run in request.media.runs:
             self.wanted.setdefault(run.identity, {})[request] = None
 
     def departed(self, request: Request) -> None:
         """A request has ended. May be repeated."""
-        for run in request.media:
+        for run in request.media.runs:
             requests = self.wanted.get(run.identity, {})
             requests.pop(request, None)
             if not requests:
@@ -120,14 +120,14 @@ class MediaWork:
     def missing(self, request: Request, num_done: int) -> MediaRun | None:
         """The first run of the request that is not computed after ``num_done`` tokens, if it has no features
         yet."""
-        for run in request.media:
+        for run in request.media.runs:
             if run.end > num_done:
                 return None if self.is_ready(run.identity) else run
         return None
 
     def first_missing(self, request: Request, num_done: int) -> MediaRun | None:
         """The first run after ``num_done`` tokens without features."""
-        late = [run for run in request.media if run.end > num_done]
+        late = [run for run in request.media.runs if run.end > num_done]
         return next((run for run in late if not self.is_ready(run.identity)), None)
 
     def is_ready(self, identity: str) -> bool:
@@ -136,7 +136,7 @@ class MediaWork:
 
     def use(self, request: Request, start: int, end: int) -> None:
         """The step being planned computes these tokens of the request."""
-        for run in request.media:
+        for run in request.media.runs:
             if run.start < end and start < run.end:
                 self._used.add(run.identity)
                 self._fresh.pop(run.identity, None)
@@ -254,7 +254,7 @@ class MediaWork:
         """The media that running requests need next."""
         needed: set[str] = set()
         for request in running:
-            run = next((one for one in request.media if one.end > request.num_computed), None)
+            run = next((one for one in request.media.runs if one.end > request.num_computed), None)
             if run is not None and self.is_ready(run.identity):
                 needed.add(run.identity)
         return needed

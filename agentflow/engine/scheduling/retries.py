@@ -132,7 +132,7 @@ def divide_work(work: Sequence[Work], num_tokens: int) -> list[list[Work]]:
         start = request.num_computed
         while num_left:
             num_here = min(num_left, max(room, 1))
-            num_here = request.whole_end(start, start + num_here) - start
+            num_here = request.media.whole_end(start, start + num_here) - start
             if num_here > room and parts[-1]:
                 parts.append([])
                 room = num_tokens

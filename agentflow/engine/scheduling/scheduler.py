@@ -207,7 +207,7 @@ class Scheduler:
         request.patience_end = min(request.patience_end, self._start_by(request, request.origin))
         self.waiting.add(request)
         self._note_pace(request)
-        if self.media is not None and request.media:
+        if self.media is not None and request.media.runs:
             self.media.arrived(request)
         if request.origin.state:
             self._of_state.setdefault(request.origin.state, {})[request] = None
@@ -460,7 +460,7 @@ class Scheduler:
                 start = request.num_computed + request.num_nodes_computed + draft.tokens.get(request, 0)
                 draft.add(request, num_tokens)
                 self._charge(request, start + num_tokens, num_tokens)
-                if self.media is not None and request.media:
+                if self.media is not None and request.media.runs:
                     self.media.use(request, start, start + num_tokens)
             if not num_tokens or num_tokens == num_left:
                 prompts.remove(request)
@@ -489,7 +489,7 @@ class Scheduler:
 
     def _missing_run(self, request: Request, draft: Draft) -> MediaRun | None:
         """The run that the request needs next, if it has no features."""
-        if self.media is None or not request.media:
+        if self.media is None or not request.media.runs:
             return None
         if request.status is Status.WAITING:
             return self.media.missing(request, self._num_cached(request))
@@ -499,7 +499,7 @@ class Scheduler:
 
     def needs_medium(self, request: Request, identity: str) -> bool:
         """Whether tokens of the medium are left to compute. A waiting request may find them in the cache."""
-        runs = [run for run in request.media if run.identity == identity]
+        runs = [run for run in request.media.runs if run.identity == identity]
         is_waiting = bool(runs) and request.status is Status.WAITING
         num_done = self._num_cached(request) if is_waiting else request.num_computed
         return any(run.end > num_done for run in runs)
@@ -650,7 +650,7 @@ class Scheduler:
                 self._pace.departed(request)
             if not request.origin.is_ahead:
                 self.memory.liveness.departed(request.origin.state)
-        if self.media is not None and request.media:
+        if self.media is not None and request.media.runs:
             self.media.departed(request)
             if not self.media.wanted:
                 self._unencoded.clear()
@@ -789,7 +789,7 @@ class Scheduler:
         if self._pace is not None and self._pace.holds_back(request):
             self._hold_back(request)
             return True
-        if self._num_unencoded >= MAX_UNENCODED and self.media is not None and request.media:
+        if self._num_unencoded >= MAX_UNENCODED and self.media is not None and request.media.runs:
             if match is None:
                 match = self._num_cached(request)
             if (run := self.media.missing(request, match)) is not None:

@@ -211,7 +211,7 @@ class Draft:
         num_tokens = min(most, self.num_free, available)
         given = self.tokens.get(request, 0)
         context, is_first = request.num_computed + given, not given
-        if request.media:
+        if request.media.runs:
             num_tokens = self._whole_runs(request, context, num_tokens, media)
             if num_tokens > available:
                 return 0
@@ -221,7 +221,7 @@ class Draft:
             has_others = self.num_tokens > self.num_decode or (media is not None and media.planned)
             least = 0 if has_others else min(num_tokens, MIN_CHUNK)
             num_tokens = min(affordable, num_tokens) if affordable >= MIN_CHUNK else least
-            if request.media:
+            if request.media.runs:
                 num_tokens = self._whole_runs(request, context, num_tokens, media)
                 num_tokens = num_tokens if num_tokens <= available else 0
             needed_s = cost.chunk_s(num_tokens, context, is_first=is_first)
@@ -251,7 +251,7 @@ class Draft:
         run = None if media is None else media.first_missing(request, start)
         if run is not None:
             num_tokens = min(num_tokens, run.start - start)
-        num_whole = request.whole_end(start, start + num_tokens) - start
+        num_whole = request.media.whole_end(start, start + num_tokens) - start
         if num_whole > max(num_tokens, self.num_free) and self.num_tokens > self.num_decode:
             return 0
         return num_whole

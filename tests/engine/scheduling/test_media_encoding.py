@@ -267,11 +267,11 @@ def test_hits_are_where_tokens_and_pixels_are_equal(work, token_budget, num_slot
         request = harness.add(number, prompt.ids, 3, media=prompt.runs)
         harness.run()
         assert harness.output(number) == prompt.alone(3)
-        reusable = request.whole_end(-1, len(prompt.ids) - 1)
+        reusable = request.media.whole_end(-1, len(prompt.ids) - 1)
         common = [num_common(old, with_leads_of(prompt)[:reusable]) for old in seen]
         wanted = max(common, default=0)
         # No prefix ends in a run that attends both ways, not even in one that eviction shortened.
-        assert request.whole_end(-1, request.num_cached) == request.num_cached
+        assert request.media.whole_end(-1, request.num_cached) == request.num_cached
         if num_slots == 4096:
             assert request.num_cached == wanted
         answer = request.tokens[len(prompt.ids) : request.num_tokens - 1].tolist()
@@ -509,7 +509,7 @@ def test_f37_a_request_starts_once_its_image_is_encoded_however_many_wait_for_ot
         assert flood[0].status is Status.WAITING or flood[149].status is Status.WAITING
         assert harness.step()
     assert flood[149].status is Status.WAITING
-    assert not media.is_ready(flood[149].media[0].identity)
+    assert not media.is_ready(flood[149].media.runs[0].identity)
     harness.run()
     assert all(one.status is Status.FINISHED for one in flood)
 

@@ -137,7 +137,7 @@ def _find_adapters(work: Sequence[Row], trees: Sequence[Row]) -> BatchAdapters:
 
 def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) -> BatchMedia:
     """The media of the scheduled tokens, whose indices in their sequences are ``positions``."""
-    num_axes = max(row.request.rope.shape[0] for row in (*work, *trees) if row.request.rope is not None)
+    num_axes = max(len(row.request.media.rope) for row in (*work, *trees) if row.request.media.runs)
     rope = np.repeat(positions[np.newaxis], num_axes, axis=0)
     of_tokens: IntArray = np.full(len(positions), -1, dtype=np.int64)
     feature_rows: IntArray = np.zeros(len(positions), dtype=np.int64)
@@ -146,9 +146,9 @@ def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) 
     first = 0
     for row in work:
         request = row.request
-        if request.rope is not None:
-            rope[:, first : first + row.num_tokens] = request.rope_between(row.start, row.end)
-            for run in request.media:
+        if request.media.runs:
+            rope[:, first : first + row.num_tokens] = request.media.rope_between(row.start, row.end)
+            for run in request.media.runs:
                 start, end = max(run.start, row.start), min(run.end, row.end)
                 if start < end:
                     here = slice(first + start - row.start, first + end - row.start)
@@ -159,8 +159,8 @@ def _find_media(work: Sequence[Row], trees: Sequence[Row], positions: IntArray) 
         first += row.num_tokens
     for row in trees:
         request = row.request
-        if request.rope is not None:  # nodes are text after the prompt
-            shift = request.rope[:, -1:] - request.num_prompt
+        if request.media.runs:  # nodes are text after the prompt
+            shift = request.media.rope[:, -1:] - request.num_prompt
             rope[:, first : first + row.num_nodes] = positions[first : first + row.num_nodes] + shift
         first += row.num_nodes
     spans = np.array(both_ways, dtype=np.int64) if both_ways else None
@@ -296,7 +296,7 @@ class SamplingTable:
             self._with_logprobs.add(row)
         if request.adapter:
             self.adapted.add(row)
-        if request.media:
+        if request.media.runs:
             self.with_media.add(row)
         self._temperatures[row] = params.temperature
         self._top_ps[row] = params.top_p
