@@ -1014,6 +1014,7 @@ export interface Stats {
   model: string;
   /** Forward passes. */
   steps: number | null;
+  /** Of the prompts that clients sent. */
   prompt_tokens: number;
   /** Prompt tokens found in the cache. */
   cached_tokens: number;
