@@ -606,6 +606,21 @@ def test_f37_a_message_that_is_too_long_is_refused_and_leaves_no_state(visit: Vi
         screen.page.goto("about:blank")
 
 
+def test_f37_each_paragraph_of_a_field_has_its_direction(stage: Stage, visit: Visit) -> None:
+    """Without dir="auto": Chromium's time to set a text grows with the square of its length there."""
+    screen = visit(stage.url)
+    for view in ("playground", "chat"):
+        screen.open(view)
+        fields = screen.page.locator("textarea")
+        assert fields.count() > 1
+        assert (
+            fields.evaluate_all(
+                "(fields) => fields.map((field) => [getComputedStyle(field).unicodeBidi, field.dir])"
+            )
+            == [["plaintext", ""]] * fields.count()
+        )
+
+
 def settle(screen: Screen, *, tools: str, max_tokens: int = 512) -> None:
     """Opens the settings and sets them; the model's likeliest tokens are taken."""
     screen.page.get_by_text("Settings", exact=True).click()

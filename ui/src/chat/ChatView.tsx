@@ -381,7 +381,6 @@ function Editor({ turn, onEnd }: { turn: Turn; onEnd: () => void }) {
         <textarea
           ref={area}
           rows={3}
-          dir="auto"
           aria-label="The edited turn"
           value={text.value}
           onInput={(event) => (text.value = event.currentTarget.value)}
@@ -444,7 +443,6 @@ function Composer({ parent, canTalk }: { parent: number; canTalk: boolean }) {
       >
         <textarea
           rows={2}
-          dir="auto"
           aria-label="Message"
           placeholder="Say something. Enter sends, Shift and Enter begins a line."
           data-testid="message"
@@ -468,7 +466,6 @@ function SettingsFields() {
           <span>System</span>
           <textarea
             rows={2}
-            dir="auto"
             value={now.system}
             onInput={(event) => (settings.value = { ...now, system: event.currentTarget.value })}
           />

@@ -313,7 +313,6 @@ function Area(props: { label: string; value: string; rows: number; isCode?: bool
       <textarea
         class={props.isCode ? "code" : ""}
         rows={props.rows}
-        dir="auto"
         spellcheck={!props.isCode}
         value={props.value}
         onInput={(event) => props.onChange(event.currentTarget.value)}
