@@ -621,6 +621,31 @@ def test_f37_each_paragraph_of_a_field_has_its_direction(stage: Stage, visit: Vi
         )
 
 
+def test_f37_typing_stores_the_message_and_not_all_chats(stage: Stage, visit: Visit) -> None:
+    screen = visit(stage.url)
+    screen.page.add_init_script("""
+      window.names = [];
+      const setItem = Storage.prototype.setItem;
+      Storage.prototype.setItem = function (name, value) {
+        names.push(name);
+        setItem.call(this, name, value);
+      };
+    """)
+    open_chat(screen)
+    stage.answer("leaf", "Green.")
+    say(screen, "A leaf?")
+    expect(screen.at("turns")).to_contain_text("Green.")
+    screen.wait("() => sessionStorage['chats 2']?.includes('Green.')")
+    screen.page.evaluate("() => { window.names.length = 0; }")
+    screen.at("message").fill("And a root?")
+    screen.wait("() => Object.values(sessionStorage).some((value) => value.includes('And a root?'))")
+    assert "chats 2" not in screen.page.evaluate("() => window.names")
+    screen.page.reload()
+    screen.wait_status("open")
+    expect(screen.at("message")).to_have_value("And a root?")
+    expect(screen.at("turns")).to_contain_text("Green.")
+
+
 def settle(screen: Screen, *, tools: str, max_tokens: int = 512) -> None:
     """Opens the settings and sets them; the model's likeliest tokens are taken."""
     screen.page.get_by_text("Settings", exact=True).click()

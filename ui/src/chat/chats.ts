@@ -56,18 +56,23 @@ interface Stored {
   readonly chats: readonly PlainConversation[];
   readonly current: number;
   readonly settings: Settings;
-  readonly draft: string;
-  readonly draftImages: readonly ShownImage[];
+}
+
+interface Draft {
+  readonly text: string;
+  readonly images: readonly ShownImage[];
 }
 
 const STORED = "chats 2";
 const before = stored(STORED) as Stored | undefined;
+const STORED_DRAFT = "draft 1";
+const draftBefore = stored(STORED_DRAFT) as Draft | undefined;
 
 const kept = signal<Conversation[]>(before?.chats.map(fromPlain) ?? [EMPTY]);
 export const current = signal(before?.current ?? 0);
 /** What is being written. */
-export const draft = signal(before?.draft ?? "");
-export const draftImages = signal<readonly ShownImage[]>(before?.draftImages ?? []);
+export const draft = signal(draftBefore?.text ?? "");
+export const draftImages = signal<readonly ShownImage[]>(draftBefore?.images ?? []);
 /** The chats that can be chosen, with their numbers. A deleted one leaves its number unused. */
 export const chats = computed(() =>
   [...kept.value.entries()].filter(([number, one]) => one !== EMPTY || number === current.value),
@@ -110,14 +115,18 @@ keepImages("chat", () => [
 /** Whether the chats as they are now survive a reload. */
 export const isKept = keepStored(
   STORED,
-  () => [kept.value, current.value, settings.value, draft.value, draftImages.value],
+  () => [kept.value, current.value, settings.value],
   (): Stored => ({
     chats: kept.peek().map((one, chat) => toPlain(withLiveTexts(one, chat))),
     current: current.peek(),
     settings: settings.peek(),
-    draft: draft.peek(),
-    draftImages: draftImages.peek(),
   }),
+);
+// Not with the chats, which are long: it changes with each key.
+keepStored(
+  STORED_DRAFT,
+  () => [draft.value, draftImages.value],
+  (): Draft => ({ text: draft.peek(), images: draftImages.peek() }),
 );
 
 function update(chat: number, change: (before: Conversation) => Conversation): Conversation {
