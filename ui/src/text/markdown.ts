@@ -16,6 +16,8 @@ const FORMULA = /^(?:\\\(.{1,2000}?\\\)|\\\[[^]{1,2000}?\\\]|\$\$[^]{1,2000}?\$\
 /** One that the end of the text breaks off. */
 const OPEN_FORMULA = /^(?:\\\(.*|(?:\\\[|\$\$)(?:[^\n]|\n(?!\s*\n))*)$/;
 const MAX_OPEN_CHARS = 2000;
+/** "$5 or 10$": an amount and a word. */
+const PRICES = /^\$\d[^\\$]*\s[a-z]{2,}\s/i;
 
 const FORMULAS: TokenizerAndRendererExtension[] = [
   {
@@ -43,6 +45,7 @@ const FORMULAS: TokenizerAndRendererExtension[] = [
       const isDollar = source.startsWith("$");
       if (isDollar && /\w/.test(tokens.at(-1)?.raw.at(-1) ?? "")) return undefined; // 5$ and 10$
       const raw = FORMULA.exec(source)?.[0];
+      if (raw !== undefined && PRICES.test(raw)) return undefined;
       if (raw !== undefined) return { type: "formula", raw, isWhole: true };
       return !isDollar && isOpen(this.lexer, source) ? { type: "formula", raw: source, isWhole: false } : undefined;
     },

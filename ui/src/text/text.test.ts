@@ -79,7 +79,7 @@ describe("markdown", () => {
   });
 
   test("f37: prices, variables of a shell and code are no formulas", () => {
-    const prices = ["costs $5 and $10 more", "**$5**, **$6**", "US$5-$10", "5$, 6$.", "from 5$ to 6$", "$5 or \\$6, not $7"];
+    const prices = ["costs $5 and $10 more", "**$5**, **$6**", "US$5-$10", "5$, 6$.", "from 5$ to 6$", "$5 or \\$6, not $7", "from $5 to 10$.", "($20 a month or 200$)"];
     for (const text of [...prices, "$HOME and $PATH", "$a/$b", "`\\(a\\)` and `$a_1$`", "```\n$a$\n\\[a\\]\n```", "    \\[a\\]"]) {
       expect(htmlOf(text)).not.toContain("data-formula");
     }
