@@ -172,18 +172,32 @@ class Lexer:
                         has_changed = True
         found: set[Lexeme] = set()
         for a, one in enumerate(by_number):
-            next_bytes = 0
-            for number in _bits(may_follow[a]):
-                next_bytes |= firsts[number]
+            next_bytes = _union(firsts, may_follow[a])
             if not next_bytes:
                 continue
+            # A terminal such as ``/ */`` may take the text of another one after it, which is then empty.
+            own = 1 << a
+            is_taken = self._is_star(one) and not any(
+                order.after[b] & own and self._reading(one, by_number[b])[0]
+                for b in _bits(together[a] & ~own)
+            )
             for b in _bits(together[a]):
                 other = by_number[b]
                 if other in found or isinstance(other, Chars) or not first_chars[a] & first_chars[b]:
                     continue
-                if self._reading(one, other)[1] & next_bytes:
+                is_own = is_taken and a == b
+                if self._reading(one, other)[1] & (
+                    _union(firsts, may_follow[a] & ~own) if is_own else next_bytes
+                ):
                     found.add(other)
         return found
+
+    def _is_star(self, lexeme: Lexeme) -> bool:
+        """Whether any number of its texts are one, as known from its form."""
+        part: GrammarPart = lexeme
+        while isinstance(part, Named):
+            part = self.rules[part.name]
+        return isinstance(part, Repeated) and part.least == 0 and part.most is None
 
     def _reading(self, one: Lexeme, other: Lexeme) -> tuple[bool, int]:
         """Whether a text may be both, and the bytes with which ``other`` may go on after a whole text of

@@ -95,3 +95,6 @@ grammars = st.builds(
     _symbols,
     _terminals,
 )
+
+_recursive_bodies = st.recursive(st.sampled_from(['"a"', '"-"', "start", "r", "q"]), _larger, max_leaves=5)
+recursive_grammars = st.builds("start: {}\nr: {}\nq: {}".format, *[_recursive_bodies] * 3)

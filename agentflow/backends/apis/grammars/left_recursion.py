@@ -51,26 +51,27 @@ class _Rewriter:
     def __init__(self, rules: Mapping[str, GrammarPart]) -> None:
         self._nullable = _nullable_rules(rules)
         self._terminals = {name: part for name, part in rules.items() if is_terminal(name)}
-        self._steps_left = 2 * MAX_STEPS
+        self._steps_left = MAX_STEPS
         self._sources = rules
         self._rules: dict[str, GrammarPart] = {}
         self._firsts: dict[str, set[str]] = defaultdict(set)
         self._users: dict[str, set[str]] = defaultdict(set)
         """The rules that may begin with a rule, without others between them."""
+        self._waiting: list[str] = []
         self._done: set[str] = set()
         for name, part in rules.items():
             self._define(name, part)
 
     def rewritten(self) -> dict[str, GrammarPart]:
         """Returns the rules."""
-        waiting = [*self._rules]
-        for name in waiting:  # grows
+        for name in self._waiting:  # grows
             around = self._beginning_with(name)
             if self._firsts[name].isdisjoint(around):
                 pass
             elif name in self._nullable:
                 self._define(name, Repeated(Named(name + NOT_EMPTY), 0, 1))
-                waiting.append(name + NOT_EMPTY)
+                self._waiting.append(name + NOT_EMPTY)
+                self._done.discard(name + NOT_EMPTY)
             else:
                 self._define(name, self._without_recursion(name, around))
             self._done.add(name)
@@ -78,6 +79,8 @@ class _Rewriter:
 
     def _define(self, name: str, part: GrammarPart) -> None:
         """Sets the texts of a rule, and defines rules that they need."""
+        if name not in self._rules:
+            self._waiting.append(name)
         part = self._rules[name] = without_empty_rounds(part, self._terminals, self._nullable)
         for first in self._firsts[name]:
             self._users[first].discard(name)
@@ -130,12 +133,17 @@ class _Rewriter:
                 return tails, others if least else [*others, EMPTY]
             case Series((first, *rest)):
                 tails, others = self._split(first, name, around)
-                tails = [_series(tail, *rest) for tail in tails]
-                found = [_series(one, *rest) for other in others for one in self._not_empty(other)]
-                if any(may_be_empty(other, self._nullable) for other in others):
+                empty = [other for other in others if may_be_empty(other, self._nullable)]
+                others = [other for other in others if other not in empty]
+                for one in [one for other in empty for one in self._not_empty(other)]:
+                    more_tails, more = self._split(one, name, around)
+                    tails, others = tails + more_tails, others + more
+                self._spend(len(tails) + len(others))
+                tails, others = [[_series(one, *rest) for one in some] for some in (tails, others)]
+                if empty:
                     more_tails, more = self._split(_series(*rest), name, around)
-                    return tails + more_tails, found + more
-                return tails, found
+                    return tails + more_tails, others + more
+                return tails, others
         raise AssertionError(part)
 
     def _not_empty(self, part: GrammarPart) -> list[GrammarPart]:
@@ -152,11 +160,13 @@ class _Rewriter:
                 rounds = self._not_empty(inner)
                 return [Repeated(_one_of(rounds), 1, most)] if rounds and most != 1 else rounds
             case Series(parts):
-                return [
+                found = [
                     _series(one, *parts[number:])
                     for number, first in enumerate(parts, 1)
                     for one in self._not_empty(first)
                 ]
+                self._spend(len(parts) * len(found))
+                return found
         raise AssertionError(part)
 
     def _spend(self, num_steps: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.apis.gbnf_reference import Gbnf
-from support.apis.grammar_strategies import TEXTS, engine_texts, grammars, patterns
+from support.apis.grammar_strategies import TEXTS, engine_texts, grammars, patterns, recursive_grammars
 from support.examples import examples
 
 from agentflow.backends.apis.grammars.gbnf import MAX_REPEATS, gbnf_of_pattern, may_be_empty, read_pattern
@@ -142,6 +142,8 @@ DIGIT: "0".."9"
             ["-1", "1.5", "1.", "-", ""],
         ),
         ('start: r ("," r)*\nr: "(" r ")" | WORD\nWORD: /[a-z]*/', ["", "a,,b", "(),x", "((a))", "(a"]),
+        ("start: pair pair\npair: WS /[ab]/ WS\nWS: /-*/", ["ab", "-a--b", "a-b-", "a-", "--"]),
+        ('start: A A "-" A\nA: ("ab")*', ["-", "abab-", "ab-ab", "aba-"]),
         ('start: "yes" | "no"', ["yes", "no", "yesno", "y"]),
         ('start: "yes" MORE~2\nMORE: /[ab]/', ["yesab", "yesa", "yesabb"]),
         ('start: "é" /[à-ü]/ "\\u20ac"', ["éê€", "éé", "éa€"]),
@@ -229,6 +231,8 @@ def test_f37_a_rule_that_may_be_empty_is_not_repeated_without_limit() -> None:
         'start: (r "a")*\nr: ["b"] | r "-" | start "-"',
         'start: A* start "b" | "a"\nA: "-"',
         'start: A s\ns: A? s "b" | "a"\nA: "-"',
+        'start: r | ["a"]\nr: start | "b"',
+        'start: [r "a"]\nr: start "-" | ["b"] start | start',
     ],
 )
 def test_f37_left_recursion_is_written_as_repeats(source: str) -> None:
@@ -239,6 +243,19 @@ def test_f37_left_recursion_is_written_as_repeats(source: str) -> None:
     expected = {text for text in TEXTS if recognizer.recognize(text, most_steps=10_000) == "whole"}
     assert {text for text in TEXTS if Gbnf(written).matches(text)} == expected
     assert expected
+
+
+@examples(60)
+@given(recursive_grammars)
+def test_f37_no_rule_begins_with_itself(source: str) -> None:
+    try:
+        written = gbnf_of_grammar(source)
+    except NotSupported:
+        return
+    assert not begin_with_themselves(read_gbnf(written))
+    grammar, recognizer = Gbnf(written), Recognizer(read_grammar(source))
+    for text in [text for text in TEXTS if len(text) < 4]:
+        assert grammar.matches(text) == (recognizer.recognize(text, most_steps=100_000) == "whole"), text
 
 
 def begin_with_themselves(rules: dict[str, GrammarPart]) -> set[str]:
@@ -284,6 +301,8 @@ def test_a_grammar_in_gbnf_is_sent_unchanged() -> None:
         'start: "a"i',
         "start: /a/i",
         r"start: /\w/",
+        'start: T "-" | B T "b"\nT: /[ab]*/\nB: "ab"',
+        "start: /a*/ /a*b/",
         "start: /a+?/ /b/",
         'start: "a"\n%ignore " "',
         "%import common.INT\nstart: INT",
