@@ -2,8 +2,8 @@
 
 A grammar of Lark has terminals, which a lexer reads: each is as long as possible. GBNF has none. So a grammar
 is only translated if no terminal can be longer than a place where the next one begins. The parts of the
-notation that this module reads: rules, terminals, strings, patterns without flags, ranges, brackets and
-repeats. All others are refused.
+notation that this module reads: rules, terminals, strings, patterns without flags, ranges, brackets, repeats,
+comments, and aliases and signs of Lark's trees. All others are refused.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ MAX_SHOWN_CHARS: Final = 60
 """The length of a terminal in an error."""
 
 _TOKEN: Final = re.compile(
-    r"(?P<space>[ \t\r\n]+|//[^\n]*)"
+    r"(?P<space>[ \t\r\n]+|(?://|#)[^\n]*)"
     r'|(?P<string>"(?:\\.|[^"\\\n])*"i?)'
     r"|(?P<pattern>/(?:\\.|[^/\\\n])+/[a-z]*)"
-    r"|(?P<name>_*[a-z][a-z0-9_]*|_*[A-Z][A-Z0-9_]*)"
-    r"|(?P<times>\{[0-9]{1,9}(?:,[0-9]{0,9})?\}|~[ ]*[0-9]{1,9}(?:\.\.[0-9]{1,9})?)"
-    r"|(?P<sign>\.\.|[:|()\[\]*+?])"
+    r"|(?P<name>_*[a-z](?:[a-z0-9_]|-(?!>))*|_*[A-Z](?:[A-Z0-9_]|-(?!>))*)"
+    r"|(?P<times>\{(?:[0-9]{1,9}(?:,[0-9]{0,9})?|,[0-9]{1,9})\}|~[ ]*[0-9]{1,9}(?:\.\.[0-9]{1,9})?)"
+    r"|(?P<sign>\.\.|->|[:|()\[\]*+?])"
 )
+_TREE_SIGNS: Final = re.compile(r"^([ \t]*)(?:!?\?|!)(?=[a-z_][\w-]*[ \t]*:)", re.MULTILINE)
+"""Signs before the name of a rule that shape Lark's trees, not the texts."""
 # Patterns that Rust reads differently from Python, or that lexers do not read as a set of texts.
 _OTHER_IN_RUST: Final = re.compile(r"\\[0-9wWsSDbBzZAXpPGN<>]|[*+?}]\?|\(\?|&&|--|~~|\[\^?\]")
 # The same, and anchors, in patterns whose escaped characters are replaced by letters.
@@ -135,6 +137,7 @@ class _Reader:
     def __init__(self, source: str) -> None:
         if len(source) > MAX_CHARS:
             raise cannot_express(f"a grammar has at most {MAX_CHARS:,} characters")
+        source = _TREE_SIGNS.sub(r"\1", source)
         self._tokens: deque[tuple[str, str]] = deque()
         at = 0
         while at < len(source):
@@ -172,8 +175,11 @@ class _Reader:
 
     def _row(self) -> GrammarPart:
         parts: list[GrammarPart] = []
-        while self._tokens and not self._next_is("|", ")", "]") and not self._begins_rule():
+        while self._tokens and not self._next_is("|", ")", "]", "->") and not self._begins_rule():
             parts.append(self._repeated())
+        if self._next_is("->"):  # a name in Lark's tree
+            self._tokens.popleft()
+            self._take("name")
         return parts[0] if len(parts) == 1 else Series(tuple(parts))
 
     def _repeated(self) -> GrammarPart:
@@ -182,7 +188,7 @@ class _Reader:
             kind, sign = self._tokens.popleft()
             if kind == "times":
                 first, comma, last = sign.strip("{}~ ").replace("..", ",").partition(",")
-                least = int(first)
+                least = int(first or 0)
                 part = repeated(part, least, (int(last) if last else None) if comma else least)
             else:
                 part = repeated(part, sign == "+", 1 if sign == "?" else None)

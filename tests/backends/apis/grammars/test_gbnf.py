@@ -121,6 +121,17 @@ def test_a_grammar_has_the_same_texts_as_on_the_engine(source: str) -> None:
     assert {text for text in TEXTS if grammar.matches(text)} == expected
 
 
+TREE = r"""
+# Lark's notation as its users write it: aliases, and signs that shape the tree.
+?start: sum
+?sum: product
+    | sum "+" product   -> add
+    | sum "-" product   -> sub
+?product: atom | product "*" atom -> mul
+!atom: NUM-BER{,2} "x"  // "#" begins a comment
+    | "(" sum ")" | "#"
+NUM-BER: /[0-9]/
+"""
 SUM = r"""
 start: term (("+" | "-") term)*
 term: NUMBER | "(" start ")"
@@ -134,6 +145,7 @@ DIGIT: "0".."9"
     [
         ('start: "' + "ab" * 900 + '" | /a{1,1500}/', ["ab" * 900, "a" * 1_500, "ab", "a" * 1_501]),
         ('start: A\nunused: B\nA: "a"\nB: /b?/', ["a", "b", ""]),
+        (TREE, ["12x", "x+1x", "(x-#)*2x", "x*x+x", "+x", "123x", "x-", "12"]),
         (SUM, ["1+2", "(1-23)+4.5", "1.234", "1.2345", "1+", "()", "12", "((1))", "1..2"]),
         ("start: " + " | ".join([f'"{number}"' for number in range(400)]), ["7", "89", "399", "400", "1 "]),
         ("start: /a*/", ["", "a", "aa", "b"]),
