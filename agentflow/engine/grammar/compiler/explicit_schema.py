@@ -209,6 +209,7 @@ def explicit(schema: Schema) -> Schema:
     for path, sub in list(subschemas_with_paths(schema)):
         drop_names_without_text(sub)
         check_writable(sub, ".".join(path))
+        _check_limits(sub, ".".join(path))
     subschemas = [sub for _, sub in subschemas_with_paths(schema)]
     endless = endless_references(schema)
     if "#" in endless and _is_finite(schema, frozenset()):  # otherwise, the parser says why
@@ -548,6 +549,19 @@ def _largest_number(schema: Schema) -> int | None:
 
 
 _SIGN_OF_LIMIT: Final = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+
+
+def _check_limits(schema: Schema, path: str) -> None:
+    """Raises ``BadArgument``, with the path, if a limit excludes all numbers that are generated."""
+    if (most := _largest_number(schema)) is None:
+        return
+    for key, sign in _SIGN_OF_LIMIT.items():
+        is_inside = most == MOST_INTEGER and key in ("minimum", "maximum")
+        if isinstance(limit := schema.get(key), int | float) and -sign * limit >= most + is_inside:
+            where = f"{path}: " if path else ""
+            raise BadArgument(
+                f"schema: {where}{key} allows no number of those that are generated, up to {most:,}"
+            )
 
 
 def _drop_wide_limits(schema: Schema) -> None:

@@ -418,6 +418,26 @@ def test_f37_a_large_integer_that_cannot_be_kept_is_refused(schema):
         compiled("schema", json.dumps(schema))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "minimum": 1e15, "maximum": 1e17},
+        {"type": "number", "exclusiveMinimum": 10**15},
+        {"type": "number", "maximum": -1e15, "multipleOf": 5},
+        {"type": "integer", "minimum": 10**18, "maximum": 10**18 + 5},
+        {"type": "integer", "exclusiveMinimum": 10**18 - 1},
+        {"type": ["integer", "null"], "exclusiveMaximum": 1 - 10**18},
+    ],
+)
+def test_f37_a_range_beyond_all_numbers_that_are_generated_is_rejected(schema):
+    """Of a number, the upper limit was dropped, and the digits had no end."""
+    for outer, place in ((schema, "schema: m|schema: e"), ({"type": "array", "items": schema}, r"items: ")):
+        with pytest.raises(BadArgument, match=place):
+            compiled("schema", json.dumps(outer))
+    edge = {"type": "integer", "minimum": 10**18 - 1, "pattern": "a"}
+    assert takes(compiled("schema", json.dumps(edge)), "9" * 18)
+
+
 SAID = ["type", "properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "required"]
 SAID += [
     "minimum",
