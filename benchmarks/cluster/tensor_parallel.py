@@ -7,20 +7,19 @@ cannot be faster: the figures show the cost of the sums over the processes.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 from rich.console import Console
-from safetensors.torch import save_file
-from torch import Tensor
 
+from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.engine.models.tensor_parallel.runner import TensorParallelRunner
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.runner import ModelRunner, run_batch
@@ -50,6 +49,7 @@ def run(report: Report, console: Console, only: str) -> None:
     torch.set_num_threads(NUM_THREADS)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), LAYERS[report.scale])
+        collect_garbage_rarely()  # as ``agentflow serve`` does: transformers has 400,000 objects
         alone = TorchRunner(folder, num_slots=NUM_SLOTS, device="cpu", num_threads=NUM_THREADS)
         for collective in ("shared", "gloo"):
             with divided(Path(folder), collective) as runner:
@@ -94,50 +94,20 @@ def _compare(name: str, collective: str, alone: ModelRunner, runner: ModelRunner
 
 def write_model(folder: Path, num_layers: int) -> None:
     """Writes a folder with random weights, without a tokenizer."""
-    generator = torch.Generator().manual_seed(0)
+    import transformers
 
-    def random(*shape: int) -> Tensor:
-        values: Tensor = torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
-        return values.bfloat16()
-
-    tensors = {
-        "model.embed_tokens.weight": random(VOCABULARY, HIDDEN),
-        "model.norm.weight": torch.ones(HIDDEN).bfloat16(),
-    }
-    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    shapes = {
-        "self_attn.q_proj": (queries, HIDDEN),
-        "self_attn.k_proj": (keys, HIDDEN),
-        "self_attn.v_proj": (keys, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, queries),
-        "mlp.gate_proj": (INNER, HIDDEN),
-        "mlp.up_proj": (INNER, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INNER),
-    }
-    norms = {
-        "input_layernorm": HIDDEN,
-        "post_attention_layernorm": HIDDEN,
-        "self_attn.q_norm": HEAD_DIM,
-        "self_attn.k_norm": HEAD_DIM,
-    }
-    for layer in range(num_layers):
-        prefix = f"model.layers.{layer}."
-        tensors |= {f"{prefix}{name}.weight": random(*shape) for name, shape in shapes.items()}
-        tensors |= {f"{prefix}{name}.weight": torch.ones(size).bfloat16() for name, size in norms.items()}
-    save_file(tensors, folder / "model.safetensors")
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": MAX_CONTEXT,
-        "tie_word_embeddings": True,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    config = transformers.AutoConfig.for_model(
+        "qwen3",
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=num_layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_CONTEXT,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    kind: Any = transformers.AutoModelForCausalLM
+    kind.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
