@@ -41,7 +41,7 @@ class PrefixesAhead:
             token_ids = context.tokens.ids()
         except AgentflowError:  # the next request reports it
             return
-        if len(token_ids) - context.num_computed < MIN_AHEAD_TOKENS:
+        if len(token_ids) - context.tokens.num_computed < MIN_AHEAD_TOKENS:
             return
         if context.prefill_ahead is not None:
             self._client.forget(context.prefill_ahead.request_id)
@@ -49,7 +49,7 @@ class PrefixesAhead:
             token_ids, origin=msgspec.structs.replace(context.origin_ahead(), trace="")
         )
         context.prefill_ahead = PrefilledAhead(request_id, token_ids)
-        context.num_computed, context.has_run = len(token_ids), True
+        context.tokens.num_computed, context.has_run = len(token_ids), True
 
     async def fill(self, context: EngineContext) -> None:
         """Computes the tokens of a waiting state that are known, at the lowest priority of the tenant. Ends
@@ -65,7 +65,7 @@ class PrefixesAhead:
             return
         if context.is_freed:  # while a thread encoded its text
             return
-        known = max(before, min(context.num_computed, context.tokens.num_kept(token_ids)))
+        known = max(before, min(context.tokens.num_computed, context.tokens.num_kept(token_ids)))
         if context.prefill_ahead is not None:
             known = max(known, common_prefix(context.prefill_ahead.token_ids, token_ids))
         if len(token_ids) - known < MIN_AHEAD_TOKENS:
@@ -95,7 +95,7 @@ class PrefixesAhead:
             token_ids = await self._requests.run_off_loop(amount, next_ids)
         except AgentflowError:  # the next request reports it
             return
-        if len(token_ids) - min(context.num_computed, tokens.num_kept(token_ids)) >= MIN_AHEAD_TOKENS:
+        if len(token_ids) - min(tokens.num_computed, tokens.num_kept(token_ids)) >= MIN_AHEAD_TOKENS:
             origin = _low_priority(context)
             state = origin.state if context.outlived else 0
             self._client.compute_ahead(token_ids, origin=msgspec.structs.replace(origin, state=state))

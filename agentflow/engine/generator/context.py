@@ -169,7 +169,6 @@ class EngineContext:
     num_to_encode: int = 0  # the cost of rendering and encoding the appended text, in characters
     num_turns: int = 0
     num_media: int = 0
-    num_computed: int = 0  # the leading tokens that requests have already computed
     has_run: bool = False  # the engine knows the state
     prefill_ahead: PrefilledAhead | None = None
     filled_ahead: FilledAhead | None = None  # while the state waits
@@ -345,7 +344,6 @@ class EngineContext:
             num_to_encode=self.num_to_encode,
             num_turns=self.num_turns,
             num_media=self.num_media,
-            num_computed=self.num_computed,
             scheduling=None if self.scheduling is None else msgspec.structs.replace(self.scheduling, group=0),
             deadline=self.deadline,
             tools=self.tools,

@@ -65,7 +65,7 @@ async def decide(
         usage = Usage(asked.num_tokens, end.cached_tokens)
         requests.done(admitted, usage)
     num_own = min(len(asked.prompt), context.tokens.num_settled)  # the rest belongs to the questions
-    context.num_computed = max(context.num_computed, num_own)
+    context.tokens.num_computed = max(context.tokens.num_computed, num_own)
     return Decided(tuple(probabilities), usage)
 
 

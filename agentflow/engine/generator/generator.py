@@ -396,7 +396,7 @@ class EngineGenerator:
                 calls=calls,
             )
             self.requests.done(admitted, end.usage)
-        context.num_computed = len(token_ids) + len(end.token_ids)
+        context.tokens.num_computed = len(token_ids) + len(end.token_ids)
         return end
 
     async def score_prompt(self, context: EngineContext, num_top: int) -> Finished:
@@ -408,7 +408,7 @@ class EngineGenerator:
             self.requests.begin(admitted, len(token_ids), context)
             end = await self._client.score(token_ids, 1, num_top=num_top, origin=context.origin_now())
             self.requests.done(admitted, end.usage)
-        context.num_computed = len(token_ids) - 1
+        context.tokens.num_computed = len(token_ids) - 1
         return end
 
     async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:

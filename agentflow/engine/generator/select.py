@@ -54,7 +54,7 @@ async def score(
     best = max(range(len(scores)), key=scores.__getitem__)
     context.tokens.choose(encoded, best)
     context.mark_encoded()
-    context.num_computed = len(encoded.prefix)
+    context.tokens.num_computed = len(encoded.prefix)
     return Scored(best, tuple(scores), end.usage)
 
 

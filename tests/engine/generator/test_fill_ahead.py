@@ -110,3 +110,22 @@ async def test_f37_an_answer_that_the_template_keeps_is_not_computed_again_while
         s += af.user("Again.") + af.assistant(af.gen("again", max_tokens=1))
         await s["again"]
         assert [submit.origin.is_ahead for submit in requests.submits] == [False, False]
+
+
+async def test_f37_a_turn_that_the_template_rewrites_is_computed_before_forks_need_it() -> None:
+    """The forks begin with fewer tokens than were computed before, and with other ones."""
+    engine = ConstrainedEngine(
+        runner=QWEN_MODEL.runner(), tokenizer=QWEN_MODEL.tokenizer, template=QWEN_MODEL.template
+    )
+    requests = SentRequests()
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        assert engine.client is not None
+        engine.client.observe(requests)
+        s += af.user(f"<think>\n{LONG}\n</think>\n\nHello!") + af.assistant(af.gen("answer", max_tokens=2000))
+        s += af.user("The plants live on light, and the animals on plants. " * 3)
+        branches = s.fork(2)
+        for branch in branches:
+            branch += af.user("Why?") + af.assistant(af.gen("why", max_tokens=1))
+        await branches
+        assert s["answer"].usage.output_tokens > s["answer"].usage.prompt_tokens / 2
+    assert [submit.params is None for submit in requests.submits] == [False, True, False, False]

@@ -96,6 +96,8 @@ class TokenState:
         self._attached_spans: list[Span] = []  # of which the beginning is known
         self.text_keys: list[bytes] = []
         self.num_rerendered_tokens = 0
+        self.num_computed = 0
+        """The leading ids that requests have computed, which the generator sets."""
         self.placeholder_tokens: Mapping[MediumKind, str] = {}
 
     def attach_to(self, known: RenderedPrefixes, start: bytes) -> None:
@@ -357,6 +359,7 @@ class TokenState:
         child._known, child._known_start = self._known, self._known_start
         child._attached = self._attached
         child._attached_spans = self._attached_spans
+        child.num_computed = self.num_computed
         return child
 
     def text_view(self) -> str:
@@ -560,7 +563,9 @@ class TokenState:
         ids = _joined(segments)
         known = self._known_ids()
         if ids[: len(known)] != known:  # not a continuation
-            self.num_rerendered_tokens += len(known) - common_prefix(known, ids)
+            num_kept = common_prefix(known, ids)
+            self.num_rerendered_tokens += len(known) - num_kept
+            self.num_computed = min(self.num_computed, num_kept)
         self._layout, self._segments, self._ids, self._generated = layout, segments, ids, ()
         self._is_settled = True
         self._ids_read = None
