@@ -564,7 +564,9 @@ def _generated(
     first = end.reasoning_tokens
     logprobs = tuple(end.logprobs[first:]) if params.wants_logprobs else None
     top_logprobs = _with_texts(tokenizer, end.top_logprobs[first:]) if params.top_logprobs else None
-    tokens = tuple(tokenizer.token_text(token)[0] for token in end.token_ids[first:]) if logprobs else None
+    tokens = None
+    if logprobs is not None:
+        tokens = tuple(tokenizer.token_text(token)[0] for token in end.token_ids[first:])
     return Generated(
         text,
         end.finish_reason,

@@ -234,6 +234,15 @@ async def test_a_turn_ends_once_whatever_ended_its_gen(end: str):
         assert prompt_of(context) == prompt + written[:-1] + TOKENIZER.encode_markup("<|im_end|>\n")
 
 
+async def test_f37_an_empty_text_with_log_probabilities_has_an_empty_list_of_tokens():
+    async with plain_model_engine(next_token=lambda ids: END_ID) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, "some words")
+        end = await generate(generator, context, logprobs=True)
+        assert (end.text, end.logprobs, end.tokens) == ("", (), ())
+
+
 @pytest.mark.on_trio
 async def test_forks_compute_what_they_share_once():
     async with plain_model_engine(SchedulerConfig(token_budget=16)) as client:
