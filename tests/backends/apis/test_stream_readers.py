@@ -1,8 +1,9 @@
-"""The readers of the streams of all APIs: events in a wrong order, and unrequested fields of any content. The
-numbers of tokens are read under the names of several providers, and estimated if there are none."""
+"""The readers of the streams of all APIs: a wrong order, wrong values, and unrequested fields of any content.
+The numbers of tokens are read under the names of several providers, and estimated if there are none."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from support.apis import anthropic_answers, openai_answers, responses_answers
 
 from agentflow.backends.apis.answers.answer import AnswerCollector
 from agentflow.backends.apis.answers.reported_usage import MAX_COUNT, usage_in
-from agentflow.backends.apis.chat.chat_completions import ChatReader
+from agentflow.backends.apis.chat.chat_completions import DONE, ChatReader
 from agentflow.backends.apis.chat.completions import CompletionReader
 from agentflow.backends.apis.http.api_errors import ErrorMapping
 from agentflow.backends.apis.http.event_stream import EventReader, ServerEvent
@@ -185,9 +186,42 @@ def test_no_order_of_events_breaks_the_reader(api: str, data: st.DataObject) -> 
         read(api, data.draw(st.permutations(STREAMS[api])))
 
 
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """The containers and keys of all values in a value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, one in inner for place in ((value, key), *places(one))]
+
+
+ERROR = ServerEvent(
+    "error",
+    b'{"type": "error", "error": {"type": "invalid_request_error", "message": "max: No.", "code": "c"}}',
+)
+KINDS = ["failed", "incomplete", "reasoning_text.delta", "refusal.delta", "output_item.done"]
+OTHERS = [..., None, True, -5, "", "x", [], {}, [None], {"x": 1}, *[f"response.{kind}" for kind in KINDS]]
+
+
+@pytest.mark.parametrize("api", READERS)
+def test_a_value_that_is_wrong_or_missing_is_an_error_of_the_server_or_harmless(api: str) -> None:
+    """Each value of each event, and each type of event in the place of another."""
+    sound = [event for event in STREAMS[api] if event.data != DONE]
+    others = [*OTHERS, *{json.loads(event.data).get("type") for event in sound}]
+    for stream in (sound, [sound[0], ERROR]):
+        for number, event in enumerate(stream):
+            for (at, _), value in itertools.product(enumerate(places(json.loads(event.data))), others):
+                fields = json.loads(event.data)
+                container, key = places(fields)[at]
+                if value is ...:
+                    del container[key]
+                else:
+                    container[key] = value
+                changed = event._replace(data=json.dumps(fields).encode())
+                with suppress(AgentflowError):
+                    read(api, [*stream[:number], changed, *stream[number + 1 :]])
+
+
 def replaced(api: str, data: bytes, choose: Callable[[], Any]) -> bytes:
     """An event in which ``choose`` sets the value of each unrequested field."""
-    if data == b"[DONE]":
+    if data == DONE:
         return data
     fields = json.loads(data)
     for place, names in UNASKED[api].items():
