@@ -477,13 +477,6 @@ def test_an_owner_with_a_larger_weight_keeps_more():
     assert [cache.peek(key, as_run(range(60))) for key in "ab"] == [20, 60]
 
 
-def test_an_owner_that_is_idle_for_long_loses_its_claim():
-    cache = RadixCache(owner_of=lambda key: key, idle_after=100)
-    insert(cache, "idle", list(range(30)), list(range(30)))
-    insert(cache, "active", list(range(200)), list(range(100, 300)))
-    assert cache.evict(30).tolist() == list(range(30))
-
-
 @pytest.mark.parametrize(("num_entered", "first"), [(100, "active"), (101, "idle")])
 def test_an_owner_is_idle_after_so_many_tokens(num_entered, first):
     cache = RadixCache(owner_of=lambda key: key, idle_after=100)
