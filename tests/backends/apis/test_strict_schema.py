@@ -182,7 +182,7 @@ def value_of(schema: Any) -> st.SearchStrategy[Any]:
             return st.sampled_from([None, True])
 
 
-@given(st.data(), SCHEMAS)
+@given(st.data(), SCHEMAS | _objects(SCHEMAS))
 def test_values_of_the_narrowed_schema_are_values_of_the_given_one(data: st.DataObject, schema: Any) -> None:
     found = strict_schema(schema)
     assert_strict(found.schema)
