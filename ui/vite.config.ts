@@ -19,6 +19,7 @@ export default defineConfig({
     modulePreload: { polyfill: false },
     assetsInlineLimit: 0,
     reportCompressedSize: true,
+    license: { fileName: "licenses.txt" }, // of the libraries in the built files
     rollupOptions: {
       output: {
         entryFileNames: "assets/[name].js",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -12,6 +14,7 @@ from support.server.module_servers import module_server
 
 from agentflow.server.ui.pages import STATIC, policy
 
+PAGE = Path(__file__).parents[3] / "ui"
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
@@ -40,6 +43,7 @@ def test_the_page_needs_no_key_and_is_confined(server: ApiServer, path: str) -> 
 
 def test_all_built_files_are_served_with_their_types(server: ApiServer) -> None:
     types = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
+    types[".txt"] = "text/plain"
     for file in STATIC.rglob("*"):
         if file.is_file():
             answer = get(server, f"/ui/{file.relative_to(STATIC).as_posix()}")
@@ -47,6 +51,13 @@ def test_all_built_files_are_served_with_their_types(server: ApiServer) -> None:
             assert answer.content == file.read_bytes()
             assert answer.headers["content-type"].partition(";")[0] == types[file.suffix]
             assert "content-security-policy" in answer.headers
+
+
+def test_f37_the_licenses_of_all_libraries_in_the_page_are_served(server: ApiServer) -> None:
+    package = json.loads((PAGE / "package.json").read_text())
+    text = get(server, "/ui/licenses.txt").text
+    for name, version in package["dependencies"].items():
+        assert f"## {name} - {version} (" in text
 
 
 def test_a_browser_keeps_files_until_they_change(server: ApiServer) -> None:
