@@ -278,9 +278,11 @@ def allow_overlap(schema: Schema) -> None:
 
 def for_llguidance(schema: Schema) -> Schema:
     """Returns the schema in the form for llguidance: patterns replace the formats in ``PATTERN_OF_FORMAT``,
-    Rust reads all patterns, and narrow ranges do not begin at an open limit."""
+    Rust reads all patterns, narrow ranges do not begin at an open limit, and limits are floats."""
     narrower: Schema = json.loads(json.dumps(schema))
-    for _, sub in list(subschemas_with_paths(narrower)):
+    subschemas = [sub for _, sub in subschemas_with_paths(narrower)]
+    is_flat = not any(_applies_in_place(sub) for sub in subschemas)
+    for sub in subschemas:
         for key in _ANNOTATIONS_OF_VALUES & sub.keys() - {"$id"}:
             del sub[key]
         patterns = [rust_pattern(sub.pop("pattern"))] if isinstance(sub.get("pattern"), str) else []
@@ -293,7 +295,8 @@ def for_llguidance(schema: Schema) -> Schema:
             sub["allOf"] = [*sub.get("allOf", []), {"pattern": patterns.pop()}]
         if isinstance(named := sub.get("patternProperties"), dict):
             sub["patternProperties"] = _for_rust(named)
-        _close_open_limits(sub)
+        _close_open_limits(sub, is_flat=is_flat)
+        _move_to_floats(sub)
     return narrower
 
 
@@ -357,22 +360,55 @@ def _alternatives(schema: Any, root: Schema, known: dict[int, int]) -> int:
 
 
 _NEAREST: Final = 1e-12
+_LARGEST_EXACT: Final = 2**53
+_LARGEST_MOVED: Final = 10**6
+"""Beyond it, a limit would be moved by more than 1e-6 although the range may be wide."""
 
 
-def _close_open_limits(schema: Schema) -> None:
+def _close_open_limits(schema: Schema, *, is_flat: bool) -> None:
     """Moves the open integer limit of a range narrower than 1 into the range, and closes it. llguidance 1.9
-    would allow the limit itself, such as 0 between the open limits 0 and 0.5."""
-    if schema.get("type") != "number":
+    would allow the limit itself, such as 0 between the open limits 0 and 0.5. Without ``is_flat``, another
+    schema may narrow the range."""
+    types = _types(schema)
+    if types and "number" not in types:
         return
-    for key, opposite, sign in (("exclusiveMinimum", "maximum", 1), ("exclusiveMaximum", "minimum", -1)):
-        limit = schema.get(key)
-        other = schema.get(opposite, schema.get("exclusive" + opposite.capitalize()))
-        if not isinstance(limit, int | float) or not isinstance(other, int | float):
+    for key, opposite, sign in (("minimum", "maximum", 1), ("maximum", "minimum", -1)):
+        limit = schema.get(_open(key))
+        if not isinstance(limit, int | float) or limit != int(limit):
             continue
         step = _NEAREST * max(1, abs(limit))
-        if limit == int(limit) and 2 * step < sign * (other - limit) < 1:
-            del schema[key]
-            schema[key.removeprefix("exclusive").lower()] = limit + sign * step
+        others = [schema[name] for name in (opposite, _open(opposite)) if name in schema]
+        is_narrow = any(
+            2 * step < sign * (other - limit) < 1 for other in others if isinstance(other, int | float)
+        )
+        if is_narrow or not (is_flat or abs(limit) > _LARGEST_MOVED):
+            _close_limit(schema, key, sign, limit + sign * step)
+
+
+def _move_to_floats(schema: Schema) -> None:
+    """Moves large limits into the range, to the nearest float: the parser reads limits as floats."""
+    for key, sign in (("minimum", 1), ("maximum", -1)):
+        for name in (key, _open(key)):
+            limit = schema.get(name)
+            if not isinstance(limit, int) or abs(limit) <= _LARGEST_EXACT:
+                continue
+            near = float(limit)
+            if sign * near < sign * limit or (near == limit and name != key):
+                near = math.nextafter(near, sign * math.inf)
+            if name == key:
+                schema[key] = int(near)
+            else:
+                _close_limit(schema, key, sign, int(near))
+
+
+def _close_limit(schema: Schema, key: str, sign: int, limit: float) -> None:
+    """Replaces an open limit by a closed one, or by the stricter one that the schema has."""
+    del schema[_open(key)]
+    schema[key] = max(limit, schema.get(key, limit), key=lambda one: sign * one)
+
+
+def _open(key: str) -> str:
+    return "exclusive" + key.capitalize()
 
 
 def _no_constant(name: str) -> None:

@@ -438,6 +438,47 @@ def test_f37_a_range_beyond_all_numbers_that_are_generated_is_rejected(schema):
     assert takes(compiled("schema", json.dumps(edge)), "9" * 18)
 
 
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]}, "0.5", "0"),
+        ({"allOf": [{"type": "number", "maximum": 0.5}, {"exclusiveMinimum": 0}]}, "0.5", "0"),
+        ({"allOf": [{"type": "number", "exclusiveMaximum": 3, "minimum": 0}, {"minimum": 2.5}]}, "2.5", "3"),
+        ({"type": ["number", "null"], "exclusiveMinimum": -1, "maximum": -0.5}, "-0.5", "-1"),
+        ({"exclusiveMinimum": 1, "maximum": 1.5}, "1.5", "1"),
+        ({"allOf": [{"type": "integer"}, {"exclusiveMinimum": 1}]}, "2", "1"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 5, "exclusiveMaximum": 0.5}, "0.25", "0"),
+        ({"allOf": [{"type": "number", "exclusiveMinimum": 0, "minimum": 2}, {"maximum": 9}]}, "2", "1"),
+    ],
+)
+def test_f37_an_open_limit_is_no_value_of_a_narrow_range(schema, good, bad):
+    source = json.dumps({"anyOf": [schema, {"type": "array", "items": {"$ref": "#"}}]})
+    constraint = compiled("schema", source)
+    assert constraint.form == "llguidance"
+    assert takes(constraint, good)
+    assert not takes(constraint, bad)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("limit", [2**53 + 1, 2**53 + 3, 2**59 + 1, 10**17, 10**17 + 1, 10**18 - 1])
+@pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+def test_f37_limits_that_are_no_floats_are_enforced(key, limit, sign):
+    """The parser reads limits as floats."""
+    schema = {"type": "integer", key: sign * limit}
+    try:
+        constraint = compiled(
+            "schema", json.dumps({"anyOf": [schema, {"type": "array", "items": {"$ref": "#"}}]})
+        )
+    except BadArgument:
+        assert limit == 10**18 - 1
+        return
+    checker = jsonschema.Draft202012Validator(schema)
+    near = [sign * limit + more for more in range(-300, 301)]
+    taken = [value for value in near if takes(constraint, json.dumps(value))]
+    assert all(checker.is_valid(value) and abs(value) < 10**18 for value in taken)
+    assert taken
+
+
 SAID = ["type", "properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "required"]
 SAID += [
     "minimum",
