@@ -318,6 +318,8 @@ class KVMemory:
         self.slots.check()
         self.cache.check()
         self.readers.check()
+        for node in self.cache.nodes():
+            assert not self.slots.has_free(node.slots), "a cached slot is free"
 
 
 class KVSlots:
@@ -350,6 +352,10 @@ class KVSlots:
         self._is_free[slots] = True
         self._stack[self.num_free : self.num_free + count] = slots[::-1]
         self.num_free += count
+
+    def has_free(self, slots: SlotArray) -> bool:
+        """Whether any of the slots is free."""
+        return bool(self._is_free[slots].any())
 
     def check(self) -> None:
         """For tests. ``AssertionError`` unless the free list has each free slot once."""

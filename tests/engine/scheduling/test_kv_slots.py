@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.scheduling.kv_memory import KVSlots
+from agentflow.engine.cache.token_run import token_run
+from agentflow.engine.request import CacheKey
+from agentflow.engine.scheduling.kv_memory import KVMemory, KVSlots
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=60), st.randoms())
@@ -52,3 +54,14 @@ def test_a_slot_released_twice_at_once_is_found_by_the_check():
     slots.release(np.array([1, 1], dtype=np.int32))
     with pytest.raises(AssertionError, match="twice"):
         slots.check()
+
+
+def test_a_cached_slot_that_is_free_is_found_by_the_check():
+    """The counts agree, because another slot is lost."""
+    memory = KVMemory(num_slots=4, max_context=4, max_running=1, use_cache=True)
+    key, slots = CacheKey("", "", ""), memory.slots.allocate(3)
+    run = token_run(np.array([5, 6], dtype=np.int32))
+    memory.cache.extend(memory.cache.match(key, b""), key, run, slots[:2])
+    memory.slots.release(slots[1:2])  # instead of the third
+    with pytest.raises(AssertionError, match="a cached slot is free"):
+        memory.check()
