@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from support.faults import has_param
 
 import agentflow as af
+from agentflow.language.typed import tags
 from agentflow.language.typed.tags import InTag, split_at_tags
 from agentflow.protocol.constraint import TagRule
+from agentflow.protocol.grammars.gbnf import read_gbnf
+from agentflow.protocol.grammars.recognition import Recognizer
 
 pytestmark = pytest.mark.anyio
 
@@ -88,6 +91,53 @@ def test_a_tag_ends_where_its_pattern_is_complete_first():
 )
 def test_f37_a_tag_ends_where_its_grammar_is_complete_first(grammar, text, pieces):
     assert split_at_tags(text, (TagRule("(", "grammar", grammar, ")"),)) == pieces
+
+
+GRAMMARS = [
+    'root ::= "a)b"',
+    'root ::= "(" root ")" | "a"',
+    'root ::= [^x]* "x"?',
+    'root ::= ("a" | "a)")+ "b"',
+    'root ::= ""',
+]
+
+
+@given(st.sampled_from(GRAMMARS), st.text("()abx", max_size=12))
+def test_f37_a_tag_ends_at_the_first_end_after_a_whole_text(grammar, content):
+    recognizer = Recognizer(read_gbnf(grammar), "root")
+    ends = [at for at, char in enumerate(content) if char == ")"]
+    whole = [at for at in ends if recognizer.recognize(content[:at], most_steps=10_000) == "whole"]
+    rules = (TagRule("[", "grammar", grammar, ")"),)
+    if whole:
+        assert split_at_tags(f"[{content}", rules)[0] == InTag(0, content[: whole[0]])
+    else:
+        with pytest.raises(ValueError, match="not followed by"):
+            split_at_tags(f"[{content}", rules)
+
+
+def test_f37_the_content_of_a_tag_is_read_once(monkeypatch):
+    num_read = 0
+    beginnings = Recognizer.beginnings
+
+    def counted(self, text, *, most_steps):
+        nonlocal num_read
+        for is_whole in beginnings(self, text, most_steps=most_steps):
+            num_read += 1
+            yield is_whole
+
+    monkeypatch.setattr(Recognizer, "beginnings", counted)
+    content = "a)" * 1_000 + "x"
+    rules = (TagRule("(", "grammar", 'root ::= [^x]* "x"', ")"),)
+    assert split_at_tags(f"({content})", rules) == [InTag(0, content)]
+    assert num_read == len(content) + 1
+
+
+def test_f37_a_tag_whose_grammar_is_too_slow_ends_where_reading_was_given_up(monkeypatch):
+    monkeypatch.setattr(tags, "MOST_STEPS", 50)
+    rules = (TagRule("(", "grammar", 'root ::= [^x]* "x"', ")"),)
+    [piece, rest] = split_at_tags("(" + "a)" * 100, rules)
+    assert piece.text.count("a") > 1
+    assert rest
 
 
 def test_f37_a_tag_whose_grammar_is_not_complete_is_not_closed():

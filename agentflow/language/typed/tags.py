@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final
@@ -185,33 +185,37 @@ def _find_end(text: str, start: int, rule: TagRule) -> int | None:
             while end >= 0 and not matches_whole(rule.source, text[start:end]):
                 end = text.find(rule.end, end + 1)
         case "grammar":
-            end = text.find(rule.end, start)
-            is_whole = _grammar_check(rule.source)
-            while end >= 0 and not is_whole(text[start:end]):
-                end = text.find(rule.end, end + 1)
+            return _end_of_grammar(text, start, rule)
     return end if end >= 0 else None
 
 
 MOST_STEPS: Final = 500_000
-"""The steps that reading the content of a tag may take at one ``end``, some tenths of a second."""
+"""The steps that reading the content of a tag may take, some tenths of a second."""
+
+
+def _end_of_grammar(text: str, start: int, rule: TagRule) -> int | None:
+    recognizer = _recognizer(rule.source)
+    at = start
+    try:
+        if recognizer is not None:
+            for is_whole in recognizer.beginnings(text[start:], most_steps=MOST_STEPS):
+                if is_whole and text.startswith(rule.end, at):
+                    return at
+                at += 1
+            return None
+    except CannotCheck:
+        pass
+    end = text.find(rule.end, at)
+    return end if end >= 0 else None
 
 
 @lru_cache(maxsize=32)
-def _grammar_check(source: str) -> Callable[[str], bool]:
-    """Returns a check whether a text is whole under a grammar. It accepts all texts of a grammar that is too
-    large, or not in GBNF."""
+def _recognizer(source: str) -> Recognizer | None:
+    """The recognizer of a grammar; None if it is too large, or not in GBNF: then any text is whole."""
     try:
-        recognizer = Recognizer(read_gbnf(source), "root") if rule_names(source) else None
+        return Recognizer(read_gbnf(source), "root") if rule_names(source) else None
     except (BadArgument, CannotCheck, RecursionError):
-        recognizer = None
-
-    def is_whole(text: str) -> bool:
-        try:
-            return recognizer is None or recognizer.recognize(text, most_steps=MOST_STEPS) == "whole"
-        except CannotCheck:
-            return True
-
-    return is_whole
+        return None
 
 
 def _end_of_json(text: str, start: int, end_mark: str) -> int | None:

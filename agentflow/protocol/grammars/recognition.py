@@ -8,7 +8,7 @@ counted, and a text that needs too many is abandoned.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -98,6 +98,15 @@ class Recognizer:
         Raises:
             CannotCheck: It takes more.
         """
+        found = [*self.beginnings(text, most_steps=most_steps)]
+        if len(found) <= len(text):
+            return "none"
+        return "whole" if found[-1] else "beginning"
+
+    def beginnings(self, text: str, *, most_steps: int) -> Iterator[bool]:
+        """Yields for each beginning of the text, from the empty one on, whether the grammar has it. Ends
+        before the first one with which no text of the grammar begins. Arguments and errors: ``recognize``.
+        """
         # The rules that are read from each position on, and where reading goes on after them: the next state,
         # and the position where the rule around it began.
         waiting: list[dict[str, list[tuple[int, int]]]] = []
@@ -137,14 +146,14 @@ class Recognizer:
                     if item not in seen:
                         seen.add(item)
                         items.append(item)
+            yield is_whole
             if at == len(text):
-                return "whole" if is_whole else "beginning"
+                return
             point = ord(text[at])
             steps_left -= len(reading)
             items = [*{(after, began) for chars, after, began in reading if chars.has(point)}]
             if not items:
-                return "none"
-        raise AssertionError
+                return
 
     def _state(self, state: _State) -> int:
         if len(self._states) >= MAX_STATES:
