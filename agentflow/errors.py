@@ -106,8 +106,7 @@ class BadArgument(ProgramError, ValueError):
 
 
 class UnknownVariable(ProgramError, KeyError):
-    """``s["x"]`` when no op has declared ``x``. ``variable``: the name. ``known``: the names of the state's
-    variables.
+    """``s["x"]`` when no op has declared ``x``.
 
     >>> s["question"]
     Traceback (most recent call last):
@@ -116,7 +115,9 @@ class UnknownVariable(ProgramError, KeyError):
 
     code = "unknown_variable"
     variable: str | None = None
+    """The name."""
     known: tuple[str, ...] = ()
+    """The names of the state's variables."""
 
     def __str__(self) -> str:  # KeyError would show the repr
         return str(self.args[0]) if self.args else ""
@@ -126,8 +127,7 @@ ClosedReason = Literal["sealed", "cancelled", "ended"]
 
 
 class StateClosed(ProgramError):
-    """The state or the session has ended, or the branch is sealed. ``reason``: ``sealed``, ``cancelled``, or
-    ``ended``, with its run or the session; None if the session was not opened.
+    """The state or the session has ended, or the branch is sealed.
 
     >>> async with s.fork(2) as branches:
     ...     pass
@@ -138,6 +138,8 @@ class StateClosed(ProgramError):
 
     code = "state_closed"
     reason: ClosedReason | None = None
+    """``sealed``, ``cancelled``, or ``ended``, with its run or the session. None if the session was not
+    opened, and for errors of servers of older versions."""
 
     def __init__(self, *args: object, reason: ClosedReason | None = None, param: str | None = None) -> None:
         super().__init__(*args, param=param)

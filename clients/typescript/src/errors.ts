@@ -12,18 +12,12 @@ export class BadArgument extends ProgramError {
   static override readonly code: string = "bad_argument";
 }
 
-/**
- * `s["x"]` when no op has declared `x`. `variable`: the name. `known`: the names of the state's
- * variables.
- */
+/** `s["x"]` when no op has declared `x`. */
 export class UnknownVariable extends ProgramError {
   static override readonly code: string = "unknown_variable";
 }
 
-/**
- * The state or the session has ended, or the branch is sealed. `reason`: `sealed`, `cancelled`, or
- * `ended`, with its run or the session; None if the session was not opened.
- */
+/** The state or the session has ended, or the branch is sealed. */
 export class StateClosed extends ProgramError {
   static override readonly code: string = "state_closed";
 }
