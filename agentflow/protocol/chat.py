@@ -375,6 +375,8 @@ class ReplySoFar:
                     self._calls.append((piece, []))
                 case Arguments():
                     self._calls[-1][1].append(piece.text)
+        if self.is_over:
+            self._text.end()
         return self
 
     def now(self) -> Reply:

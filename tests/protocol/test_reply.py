@@ -100,6 +100,7 @@ def test_a_partial_reply_grows_to_the_whole_one(pieces: list[ReplyPiece]) -> Non
         assert whole.text.startswith(reply.text)
         assert reply.tool_calls[:-1] == whole.tool_calls[: len(reply.tool_calls)][:-1]
     assert so_far.now() == whole
+    assert so_far.text is so_far.text  # a complete one is not copied
 
 
 def test_a_whole_reply() -> None:
