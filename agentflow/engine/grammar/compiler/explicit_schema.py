@@ -232,10 +232,13 @@ def explicit(schema: Schema) -> Schema:
         _drop_wide_limits(sub)
     _replace_one_of(schema)
     is_flat = not any(_applies_in_place(sub) for sub in subschemas)
+    is_joined = any({"properties", "patternProperties"} <= sub.keys() for sub in subschemas)
     for sub in subschemas:
-        _bound_numbers(sub)
+        if is_flat and not is_joined:
+            _name_types(sub)
         if is_flat:
             _close(sub)
+        _bound_numbers(sub)
     if is_flat:
         define_any_value(schema, subschemas)
     return schema
@@ -607,6 +610,13 @@ def _drop_wide_limits(schema: Schema) -> None:
     for key, sign in _SIGN_OF_LIMIT.items():
         if isinstance(limit := schema.get(key), int | float) and sign * limit > most:
             del schema[key]
+
+
+def _name_types(schema: Schema) -> None:
+    """Adds all types to a schema without a type, so that numbers in it are bounded."""
+    keywords = schema.keys() - ANNOTATIONS
+    if keywords and keywords.isdisjoint({"type", *_LITERAL, *IN_PLACE}):
+        schema["type"] = [name for name in TYPES if name != "integer"]
 
 
 def _bound_numbers(schema: Schema) -> None:

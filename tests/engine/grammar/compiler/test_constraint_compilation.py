@@ -193,6 +193,10 @@ def test_a_value_that_is_true_is_no_schema():
         ('{"type": ["object", "null"], "additionalProperties": true}', '{"a": %s}'),
         ('{"anyOf": [{"type": "null"}, true]}', "%s"),
         ('{"type": "array", "prefixItems": [true], "items": false}', "[%s]"),
+        ('{"maxLength": 9}', "%s"),
+        ('{"minItems": 1}', "[%s]"),
+        ('{"properties": {"a": {"multipleOf": 0.5}}}', '{"a": [%s]}'),
+        ('{"type": "array", "items": {"required": ["b"]}}', "[[%s]]"),
     ],
 )
 def test_where_any_value_may_stand_its_numbers_are_bounded(schema, text):
