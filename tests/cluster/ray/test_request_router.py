@@ -235,7 +235,8 @@ async def test_a_request_that_has_ended_keeps_no_prompt():
 
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(("send", "end", "reject", "lose", "join", "wait")), st.integers(0, 40)),
+    st.tuples(st.sampled_from(("send", "send", "end", "reject", "lose", "join", "wait")), st.integers(0, 40)),
+    min_size=15,
     max_size=60,
 )
 

@@ -48,7 +48,7 @@ def test_the_tree_becomes_right_whatever_happens_to_messages(data: st.DataObject
     followers = [Follower(tree, number) for number in range(2)]
     network: list[Update] = []
     epochs = itertools.count(1)
-    for _ in range(data.draw(st.integers(1, 25))):
+    for _ in range(data.draw(st.integers(15, 40))):
         number = data.draw(st.integers(0, 1))
         replica = replicas[number]
         match data.draw(
