@@ -184,7 +184,7 @@ def test_no_rank_reads_the_whole_model(name: str, tmp_path: Path) -> None:
     format_ = WeightFormat(torch.float32)
     for rank in range(4):
         with counted() as copied:
-            load_model(
+            loaded = load_model(
                 tmp_path,
                 config,
                 weights=format_,
@@ -194,3 +194,4 @@ def test_no_rank_reads_the_whole_model(name: str, tmp_path: Path) -> None:
             )
         assert copied.total == (sum(sizes.values()) - shared) // 4 + shared
         assert copied.most <= max(sizes.values()) // 4
+        assert loaded.model.weights.part is not None
