@@ -336,9 +336,9 @@ class Liveness:
         """Drops states without recent requests, and expects the overdue ones later. If there are many,
         later steps go on."""
         self._postpone()
-        for state, end in [*itertools.islice(self._ends.items(), MAX_EXPIRED)]:
-            if num_computed - end.num_computed <= self._lifetime:
-                return
+        oldest = itertools.islice(self._ends.items(), MAX_EXPIRED)
+        least = num_computed - self._lifetime
+        for state, _ in [*itertools.takewhile(lambda one: one[1].num_computed < least, oldest)]:
             self.close(state)
 
     def num_expected(self, step: int) -> int:
