@@ -110,9 +110,10 @@ class WholePromptCache(RadixCache):
 
 @dataclass
 class Recorded:
-    """The requests of an engine in the order in which they ended, from which the optimum follows."""
+    """The requests of an engine in the order in which they ended, from which the optimum follows: their cache
+    keys, prompts, computed tokens, and whether they are extra (``Origin.is_extra``)."""
 
-    requests: list[tuple[Hashable, TokenRun, TokenRun]] = field(default_factory=list)
+    requests: list[tuple[Hashable, TokenRun, TokenRun, bool]] = field(default_factory=list)
 
     def watch(self, scheduler: Scheduler) -> None:
         """Records every request that completes."""
@@ -121,7 +122,7 @@ class Recorded:
         def noted(request: Request) -> None:
             computed = token_run(request.tokens[: max(request.num_tokens - 1, request.num_prompt)])
             prompt = token_run(request.tokens[: request.num_prompt - 1])
-            self.requests.append((request.cache_key, prompt, computed))
+            self.requests.append((request.cache_key, prompt, computed, request.origin.is_extra))
             finish(request)
 
         scheduler.waiting.finish = noted  # type: ignore[method-assign]
@@ -130,9 +131,10 @@ class Recorded:
         """Returns the hit rate of an unlimited cache, and the size of the working set in tokens."""
         cache = RadixCache()
         cached = total = 0
-        for key, prompt, computed in self.requests:
-            cached += cache.peek(key, prompt)
-            total += len(prompt) // 4 + 1
+        for key, prompt, computed, is_extra in self.requests:
+            if not is_extra:  # as the engine's hit rate
+                cached += cache.peek(key, prompt)
+                total += len(prompt) // 4 + 1
             slots = np.zeros(len(computed) // 4, dtype=np.int32)
             cache.extend(cache.match(key, b""), key, computed, slots)
         return cached / max(1, total), cache.num_cached

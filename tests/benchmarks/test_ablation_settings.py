@@ -29,3 +29,16 @@ async def test_every_program_runs_under_each_setting(setting: ablation.Setting, 
     run = await ablation.run_once(runner, tokenizer, setting, few_shot, 1_600)
     assert len(run.engine.recorded.requests) == 8
     assert 0 <= run.engine.recorded.optimum()[0] <= 1
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+async def test_f37_the_optimum_counts_the_prompts_that_the_engine_counts(
+    shape: Shape, tokenizer: Tokenizer
+) -> None:
+    runner: Any = FakeRunner(num_slots=20_000, vocab_size=49_152, max_context=8_000)
+    few = Shape(shape.name, 2, shape.program)
+    run = await ablation.run_once(runner, tokenizer, ablation.SETTINGS[0], few, 16_000)
+    num_tokens = [
+        len(prompt) // 4 + 1 for _, prompt, _, is_extra in run.engine.recorded.requests if not is_extra
+    ]
+    assert sum(num_tokens) == run.stats.prompt_tokens
