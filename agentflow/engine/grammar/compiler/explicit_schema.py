@@ -407,7 +407,7 @@ def _move_to_floats(schema: Schema) -> None:
 def _close_limit(schema: Schema, key: str, sign: int, limit: float) -> None:
     """Replaces an open limit by a closed one, or by the stricter one that the schema has."""
     del schema[_open(key)]
-    schema[key] = max(limit, schema.get(key, limit), key=lambda one: sign * one)
+    schema[key] = max(limit, _limit(schema, key, limit), key=lambda one: sign * one)
 
 
 def _open(key: str) -> str:
@@ -434,7 +434,7 @@ def subschemas_with_paths(schema: Any, path: SchemaPath = ()) -> Iterator[tuple[
 
 def _applies_in_place(schema: Schema) -> bool:
     """Whether another schema constrains the same value, so that neither can be closed alone."""
-    said = {key for key in schema if key not in ANNOTATIONS}
+    said = schema.keys() - ANNOTATIONS - {"id"}
     joins_many = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
     return joins_many or (bool(said & IN_PLACE) and len(said) > 1)
 

@@ -5,6 +5,7 @@ import datetime
 import json
 import random
 import uuid
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import jsonschema
@@ -461,6 +462,39 @@ def test_f37_an_open_limit_is_no_value_of_a_narrow_range(schema, good, bad):
     assert constraint.form == "llguidance"
     assert takes(constraint, good)
     assert not takes(constraint, bad)
+
+
+@pytest.mark.parametrize(
+    ("key", "limit", "near"),
+    [
+        ("exclusiveMinimum", 0, "0.00000000000000001"),
+        ("exclusiveMinimum", -5, "-4.99999999999999"),
+        ("exclusiveMaximum", 0, "-0.00000000000000001"),
+        ("exclusiveMaximum", 5, "4.99999999999999"),
+    ],
+)
+def test_f37_numbers_next_to_an_open_limit_are_generated_if_no_other_schema_narrows_it(key, limit, near):
+    schema = {"type": "number", key: limit}
+    source = json.dumps({"anyOf": [schema, {"type": "array", "items": {"$ref": "#"}}]})
+    constraint = compiled("schema", source)
+    assert constraint.form == "llguidance"
+    assert takes(constraint, near)
+    assert not takes(constraint, str(limit))
+
+
+@pytest.mark.parametrize("limit", ["0", None, True, [], {}])
+def test_f37_a_limit_that_is_no_number_is_ignored_or_a_bad_argument(limit):
+    for key, opposite in (("minimum", "maximum"), ("maximum", "minimum")):
+        name = "exclusive" + key.capitalize()
+        sign = 1 if key == "minimum" else -1
+        for schema in (
+            {"type": "number", key: limit, name: 0, opposite: sign * 0.5},
+            {"type": "number", key: 0, name: 0, opposite: limit},
+            {"allOf": [{"type": "number", key: limit, name: 0}, {opposite: limit}]},
+            {key: limit, name: 2**60},
+        ):
+            with suppress(BadArgument):
+                compiled("schema", json.dumps(schema))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
