@@ -44,7 +44,7 @@ STREAMS: dict[str, list[ServerEvent]] = {
         *[
             openai_answers.event(chunk)
             for chunk in (
-                *openai_answers.reasoning_chunks("Let me"),
+                *openai_answers.reasoning_chunks("Let me", "\n\nThen"),
                 *openai_answers.text_chunks("gr", "ün 🎉"),
                 *openai_answers.call_chunks(("c1", "find", ['{"ä":', "1}"])),
                 *openai_answers.ending("tool_calls", openai_answers.usage(28, 9, cached=16, reasoning=4)),
@@ -62,7 +62,7 @@ STREAMS: dict[str, list[ServerEvent]] = {
     "responses": events(
         *responses_answers.events(
             responses_answers.beginning(),
-            responses_answers.reasoning(["Let me"]),
+            responses_answers.reasoning(["Let me"], ["Then"]),
             responses_answers.message("gr", "ün 🎉", index=1),
             responses_answers.call("c1", "find", '{"ä":', "1}", index=2),
             responses_answers.ending(usage=responses_answers.usage(28, 9, cached=16, reasoning=4)),
@@ -73,7 +73,7 @@ STREAMS: dict[str, list[ServerEvent]] = {
             anthropic_answers.event(part)
             for part in (
                 anthropic_answers.beginning(4, cached=16, written=8),
-                *anthropic_answers.thinking_block("Let me"),
+                *anthropic_answers.thinking_block("Let me", "\n\nThen"),
                 *anthropic_answers.text_block("gr", "ün 🎉", index=1),
                 *anthropic_answers.call_block("c1", "find", '{"ä":', "1}", index=2),
                 *anthropic_answers.ending("tool_use", 9, thinking=4),
@@ -154,7 +154,7 @@ def test_a_stream_is_read(api: str) -> None:
     if api == "completions":
         assert found == ["grün 🎉", "", [], "length"]
     else:
-        assert found == ["grün 🎉", "Let me", [("c1", "find", '{"ä":1}')], "eos"]
+        assert found == ["grün 🎉", "Let me\n\nThen", [("c1", "find", '{"ä":1}')], "eos"]
         assert usage == Usage(28, 16, 9, reasoning_tokens=4)
 
 
