@@ -10,14 +10,15 @@ from contextlib import contextmanager
 
 @contextmanager
 def serving(*arguments: str, errors: int | None = None) -> Iterator[tuple[str, int]]:
-    """Runs ``python -m ARGUMENTS`` while the scope is open. Yields the first address in the line that it
-    prints when it is ready, and the id of its process. ``errors``: its standard error, as for ``Popen``."""
+    """Runs ``python -m ARGUMENTS`` while the scope is open. Yields the first address that it prints,
+    when it is ready, and the id of its process. ``errors``: its standard error, as for ``Popen``."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-m", *arguments]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True) as process:
-        assert process.stdout is not None
-        address = next((word for word in process.stdout.readline().split() if "://" in word), None)
         try:
+            assert process.stdout is not None
+            words = (word for line in process.stdout for word in line.split())
+            address = next((word for word in words if "://" in word), None)
             if address is None:
                 raise RuntimeError(f"{' '.join(arguments)} ended before it was ready")
             yield address, process.pid
