@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import count
 from typing import NoReturn
 
@@ -96,7 +97,7 @@ BAD_FRAMES: dict[str, bytes | str] = {
 
 
 @pytest.mark.parametrize("case", BAD_FRAMES)
-async def test_a_bad_frame_ends_its_session_alone(case: str) -> None:
+async def test_a_bad_frame_ends_its_session_alone(case: str, caplog: pytest.LogCaptureFixture) -> None:
     async with bench() as server, connected(server, binary=[False, True], greets=True) as [bad, good]:
         ids = count(1)
         await check_still_served(good, ids)
@@ -106,6 +107,7 @@ async def test_a_bad_frame_ends_its_session_alone(case: str) -> None:
         await check_still_served(good, ids, first_op=4)
         good.bye()
         await server.is_idle()  # the bad connection has ended immediately, with no grace
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # Ops that make no sense, in a frame that is one. State 1 is open, variable 2 is its own.
