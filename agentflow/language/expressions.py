@@ -25,6 +25,7 @@ from agentflow.protocol.chat import FREE_CHOICE, Conversation, ToolChoice, ToolS
 from agentflow.protocol.images import Image, Medium, Video, known_file
 from agentflow.protocol.op_table import check_types
 from agentflow.protocol.ops import Role
+from agentflow.protocol.record import Record
 
 ItemT = TypeVar("ItemT")
 
@@ -229,7 +230,7 @@ def make_tuple(values: Iterable[ItemT], where: str, param: str, wanted: str) -> 
     """The values as a tuple; ``BadArgument`` for ``param`` if they cannot be iterated. A set is sorted: its
     order is another one in each process, so a recording would not fit."""
     try:
-        if isinstance(values, str) or (isinstance(values, Mapping) and wanted != "strings"):
+        if isinstance(values, str | Record) or (isinstance(values, Mapping) and wanted != "strings"):
             raise TypeError  # one of them, not several
         return tuple(_sorted(values) if isinstance(values, set | frozenset) else values)
     except TypeError:

@@ -13,6 +13,7 @@ import pydantic
 import pytest
 from pydantic import BaseModel, Field
 from starlette.testclient import TestClient
+from support.faults import has_param
 
 import agentflow as af
 from agentflow.language.typed.json_form import JsonForm
@@ -193,3 +194,14 @@ def test_f37_structs_that_programs_get_are_records() -> None:
     assert {af.Usage, af.TokenLogprob, Capabilities, ErrorInfo, LiveNode} <= returned
     others = {one for one in returned if issubclass(one, msgspec.Struct) and not issubclass(one, Record)}
     assert {one.__module__ for one in others} <= {images.__name__, wire.__name__}  # files, and frames
+
+
+@pytest.mark.parametrize("record", [af.Message("user", "?"), USAGE], ids=lambda record: type(record).__name__)
+def test_f37_a_record_is_no_list_of_its_fields(record: Any) -> None:
+    async def program(s: af.State, one: Any) -> None:
+        pass
+
+    with pytest.raises(af.errors.BadArgument, check=has_param("messages")):
+        af.conversation(record)
+    with pytest.raises(af.errors.BadArgument, check=has_param("inputs")):
+        af.map(program, record, session=af.session(backend=af.Scripted([])))

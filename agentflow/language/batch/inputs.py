@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar, get_origin, get_typ
 from agentflow.errors import BadArgument, short_repr
 from agentflow.language.failures.user_code import UserCode
 from agentflow.language.graphs.graph import Graph
+from agentflow.protocol.record import Record
 
 ItemT = TypeVar("ItemT")
 
@@ -55,7 +56,7 @@ class MapInputs:
     """Reads ``inputs`` once, in order. ``total``: their number, or None if it is unknown."""
 
     def __init__(self, inputs: Inputs) -> None:
-        if isinstance(inputs, str | bytes | Mapping):
+        if isinstance(inputs, str | bytes | Mapping | Record):
             raise BadArgument(
                 f"map: the inputs are a {type(inputs).__name__}, which is one input: "
                 "give a list (or another iterable) of inputs",
