@@ -46,9 +46,9 @@ def check_path(path: str | os.PathLike[str]) -> None:
     """``BadArgument`` for a new file whose name has the ending of another format than lines of JSON."""
     name, ending = os.path.splitext(os.fspath(path))
     if ending.lower() in _OTHER_FORMATS and not os.path.exists(f"{name}{ending}{LOG_SUFFIX}"):
+        better = os.path.basename(name).removesuffix(".jsonl")
         raise BadArgument(
-            f"{name}{ending}: the results are lines of JSON: name the file {os.path.basename(name)}.jsonl",
-            param="resume",
+            f"{name}{ending}: the results are lines of JSON: name the file {better}.jsonl", param="resume"
         )
 
 
