@@ -100,7 +100,7 @@ class ProgramPauses:
     """The paused programs of one model.
 
     ``is_used``: whether a program is paused, or could not be paused in this step. Otherwise ``resume`` and
-    ``charge`` have nothing to do.
+    ``charge`` have nothing to do. ``resumed``: resumed programs of which no request has ended since.
 
     Args:
         memory: Has the open states, and stops keeping the tokens of paused programs.
@@ -125,7 +125,7 @@ class ProgramPauses:
         self._running = running
         self._clock = clock
         self._tenants: dict[str, _TenantPauses] = {}
-        self._resumed: set[ProgramKey] = set()  # programs of which no request has ended since
+        self.resumed: set[ProgramKey] = set()
         self._candidates: dict[str, _Candidates] = {}  # by tenant, in this step
         self._num_left = 0  # requests that stopped or left the queue, and states that were closed
         self._lost: OrderedDict[str, _Lost] = OrderedDict()  # by tenant
@@ -133,7 +133,7 @@ class ProgramPauses:
     def recomputes(self, request: Request, num_tokens: int, context: int) -> None:
         """A request of a program starts to run for the first time, and computes tokens that its state had,
         after ``context`` cached ones."""
-        if program_key(request) in self._resumed:
+        if program_key(request) in self.resumed:
             return
         lost_s = self._cost.chunk_s(num_tokens, context, is_first=True)
         if self._is_costly(request.origin.state, lost_s):
@@ -145,12 +145,13 @@ class ProgramPauses:
                 self._lost.popitem(last=False)
 
     def stopped(self, request: Request, *, has_ended: bool) -> None:
-        """A running request stopped: it ended or was preempted."""
+        """A running request stopped: it ended or was preempted. Has nothing to do if no program is paused or
+        ``resumed``."""
         key = program_key(request)
-        if key is None or not (self.is_used or self._resumed):
+        if key is None:
             return
         if has_ended:
-            self._resumed.discard(key)
+            self.resumed.discard(key)
         self.left()
 
     def left(self) -> None:
@@ -203,8 +204,8 @@ class ProgramPauses:
             self._resume_some(tenant, pauses, is_running=tenant in running)
             if not pauses.by_pause:
                 del self._tenants[tenant]
-        if len(self._resumed) > self._memory.slots.total:
-            self._resumed.clear()
+        if len(self.resumed) > self._memory.slots.total:
+            self.resumed.clear()
         self.is_used = bool(self._tenants)
 
     def _resume_some(self, tenant: str, pauses: _TenantPauses, *, is_running: bool) -> None:
@@ -228,7 +229,7 @@ class ProgramPauses:
             self._policy.resume(*first.key)
             del pauses.by_pause[first.key]
             del pauses.by_rank[bisect_left(pauses.by_rank, first)]
-            self._resumed.add(first.key)
+            self.resumed.add(first.key)
             program = self._memory.liveness.programs.get(tenant, {}).get(first.key)
             if program is not None and not math.isnan(gap_s):
                 pauses.late_at = max(pauses.late_at, self._last_late(program, gap_s))
@@ -241,14 +242,12 @@ class ProgramPauses:
     @property
     def resumes_in_s(self) -> float:
         """Seconds until the first program is resumed in any case; infinite if none is paused."""
-        if not self._tenants:
-            return math.inf
         running = self._find_running()
         ends = [next(iter(pauses.by_pause.values())).until_s for pauses in self._tenants.values()]
         late = [
             self._late_at(tenant, self._gap_s(tenant)) for tenant in self._tenants if tenant not in running
         ]
-        return max(0.0, min(ends + late) - self._clock())
+        return max(0.0, min(ends + late) - self._clock()) if ends else math.inf
 
     def _find_running(self) -> set[str]:
         """The tenants with running requests of programs."""
@@ -285,7 +284,7 @@ class ProgramPauses:
         self._policy.pause(*key)
 
     def _may_pause(self, key: ProgramKey, program: LiveProgram) -> bool:
-        if key in self._resumed:
+        if key in self.resumed:
             return False
         num_tokens = self._memory.liveness.num_tokens
         return any(self._is_costly(state, self._redo_s(num_tokens(state))) for state in program.states)

@@ -641,7 +641,8 @@ class Scheduler:
         unlocked."""
         if request.status is Status.RUNNING:
             self._stop_running(request)
-            self.pauses.stopped(request, has_ended=True)
+            if self.pauses.is_used or self.pauses.resumed:
+                self.pauses.stopped(request, has_ended=True)
             self.waiting.finish(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -742,7 +743,7 @@ class Scheduler:
     @property
     def resumes_in_s(self) -> float:
         """Seconds until a paused program is resumed in any case; infinite if none is."""
-        return self.pauses.resumes_in_s
+        return self.pauses.resumes_in_s if self.pauses.is_used else math.inf
 
     def check_idle(self) -> None:
         """For tests. ``AssertionError`` if anything waits, runs, or has slots in use or locked."""
