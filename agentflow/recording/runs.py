@@ -21,6 +21,7 @@ from agentflow.protocol.events import (
     VarFailed,
     Watched,
 )
+from agentflow.protocol.growing_text import GrowingText
 from agentflow.protocol.op_table import GRAPH_TICKET, declared, num_done_with, op_spec, references
 from agentflow.recording.file import Entry, Recording
 from agentflow.recording.places import ForkTree, OpContent, StateInTree, StatePath
@@ -57,10 +58,15 @@ class RecordedVariable:
     is_reply: bool = False  # ``text`` is the notation of a reply
     # The events that a replay sends, without events after the program cancelled the state.
     events: list[RecordedEvent] = field(default_factory=list)
-    text: str = ""
+    grown: GrowingText = field(default_factory=GrowingText)  # its text
     first_s: float | None = None
     end_s: float | None = None
     end: Value | VarFailed | None = None  # the last event, cancelled or not
+
+    @property
+    def text(self) -> str:
+        """Its text, as far as it was recorded."""
+        return str(self.grown)
 
     @property
     def done(self) -> int | None:
@@ -304,12 +310,13 @@ class RecordedRuns:
         event = recorded.event
         variable.state.end_s = max(variable.state.end_s, at_s)
         if isinstance(event, Delta | Value):
-            if event.at > len(variable.text):
-                raise ProtocolError(f"a text of {len(variable.text)} characters goes on at {event.at}")
-            variable.text = variable.text[: event.at] + event.text
+            if event.at > len(variable.grown):
+                raise ProtocolError(f"a text of {len(variable.grown)} characters goes on at {event.at}")
+            variable.grown.put(event.at, event.text)
             if variable.first_s is None and (event.text or isinstance(event, Value)):
                 variable.first_s = at_s
         if isinstance(event, Value | VarFailed):
+            variable.grown.end()
             variable.end, variable.end_s = event, at_s
         if not variable.state.is_cancelled:
             variable.events.append(recorded)
