@@ -12,7 +12,8 @@ const NOT_PLAIN = /<(?!\/?(?:br|sub|sup) *\/?>)/gi;
 const escaped = (text: string): string => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
 /** Formulas of TeX, in which markdown would find emphasis and escapes. In "$5 and $10" is none. */
-const FORMULA = /^(?:\\\(.{1,2000}?\\\)|\\\[[^]{1,2000}?\\\]|\$\$[^]{1,2000}?\$\$|\$(?!\s)[^$\n]{0,400}[^$\s]\$(?!\w))/;
+const FORMULA =
+  /^(?:\\\(.{1,2000}?\\\)|\\\[[^]{1,2000}?\\\]|\$\$[^]{1,2000}?\$\$|\$(?!\s)(?:\\.|[^$\\\n]){1,400}(?<!\s)\$(?!\w))/;
 /** One that the end of the text breaks off. */
 const OPEN_FORMULA = /^(?:\\\(.*|(?:\\\[|\$\$)(?:[^\n]|\n(?!\s*\n))*)$/;
 const MAX_OPEN_CHARS = 2000;

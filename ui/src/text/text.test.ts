@@ -66,7 +66,7 @@ describe("markdown", () => {
   const formula = (source: string): string => `<code data-formula="">${source.replaceAll("&", "&amp;")}</code>`;
 
   test("f37: formulas keep their source, which markdown does not read", () => {
-    const inline = ["\\( a_1 * b_1 \\)", "$a_1 * b_2 * c$", "$x$", "$$a_1 + a_2$$", "\\[ \\{x_1, x_2\\} \\]"];
+    const inline = ["\\( a_1 * b_1 \\)", "$a_1 * b_2 * c$", "$x$", "$$a_1 + a_2$$", "\\[ \\{x_1, x_2\\} \\]", "$p = \\$5.00$", "$\\$$"];
     for (const source of inline) expect(htmlOf(`so ${source}, too`)).toContain(`so ${formula(source)}, too`);
     const displayed = "\\[\n\\begin{aligned} a_1 &= b_1\n- c\n+ d\n* e\n\\end{aligned}\n\\]";
     for (const before of ["", "so\n\n", "so\n", "so\n  ", "# so\n"]) {
