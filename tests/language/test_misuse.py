@@ -251,7 +251,7 @@ HINTS = [
     {"objective": "speed"},
     {"objective": ["latency"]},
     *[{"output_tokens": bad} for bad in (0, 1.5, "1", True)],
-    *[{"forks": bad} for bad in (False, -1, [2], True)],
+    *[{"forks": bad} for bad in (False, 0.0, -1, [2], True)],
 ]
 
 

@@ -305,7 +305,7 @@ class State:
             raise BadArgument(
                 f"hint: objective must be latency or throughput, not {objective!r}", param="objective"
             )
-        if forks == 0 and forks is not False:
+        if is_whole(forks, 0, 0):
             forks = None
         ops.check_hint(output_tokens, forks, deadline_s)
         recorder = self._recorder()
