@@ -138,15 +138,22 @@ async def test_cached_tokens_are_the_longest_prefix_that_was_computed(jobs, ahea
 
 
 async def run_and_check(client: EngineClient, job: Job, expected: End | None = None) -> Finished:
-    deltas: list[str] = []
+    sent: list[Progress] = []
     end = await client.generate(
-        job.prompt, job.params, seed=0, origin=Origin(cache_salt=job.cache_key), on_text=deltas.append
+        job.prompt, job.params, seed=0, origin=Origin(cache_salt=job.cache_key), on_progress=sent.append
     )
+    deltas = [progress.text for progress in sent if progress.text]
+    ids: list[int] = []
+    for progress in sent:
+        [token] = progress.token_ids
+        logprob = fake_logprob([*job.prompt, *ids], token)
+        assert progress.logprobs == ([logprob] if job.params.wants_logprobs else ())
+        assert [top[0] for top in progress.top_logprobs] == [(token, logprob)] * (job.params.top_logprobs > 0)
+        ids.append(token)
     expected = expected or alone(job.prompt, job.params)
     assert (end.text, end.finish_reason) == (expected.text, expected.reason)
     assert end.token_ids == expected.ids
     assert end.text.startswith("".join(deltas))
-    assert all(deltas)
     assert (end.prompt_tokens, end.output_tokens) == (len(job.prompt), expected.num_sampled)
     assert 0 <= end.cached_tokens < len(job.prompt)
     assert end.logprobs == expected.logprobs
