@@ -3,6 +3,7 @@ every machine."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,16 +21,20 @@ class Lines:
 
 @contextmanager
 def counted_lines() -> Iterator[Lines]:
-    """Counts the lines that this thread executes within the scope."""
+    """Counts the lines that this thread executes within the scope. The garbage collector is off: it calls
+    finalizers of other objects."""
     lines = Lines()
 
     def count(frame: FrameType, event: str, _: object) -> Any:
         lines.num += event == "line"
         return count
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(count)
     try:
         yield lines
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
