@@ -25,6 +25,7 @@ from support.plain_model import PLAIN_IDS, alone, fake_logprob, plain_model_engi
 from support.plain_model import runner as plain_runner
 
 from agentflow.engine import engine as engine_module
+from agentflow.engine import outputs as outputs_module
 from agentflow.engine import request as request_module
 from agentflow.engine.adapters import AdapterRead
 from agentflow.engine.batch import Batch, BatchOutput
@@ -107,6 +108,7 @@ PLACES: list[tuple[object, str, Callable[..., Request]]] = [
     (KVMemory, "commit", lambda self, request, count: request),
     (InProgressPrefixes, "advanced", lambda self, request, *rest: request),
     (InFlight, "_read", lambda self, row, *rest: row.request),
+    (outputs_module, "_keep_likelihoods", lambda row: row.request),
 ]
 
 
@@ -189,6 +191,7 @@ async def test_f1_a_fault_in_a_row_fails_its_request_only(
         (Scheduler, "_prompt_seconds"),
         (batch_builder, "_sampled_rows"),
         (InFlight, "complete"),
+        (BatchOutput, "list_logprobs"),
         (BatchOutput, "list_tops"),
     ],
 )
