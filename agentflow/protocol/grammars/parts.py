@@ -67,14 +67,19 @@ def characters(text: str) -> Series:
     return Series(tuple([Chars(((ord(char), ord(char)),)) for char in text]))
 
 
-def names_in(part: GrammarPart) -> Iterator[str]:
-    """Yields the names of the rules that a part contains."""
+def parts_in(part: GrammarPart) -> Iterator[GrammarPart]:
+    """Yields the part and all parts inside it, the ones that have several places once for each."""
     waiting = [part]
     while waiting:
-        match waiting.pop():
-            case Named(name):
-                yield name
+        part = waiting.pop()
+        yield part
+        match part:
             case Series(parts) | OneOf(parts):
                 waiting += parts
             case Repeated(inner):
                 waiting.append(inner)
+
+
+def names_in(part: GrammarPart) -> Iterator[str]:
+    """Yields the names of the rules that a part contains."""
+    return (one.name for one in parts_in(part) if isinstance(one, Named))

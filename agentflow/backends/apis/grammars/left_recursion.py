@@ -16,7 +16,16 @@ from agentflow.backends.apis.grammars.gbnf import (
     may_be_empty,
     without_empty_rounds,
 )
-from agentflow.protocol.grammars.parts import EMPTY, GrammarPart, Named, OneOf, Repeated, Series, names_in
+from agentflow.protocol.grammars.parts import (
+    EMPTY,
+    GrammarPart,
+    Named,
+    OneOf,
+    Repeated,
+    Series,
+    names_in,
+    parts_in,
+)
 
 MAX_STEPS: Final = 25_000
 """The steps of each check of one grammar, which take some hundredths of a second."""
@@ -81,6 +90,8 @@ class _Rewriter:
         """Sets the texts of a rule, and defines rules that they need."""
         if name not in self._rules:
             self._waiting.append(name)
+        for _ in parts_in(part):
+            self._spend(1)
         part = self._rules[name] = without_empty_rounds(part, self._terminals, self._nullable)
         for first in self._firsts[name]:
             self._users[first].discard(name)
@@ -88,7 +99,6 @@ class _Rewriter:
         for first in firsts:
             self._users[first].add(name)
         for other in names_in(part):
-            self._spend(1)
             if other.endswith(NOT_EMPTY) and other not in self._rules:
                 source = self._sources[other.removesuffix(NOT_EMPTY)]
                 self._define(other, _one_of(self._not_empty(source), other))
@@ -116,7 +126,7 @@ class _Rewriter:
     ) -> tuple[list[GrammarPart], list[GrammarPart]]:
         """Divides the texts of a part into the ones that begin with the rule, whose rest it returns, and the
         others."""
-        self._spend(1)
+        self._spend(len(part.parts) if isinstance(part, Series) else 1)
         if _leading(part, self._nullable).isdisjoint(around):
             return [], [part]
         match part:

@@ -270,6 +270,23 @@ def test_f37_no_rule_begins_with_itself(source: str) -> None:
         assert grammar.matches(text) == (recognizer.recognize(text, most_steps=100_000) == "whole"), text
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "start: " + "(" * 90 + 'start? "a"?' + ")~0..2" * 90,
+        *[
+            "start: r0\n"
+            + "".join([f'r{n}: {" ".join([f"[r{m}]" for m in range(size)])} | "b"\n' for n in range(size)])
+            for size in (4, 7)
+        ],
+    ],
+)
+def test_f37_rules_that_would_grow_without_bound_are_refused(source: str) -> None:
+    """The parts that several places share are written at each of them."""
+    with pytest.raises(NotSupported):
+        gbnf_of_grammar(source)
+
+
 def begin_with_themselves(rules: dict[str, GrammarPart]) -> set[str]:
     """The rules that may begin with themselves. For llama.cpp, a repeat without limit is a rule, so that its
     part may not be empty."""
