@@ -21,7 +21,7 @@ from support.fake_engine import TOKENIZER, FakeEngine
 from support.faults import has_param
 from support.logit_runner import alone_by_logits, logit_engine
 from support.plain_engine import End
-from support.plain_model import PLAIN_IDS, alone, plain_model_engine
+from support.plain_model import PLAIN_IDS, alone, fake_logprob, plain_model_engine
 from support.small_tokenizers import byte_level_of
 
 from agentflow.engine.batch import BatchOutput, SampledRows
@@ -98,16 +98,24 @@ def check_end(asked: Asked, end: Finished, streamed: str) -> None:
 
 
 async def ask(client: EngineClient, asked: Asked) -> Finished:
-    deltas: list[str] = []
+    sent: list[Progress] = []
     end = await client.generate(
         [*asked.prompt],
         asked.params,
         seed=0,
-        on_text=deltas.append,
+        on_progress=sent.append,
         constraint=constraint(asked.pattern),
         jump_forward=asked.jumps,
     )
-    check_end(asked, end, "".join(deltas))
+    check_end(asked, end, "".join([progress.text for progress in sent]))
+    ids: list[int] = []
+    logprobs: list[float] = []
+    for progress in sent:  # forced tokens get their log-probabilities later
+        ids = [*ids[: len(ids) - progress.num_dropped], *progress.token_ids]
+        logprobs = [*logprobs[: len(ids) - len(progress.token_ids)], *progress.logprobs]
+        before = [[*asked.prompt, *ids[:index]] for index in range(len(logprobs))]
+        assert logprobs == [*map(fake_logprob, before, ids)]
+    assert asked.logprobs or not logprobs
     return end
 
 
