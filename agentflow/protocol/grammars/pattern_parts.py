@@ -24,8 +24,8 @@ def pattern_parts(pattern: str) -> Iterator[re.Match[str]]:
 
 
 # Python and ECMAScript have different members of these classes. The first table has the characters that are
-# members in both, and the second one, for negated sets, the characters that are members in either. llguidance
-# reads ``\d`` and ``\w`` as ECMAScript does.
+# members in both, and the second one, for negated sets, the characters that are members in either. The third
+# one has ECMAScript's members. llguidance reads ``\d`` and ``\w`` as ECMAScript does.
 _WORD: Final = "0-9A-Za-z_"
 _SPACE: Final = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _ANY_WORD: Final = r"\p{L}\p{N}_"
@@ -46,18 +46,31 @@ _IN_EITHER: Final = {
     r"\s": f"[{_ANY_SPACE}]",
     r"\S": f"[^{_SPACE}]",
 }
+_IN_ECMASCRIPT: Final = {
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": f"[{_WORD}]",
+    r"\W": f"[^{_WORD}]",
+    r"\s": rf"[{_SPACE}\ufeff]",
+    r"\S": rf"[^{_SPACE}\ufeff]",
+}
 _DOT: Final = r"[^\n\r\u2028\u2029]"
 _DOT_FLAG: Final = re.compile(r"\(\?[a-zA-Z]*s")
 
 
-def rust_pattern(pattern: str) -> str:
+def rust_pattern(pattern: str, *, is_ecmascript: bool = False) -> str:
     r"""Returns the pattern for Rust's ``regex``, where it matches texts that it matches both in Python and in
-    ECMAScript. Rust reads sets in sets, differences of sets, and ``\<`` as a word boundary.
+    ECMAScript, or with ``is_ecmascript`` in the latter. Rust reads sets in sets, differences of sets, and
+    ``\<`` as a word boundary.
 
     >>> print(rust_pattern(r"[[&&-]\<{\d[\w-.]"))
     [\[\&\&\-]<\{[0-9][[0-9A-Za-z_]\-.]
     """
-    dot = "." if _DOT_FLAG.search(pattern) else _DOT
+    has_flag = any(
+        part[0] == "(" and _DOT_FLAG.match(pattern, part.start()) for part in pattern_parts(pattern)
+    )
+    dot = "." if has_flag else _DOT
+    in_set, in_negated = (_IN_ECMASCRIPT, _IN_ECMASCRIPT) if is_ecmascript else (_IN_BOTH, _IN_EITHER)
 
     def written(found: re.Match[str]) -> str:
         part = found[0]
@@ -68,8 +81,8 @@ def rust_pattern(pattern: str) -> str:
         if _NO_REPEAT.match(pattern, found.start()):
             return r"\{"
         if part[0] != "[" or part in ("[", "[]", "[^]"):  # the latter are refused: only ECMAScript has them
-            return _IN_BOTH.get(part, part)
-        begin, classes = (2, _IN_EITHER) if part.startswith("[^") else (1, _IN_BOTH)
+            return in_set.get(part, part)
+        begin, classes = (2, in_negated) if part.startswith("[^") else (1, in_set)
         return part[:begin] + _MEMBERS.sub(partial(_rust_members, classes), part[begin:-1]) + "]"
 
     return "".join(map(written, pattern_parts(pattern)))

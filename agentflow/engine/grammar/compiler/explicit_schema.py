@@ -284,7 +284,10 @@ def for_llguidance(schema: Schema) -> Schema:
     Rust reads all patterns, narrow ranges do not begin at an open limit, and limits are floats."""
     narrower: Schema = json.loads(json.dumps(schema))
     subschemas = [sub for _, sub in subschemas_with_paths(narrower)]
-    is_flat = not any(_applies_in_place(sub) for sub in subschemas)
+    # Two patterns of names may become equal, so that both their schemas apply.
+    is_flat = not any(
+        _applies_in_place(sub) or len(sub.get("patternProperties", ())) > 1 for sub in subschemas
+    )
     for sub in subschemas:
         for key in _ANNOTATIONS_OF_VALUES & sub.keys() - {"$id"}:
             del sub[key]
@@ -297,17 +300,18 @@ def for_llguidance(schema: Schema) -> Schema:
         if patterns:
             sub["allOf"] = [*sub.get("allOf", []), {"pattern": patterns.pop()}]
         if isinstance(named := sub.get("patternProperties"), dict):
-            sub["patternProperties"] = _for_rust(named)
+            is_closed = sub.get("additionalProperties") is False
+            sub["patternProperties"] = _for_rust(named, is_ecmascript=not is_closed)
         _close_open_limits(sub, is_flat=is_flat)
         _move_to_floats(sub)
     return narrower
 
 
-def _for_rust(named: Schema) -> Schema:
+def _for_rust(named: Schema, *, is_ecmascript: bool) -> Schema:
     """Returns ``patternProperties`` whose patterns Rust reads. Some patterns may become equal."""
     found: Schema = {}
     for pattern, schema in named.items():
-        written = rust_pattern(pattern)
+        written = rust_pattern(pattern, is_ecmascript=is_ecmascript)
         found[written] = {"allOf": [found[written], schema]} if written in found else schema
     return found
 

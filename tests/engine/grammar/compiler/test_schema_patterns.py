@@ -122,28 +122,30 @@ CHARS = [*map(chr, range(0x20, 0x180)), *"\b\t\n\f\r\u0301\u0660\u0e33\u1680\u18
 CHARS += [*"\u2028\u2029\u202f\u203f\u205f\u2165\u3000\u4e00\ufeff\U0001d7ce"]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "in_ecmascript"),
-    [
-        (r"\d", "[0-9]"),
-        (r"\D", "[^0-9]"),
-        (r"\w", f"[{WORD}]"),
-        (r"\W", f"[^{WORD}]"),
-        (r"\s", f"[{SPACE}]"),
-        (r"\S", f"[^{SPACE}]"),
-        (".", "[^\n\r\u2028\u2029]"),
-        (r"[\w ]", f"[{WORD} ]"),
-        (r"[\D5]", "[^0-46-9]"),
-        (r"[^\d]", "[^0-9]"),
-        (r"[^\w.]", f"[^{WORD}.]"),
-        (r"[^\s]", f"[^{SPACE}]"),
-        (r"[^\W\d]", "[A-Za-z_]"),
-        (r"[^\Sa]", f"[{SPACE}]"),
-        (r"[^\D5]", "[0-46-9]"),
-        (r"[\s\S]", r"[\s\S]"),
-        (r"(?s:.)", r"[\s\S]"),
-    ],
-)
+CLASSES = [
+    (r"\d", "[0-9]"),
+    (r"\D", "[^0-9]"),
+    (r"\w", f"[{WORD}]"),
+    (r"\W", f"[^{WORD}]"),
+    (r"\s", f"[{SPACE}]"),
+    (r"\S", f"[^{SPACE}]"),
+    (".", "[^\n\r\u2028\u2029]"),
+    (r"[\w ]", f"[{WORD} ]"),
+    (r"[\D5]", "[^0-46-9]"),
+    (r"[^\d]", "[^0-9]"),
+    (r"[^\w.]", f"[^{WORD}.]"),
+    (r"[^\s]", f"[^{SPACE}]"),
+    (r"[^\W\d]", "[A-Za-z_]"),
+    (r"[^\Sa]", f"[{SPACE}]"),
+    (r"[^\D5]", "[0-46-9]"),
+    (r"[\s\S]", r"[\s\S]"),
+    (r"(?s:.)", r"[\s\S]"),
+    (r"(?:\(?s)?.", "[^\n\r\u2028\u2029]"),
+]
+"""Patterns of one character, and ECMAScript's reading of each."""
+
+
+@pytest.mark.parametrize(("pattern", "in_ecmascript"), CLASSES)
 def test_f37_classes_have_the_characters_of_python_and_ecmascript(pattern: str, in_ecmascript: str) -> None:
     schema = {"type": "string", "pattern": f"^{pattern}$"}
     constraint = compile_constraint(Constraint("schema", json.dumps(schema)))
@@ -156,6 +158,24 @@ def test_f37_classes_have_the_characters_of_python_and_ecmascript(pattern: str, 
         assert found <= wanted
     else:
         assert found == wanted
+
+
+@pytest.mark.parametrize(("pattern", "in_ecmascript"), CLASSES)
+def test_f37_patterns_of_names_have_the_meaning_of_ecmascript_if_there_are_others(
+    pattern: str, in_ecmascript: str
+) -> None:
+    """Narrower patterns would free the names that they no longer match."""
+    schema = {
+        "type": "object",
+        "patternProperties": {f"^{pattern}$": {"type": "null"}},
+        "additionalProperties": {"type": "boolean"},
+    }
+    constraint = compile_constraint(Constraint("schema", json.dumps(schema)))
+    for char in CHARS:
+        value = None if re.fullmatch(in_ecmascript, char) else True
+        found = [takes(constraint, f"{{{written(char)}: {one}}}") for one in ("null", "true")]
+        assert found in ([value is None, value is True], [False, False]), char
+        assert any(found) or not char.isprintable(), char
 
 
 def test_f37_a_class_is_no_end_of_a_range() -> None:
@@ -172,3 +192,16 @@ def test_f37_patterns_of_names_that_become_equal_are_both_kept(others: object) -
     }
     constraint = compile_constraint(Constraint("schema", json.dumps(schema)))
     assert [takes(constraint, json.dumps({"a<": value})) for value in (3, 7, "x")] == [True, False, False]
+
+
+def test_f37_an_open_limit_is_no_value_where_two_patterns_of_names_become_equal() -> None:
+    schema = {
+        "type": "object",
+        "patternProperties": {
+            r"^a\<$": {"type": "number", "exclusiveMinimum": 0},
+            "^a<$": {"maximum": 0.5},
+        },
+        "additionalProperties": False,
+    }
+    constraint = compile_constraint(Constraint("schema", json.dumps(schema)))
+    assert [takes(constraint, json.dumps({"a<": value})) for value in (0, 0.25, 0.75)] == [False, True, False]
