@@ -397,7 +397,7 @@ def _move_to_floats(schema: Schema) -> None:
     for key, sign in (("minimum", 1), ("maximum", -1)):
         for name in (key, _open(key)):
             limit = schema.get(name)
-            if not isinstance(limit, int) or abs(limit) <= _LARGEST_EXACT:
+            if not isinstance(limit, int) or abs(limit) < _LARGEST_EXACT:
                 continue
             near = float(limit)
             if sign * near < sign * limit or (near == limit and name != key):
@@ -469,7 +469,7 @@ def _drop_what_says_nothing(schema: Schema) -> None:
         if schema.get(key) is value:
             del schema[key]
     for key, value in list(schema.items()):
-        if key.startswith(("min", "max")) and isinstance(value, float) and value == int(value):
+        if key.startswith(("min", "max", "exclusive")) and isinstance(value, float) and value == int(value):
             schema[key] = int(value)
 
 

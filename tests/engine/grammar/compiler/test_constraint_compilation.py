@@ -498,11 +498,14 @@ def test_f37_a_limit_that_is_no_number_is_ignored_or_a_bad_argument(limit):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("limit", [2**53 + 1, 2**53 + 3, 2**59 + 1, 10**17, 10**17 + 1, 10**18 - 1])
+@pytest.mark.parametrize(
+    "limit", [2**53 - 1, 2**53, 2**53 + 1, 2**53 + 3, 2**59 + 1, 10**17, 10**17 + 1, 10**18 - 1]
+)
 @pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
-def test_f37_limits_that_are_no_floats_are_enforced(key, limit, sign):
+@pytest.mark.parametrize("kind", [int, float])
+def test_f37_large_limits_are_enforced(key, limit, sign, kind):
     """The parser reads limits as floats."""
-    schema = {"type": "integer", key: sign * limit}
+    schema = {"type": "integer", key: kind(sign * limit)}
     try:
         constraint = compiled(
             "schema", json.dumps({"anyOf": [schema, {"type": "array", "items": {"$ref": "#"}}]})
