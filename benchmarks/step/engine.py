@@ -46,8 +46,8 @@ GOALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 }
 """The goals for 1 and for 32 streams, by the data type and the kind of the requests. ``auto``: the 4 bits of
 the default model's file, whose steps are shorter."""
-WORDS = r"(?:[a-z]{1,12}[ ,.])+~{9}"
-"""Text with few states, as most grammars have, whose end is unlikely."""
+WORDS = r"(?:[a-z]{1,12}[ ,.])+\x1f{9}"
+"""Text with few states, as most grammars have, that models do not end."""
 
 
 def measure(report: Report, folder: Path) -> None:
