@@ -209,7 +209,7 @@ class _Variable:
         elif self.has_value:
             rest = read_reply(str(self.text)).text[one.num_sent :]
         else:
-            rest = self.reply.push(self.text.part(self.reply.num_read)).text_from(one.num_sent)
+            rest = self.reply.follow(self.text).text_from(one.num_sent)
         if not self.has_value and len(rest) < PART_CHARS:
             return None
         one.num_sent += len(rest)

@@ -183,7 +183,7 @@ def _shown_text(variable: RecordedVariable) -> str:
     if not variable.is_reply:
         return variable.text
     try:
-        reply = ReplySoFar().follow(variable.text).now()
+        reply = ReplySoFar().follow(variable.grown).now()
     except ProtocolError:  # the file was changed after the recording
         return variable.text
     return " ".join([reply.text, *(f"{call.name}({call.arguments})" for call in reply.tool_calls)])

@@ -334,7 +334,7 @@ def _call(head: str) -> CallBegun:
 class ReplySoFar:
     """Collects a reply while its notation grows.
 
-    >>> ReplySoFar().follow('[{"text":"I look."},{"id":"c1","name":"weather","arguments":"{').now()
+    >>> ReplySoFar().push('[{"text":"I look."},{"id":"c1","name":"weather","arguments":"{').now()
     Reply(text='I look.', tool_calls=(CalledTool(id='c1', name='weather', arguments='{'),))
     """
 
@@ -342,8 +342,7 @@ class ReplySoFar:
         self._reader = ReplyReader()
         self._calls: list[tuple[CallBegun, list[str]]] = []
         self._text = GrowingText()
-        self.num_read = 0
-        """The characters of the notation that were read."""
+        self._num_read = 0  # characters of the notation
 
     @property
     def is_over(self) -> bool:
@@ -359,14 +358,14 @@ class ReplySoFar:
         """The prose so far from character ``at`` on."""
         return self._text.part(at)
 
-    def follow(self, notation: str) -> Self:
-        """Reads ``notation``, which continues the part that was read before. ``ProtocolError`` if it is
+    def follow(self, notation: GrowingText) -> Self:
+        """Reads the rest of ``notation``, whose beginning was read before. ``ProtocolError`` if it is
         malformed."""
-        return self.push(notation[self.num_read :])
+        return self.push(notation.part(self._num_read))
 
     def push(self, part: str) -> Self:
         """Reads the next part of the notation. ``ProtocolError`` if it is malformed."""
-        self.num_read += len(part)
+        self._num_read += len(part)
         for piece in self._reader.push(part) if part else ():
             match piece:
                 case TextPiece():
@@ -387,7 +386,7 @@ class ReplySoFar:
 
 def read_reply(notation: str) -> Reply:
     """The reply. ``ProtocolError`` if the notation is malformed or incomplete."""
-    found = ReplySoFar().follow(notation)
+    found = ReplySoFar().push(notation)
     if not found.is_over:
         raise ProtocolError(f"malformed or incomplete reply: {notation[:100]!r}")
     return found.now()

@@ -21,6 +21,7 @@ from agentflow.protocol.chat import (
     TextPiece,
     read_reply,
 )
+from agentflow.protocol.growing_text import GrowingText
 
 texts = st.text(st.characters(codec="utf-8") | st.sampled_from('"\\{}[],:\n'), max_size=12)
 
@@ -95,7 +96,7 @@ def test_a_partial_reply_grows_to_the_whole_one(pieces: list[ReplyPiece]) -> Non
     notation, so_far = written(pieces), ReplySoFar()
     whole = read_reply(notation)
     for end in range(len(notation) + 1):
-        reply = so_far.follow(notation[:end]).now()
+        reply = so_far.follow(GrowingText(notation[:end])).now()
         assert so_far.is_over == (end == len(notation))
         assert whole.text.startswith(reply.text)
         assert reply.tool_calls[:-1] == whole.tool_calls[: len(reply.tool_calls)][:-1]

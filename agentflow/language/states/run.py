@@ -611,8 +611,7 @@ class VariableNode:
     @property
     def reply(self) -> ReplySoFar | None:
         """The reader of a reply's notation; None for any other variable."""
-        reply = self._reply
-        return None if reply is None else reply.push(self.grown.part(reply.num_read))
+        return None if self._reply is None else self._reply.follow(self.grown)
 
     @property
     def end(self) -> Value:
