@@ -119,6 +119,16 @@ class UnknownVariable(ProgramError, KeyError):
     known: tuple[str, ...] = ()
     """The names of the state's variables."""
 
+    def __init__(
+        self,
+        *args: object,
+        variable: str | None = None,
+        known: Iterable[str] = (),
+        param: str | None = None,
+    ) -> None:
+        super().__init__(*args, param=param)
+        self.variable, self.known = variable, tuple(known)
+
     def __str__(self) -> str:  # KeyError would show the repr
         return str(self.args[0]) if self.args else ""
 

@@ -67,9 +67,7 @@ def unknown_variable(
         message += f"its branch {where[0]} does, as in branches[{where[0][-1]}][{name!r}]"
     else:
         message += f"did you mean {near[0]!r}?" if near else "append its gen first"
-    error = UnknownVariable(message)
-    error.variable, error.known = name if isinstance(name, str) else None, tuple(names)
-    return error
+    return UnknownVariable(message, variable=name if isinstance(name, str) else None, known=names)
 
 
 _REFERENCE = re.compile(r"\b(Variable|Transformed)\b")

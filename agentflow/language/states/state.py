@@ -335,12 +335,12 @@ class State:
         if found is None:
             raise unknown_variable(wanted, names, self._node.names_of_branches())
         if isinstance(name, GenExpression) and found.value_type is not name.value_type:
-            error = UnknownVariable(
+            raise UnknownVariable(
                 f"the state's variable {wanted!r} is not of this gen: append the gen first, and look its "
-                "variable up before another of that name"
+                "variable up before another of that name",
+                variable=wanted,
+                known=names,
             )
-            error.variable, error.known = wanted, tuple(names)
-            raise error
         variable: Variable[Any] = found.front
         return variable
 
