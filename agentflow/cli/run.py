@@ -33,7 +33,6 @@ from agentflow.engine.machine.resources import collect_garbage_rarely
 from agentflow.errors import AgentflowError, BadArgument
 from agentflow.language.batch.inputs import Parameters, TableRow, program_function
 from agentflow.language.batch.map import ProgramMap
-from agentflow.language.batch.results_file import check_path
 from agentflow.language.program import Program
 from agentflow.language.typed.json_form import json_text
 
@@ -275,6 +274,8 @@ def _check_output(path: str) -> None:
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise BadArgument(f"there is no folder {folder} for the results")
+    from agentflow.language.batch.results_file import check_path  # other commands keep no results
+
     check_path(path)
 
 
