@@ -54,8 +54,8 @@ def _push(text: TextEnd, token_id: int, position: _Position) -> str:
     return text.push(token_id, is_free=position.is_free, calls_from=position.calls_from)
 
 
-def _progress(row: Row, text: str, answer_at: int | None = None) -> Progress:
-    """The message about a row's tokens, whose log-probabilities are appended to its request's."""
+def _progress(row: Row, text: str, answer_at: int | None) -> Progress:
+    """The message about sampled tokens, whose log-probabilities are appended to their request's."""
     request = row.request
     logprobs, tops = _keep_likelihoods(row)
     reported = logprobs if request.params.wants_logprobs else ()
@@ -146,9 +146,9 @@ class Outputs:
         """Applies the results of one row to its request, and reports them."""
         request, params = row.request, row.request.params
         if not row.token_ids:
-            progress = _progress(row, "")
-            if request.id in self._texts and progress.logprobs:  # of forced tokens
-                self._outbox.append(progress)
+            logprobs, tops = _keep_likelihoods(row)
+            if request.id in self._texts and params.wants_logprobs and logprobs:  # of forced tokens
+                self._outbox.append(Progress(request.id, "", (), logprobs, tops))
             if row.is_last:
                 self._finish(request, request.finish_reason or "length", embedding=row.embedding)
             return
