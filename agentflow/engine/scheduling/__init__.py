@@ -8,6 +8,6 @@ batch) and ``in_flight`` (its results); ``retries`` runs failed batches again in
 how large a step may be, and ``pace`` limits its time while answers are read as they arrive; ``defaults`` has
 the sizes of batches.
 
-A step works in ``policies/charges``, ``program_pauses``, ``media_work`` and ``pace`` only if there is
-something for them to do.
+A step enters ``policies/charges``, ``program_pauses``, ``media_work`` and ``pace`` only if there is something
+for them to do.
 """

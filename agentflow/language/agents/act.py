@@ -404,8 +404,8 @@ class _Events:
 
 
 class _Loop:
-    """One ``act``. ``kind``: the type of the result; None: the text is the result. ``num_retries``: how often
-    the model is told about an invalid result."""
+    """One ``act``. ``kind``: the type of the result; None: the text is the result. ``num_retries``: the most
+    turns that ask again after an invalid result."""
 
     def __init__(
         self,

@@ -207,7 +207,7 @@ def test_f37_a_fault_where_a_request_starts_or_leaves_locks_no_tokens(monkeypatc
 
 @pytest.mark.parametrize("name", ["on_evict", "make_room"])
 def test_f37_a_fault_while_tokens_are_evicted_loses_no_slots(monkeypatch, name):
-    """The policy that is told about it, or the pause of a program that would save tokens of an open state."""
+    """The fault is in the policy's handler, or in the pause of a program that would save an open state."""
     harness = Harness(num_slots=64, token_budget=64)
     for number in range(3):
         harness.add(number, [number] * 20, 1, state=number + 1)
