@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 
+import numpy.ma  # noqa: F401  # np.unique imports its 5,000 blocks when admission first calls it
 import psutil
 import pytest
 from support.server.fuzz_driver import Fuzzer, engine_target
